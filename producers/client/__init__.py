@@ -2,6 +2,6 @@
 
 submission and operations are written once, without I/O: they yield steps, and blocking and aio carry them out
 reader reads one task's stream, then follows its channel; hub shares one pub/sub connection among a process's readers
-portal runs the asyncio reader on a thread for the blocking client
+blocking runs the asyncio reader on a thread
 reader_leases end tasks whose readers are gone; leader elects one process of several
 """

@@ -13,11 +13,11 @@ from redis.asyncio import Redis
 from producers.broker.connect import connect_broker
 from producers.client import operations
 from producers.client.hub import CLOSED, Hub
-from producers.client.listing import Query, Wanted, list_tasks, page_of
+from producers.client.listing import Query, QueryFields, list_tasks, page_of
 from producers.client.operations import submit_once
 from producers.client.reader import Reader
 from producers.client.steps import Fetch, Pause, Send, Step, Steps, T, adrive
-from producers.client.submission import TASK, Directory, Known, submit
+from producers.client.submission import TASK, Directory, ResolvedModel, submit
 from producers.connection.connect import SILENT_S, SMALL_EACH, SMALL_POOL, connect_pools
 from producers.connection.local import servers
 from producers.connection.script import Call, aexecute_many, arun
@@ -38,9 +38,9 @@ class AsyncClient:
     `broker`, `store`: redis://, rediss:// or unix:// URLs; the store is the broker unless given. The broker may also be
     SQS (sqs://REGION?prefix=pen-), which needs a store and boto3. Without a broker,
     `producers.connection.local` finds both. `patience`: time (s) for which a failing connection is retried.
-    `files_dir`: the sweeper's place of files, for results that were moved there; unset: FILES_DIR, else where each
-    result says. It connects at the first call. Raises ValueError for another kind of broker; the blocking `Client`
-    supports those of kombu.
+    `files_dir`: the sweeper's folder or bucket of files, for results that were moved there; unset: FILES_DIR, else the
+    location in each result. It connects at the first call. Raises ValueError for another kind of broker; the blocking
+    `Client` supports those of kombu.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class AsyncClient:
         files_dir: str | None = None,
     ) -> None:
         self.patience = operations.checked_patience(patience)
-        #: Where results are that were moved to files.
+        #: Locations of results that were moved to files.
         self.places = Places(files_dir or os.environ.get("FILES_DIR"))
         broker, store = servers(broker, store)
         self._pools = connect_pools(store)
@@ -86,8 +86,8 @@ class AsyncClient:
         IdempotencyKeyReused (another task has this key), SubmitFailed (no answer in time: if a record was made, the
         sweeper sends the task).
         """
-        asked, more = operations.task_of(task, fields), {**TASK, **trace_fields(traceparent)}
-        steps = submit_once(self.directory, asked, idempotency_key, task_id, self.patience, more)
+        task, more = operations.task_of(task, fields), {**TASK, **trace_fields(traceparent)}
+        steps = submit_once(self.directory, task, idempotency_key, task_id, self.patience, more)
         return self.get(await self.run(steps))
 
     async def admit(
@@ -97,11 +97,11 @@ class AsyncClient:
         more: Mapping[str, str | int] = TASK,
         charge: Charge | None = None,
         room: Room | None = None,
-        resolved: Known | None = None,
+        resolved: ResolvedModel | None = None,
     ) -> AsyncHandle:
-        """As `submit`. `more`: fields of the record beside the task's own (`producers.contract.record`). `charge`: the
-        accounts that it is charged to; raises LimitReached, too. `room`: the bounds on what waits; raises QueueFull,
-        too. `resolved`: the model as its prompt was made for it."""
+        """Submit a task. `more`: fields of the record beside the task's own (`producers.contract.record`).
+        `charge`: the accounts that it is charged to; raises LimitReached, too. `room`: the bounds on waiting tasks;
+        raises QueueFull, too. `resolved`: the model for which its prompt was made."""
         steps = submit(self.directory, task, task_id, self.patience, more, charge, room, resolved)
         return self.get(await self.run(steps))
 
@@ -119,11 +119,11 @@ class AsyncClient:
         return await self.run(operations.models(self.patience))
 
     async def card(self, model: str) -> dict[str, Any]:
-        """A model's card, at most 2 s old. Raises UnknownModel, which names the models that there are."""
-        return (await self.known(model)).card
+        """Returns a model's card, at most 2 s old. Raises UnknownModel, which names the existing models."""
+        return (await self.resolve(model)).card
 
-    async def known(self, model: str) -> Known:
-        """A model's card and the queue that its tasks go to, at most 2 s old. Raises UnknownModel."""
+    async def resolve(self, model: str) -> ResolvedModel:
+        """Returns a model's card and the queue of its tasks, at most 2 s old. Raises UnknownModel."""
         return await self.run(self.directory.find(model, self.patience))
 
     async def ping(self) -> None:
@@ -205,7 +205,7 @@ class AsyncHandle:
                     yield event
 
     async def batches(self, start: int = 0) -> AsyncGenerator[list[Event]]:
-        """The same events in batches, each with all events that are there: one system call for a server."""
+        """Yields the same events in batches, each with all events that are there: one system call for a server."""
         reader = self._client.reader(self.id, start)
         try:
             while (kept := [await reader.next()])[0]:
@@ -242,8 +242,8 @@ class AsyncHandle:
     async def _events(self) -> list[Event]:
         events: list[Event] = []
         async with aclosing(self.batches()) as batches:
-            async for some in batches:
-                events += some
+            async for batch in batches:
+                events += batch
         return events
 
     async def cancel(self) -> bool:
@@ -263,17 +263,17 @@ class AsyncHandle:
 
 
 class AsyncTasks:
-    """As `Tasks`, for asyncio."""
+    """Lists and retries tasks as `Tasks` does, for asyncio."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
 
-    async def list(self, **wanted: Unpack[Wanted]) -> TaskPage:
-        """As `Tasks.list`."""
-        return page_of(await self._client.run(list_tasks(Query(**wanted), self._client.patience)))
+    async def list(self, **query: Unpack[QueryFields]) -> TaskPage:
+        """Lists tasks as `Tasks.list` does."""
+        return page_of(await self._client.run(list_tasks(Query(**query), self._client.patience)))
 
     async def retry(self, task_id: str, *, idempotency_key: str | None = None) -> AsyncHandle:
-        """As `Tasks.retry`."""
+        """Retries a task as `Tasks.retry` does."""
         return self._client.get(
             await self._client.run(
                 operations.retry(self._client.directory, task_id, idempotency_key, self._client.patience)

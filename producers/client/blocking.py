@@ -1,10 +1,16 @@
-"""The blocking client. For a broker that is not Redis, Celery sends its messages, so it takes any broker of kombu."""
+"""The blocking client. For a broker that is not Redis, Celery sends its messages, so it takes any broker of kombu.
+
+A `Portal` runs the asyncio reader's event loop on a thread of its own.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import CancelledError
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -13,9 +19,8 @@ from producers.broker.connect import connect_sender, is_known
 from producers.client import operations
 from producers.client.aio import AsyncClient
 from producers.client.hub import CLOSED
-from producers.client.listing import Query, Wanted, list_tasks, page_of
+from producers.client.listing import Query, QueryFields, list_tasks, page_of
 from producers.client.operations import submit_once
-from producers.client.portal import Expired, Portal
 from producers.client.steps import Fetch, Pause, Send, Step, Steps, T, drive
 from producers.client.submission import TASK, Directory
 from producers.connection.connect import connect
@@ -31,15 +36,16 @@ from producers.errors import PenstockError
 if TYPE_CHECKING:
     from celery import Celery
 
+FORKED = "this stream was opened before a fork: open it again"
+
 
 class Client:
     """Submits tasks and reads them. One client serves all threads of a process; it may be made before a fork.
 
     `broker`, `store`: URLs as in `producers.connection.connect`; the broker may also be SQS (sqs://REGION?prefix=pen-,
-    with a store of its own), or any that kombu supports. The
-    store is the broker unless given. Without a broker, `producers.connection.local` finds both. `patience`: time (s)
-    for which a failing connection is retried. `files_dir`: as of AsyncClient. It connects at the first call. Raises
-    ValueError for a bad URL.
+    with its own store), or any that kombu supports. The store is the broker unless given. Without a broker,
+    `producers.connection.local` finds both. `patience`: time (s) for which a failing connection is retried.
+    `files_dir`: as in AsyncClient. It connects at the first call. Raises ValueError for a bad URL.
     """
 
     def __init__(
@@ -84,9 +90,9 @@ class Client:
         IdempotencyKeyReused (another task has this key), SubmitFailed (no answer in time: if a record was made, the
         sweeper sends the task).
         """
-        asked = operations.task_of(task, fields)
+        task = operations.task_of(task, fields)
         more = {**TASK, **trace_fields(traceparent)}
-        return self.get(self.run(submit_once(self.directory, asked, idempotency_key, task_id, self.patience, more)))
+        return self.get(self.run(submit_once(self.directory, task, idempotency_key, task_id, self.patience, more)))
 
     @property
     def tasks(self) -> Tasks:
@@ -217,7 +223,7 @@ class Handle:
         """
         until = None if timeout is None else time.monotonic() + timeout
         try:
-            events = [event for some in self._batches(0, until) for event in some]
+            events = [event for batch in self._batches(0, until) for event in batch]
         except Expired:
             if not self.status().final:
                 raise TimeoutError(operations.unfinished(self.id, timeout)) from None
@@ -258,12 +264,12 @@ class Tasks:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    def list(self, **wanted: Unpack[Wanted]) -> TaskPage:
-        """Tasks in order of time, the latest first. `producers.client.listing.Query` says what may be asked for.
+    def list(self, **query: Unpack[QueryFields]) -> TaskPage:
+        """Lists tasks in order of time, the latest first. `producers.client.listing.Query` has the fields of a query.
 
         Raises InvalidQuery; TaskNotFound if the task of `after` is gone.
         """
-        return page_of(self._client.run(list_tasks(Query(**wanted), self._client.patience)))
+        return page_of(self._client.run(list_tasks(Query(**query), self._client.patience)))
 
     def retry(self, task_id: str, *, idempotency_key: str | None = None) -> Handle:
         """Submit a final task again, as a new one, with the same seed. Raises TaskNotFound, TaskNotFinal, and as
@@ -271,3 +277,79 @@ class Tasks:
         return self._client.get(
             self._client.run(operations.retry(self._client.directory, task_id, idempotency_key, self._client.patience))
         )
+
+
+class Expired(Exception):
+    """The call did not end in time."""
+
+
+class Portal:
+    """Runs coroutines for other threads. It does not survive a fork: see `usable`."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        #: Guards hand-overs to the loop: a coroutine handed over after its end would never run or fail. Reentrant: the
+        #: garbage collector may close a forgotten stream at any point, which calls `soon`.
+        self._lock = threading.RLock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop.run_forever, name="penstock reader", daemon=True)
+        self._thread.start()
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can be used: not closed, and not in a forked child, which lacks the thread."""
+        return self._pid == os.getpid() and not self._closed
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run a coroutine on the loop and return its result.
+
+        Raises Expired after `timeout` seconds; then, and when interrupted, the coroutine is cancelled. Raises
+        PenstockError if the portal is closed, before or meanwhile, and in a forked child.
+        """
+        if self._pid != os.getpid():  # its lock may be held by a thread that does not exist here
+            coroutine.close()
+            raise PenstockError(FORKED)
+        with self._lock:
+            if self._closed:
+                coroutine.close()
+                raise PenstockError(CLOSED)
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
+        except CancelledError:
+            raise PenstockError(CLOSED) from None
+        except TimeoutError:
+            if future.done():
+                raise
+            raise Expired from None
+        finally:
+            future.cancel()
+
+    def soon(self, function: Callable[[], object]) -> None:
+        """Schedule a call on the loop; does nothing if the loop has ended."""
+        if self.usable:  # in a forked child the lock may be held by a thread that does not exist
+            with self._lock:
+                if not self._closed:
+                    self._loop.call_soon_threadsafe(function)
+
+    def close(self) -> None:
+        """Cancel the running coroutines and end the thread."""
+        if not self.usable:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            ending = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
+        ending.result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

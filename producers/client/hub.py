@@ -72,7 +72,7 @@ class Subscription:
             self._waiter.set_result(None)
 
     async def take(self, patience_s: float) -> list[bytes] | None:
-        """The messages that came; None if the stream must be read, after possible losses or silence."""
+        """Returns the new messages; None if the stream must be read, after possible losses or silence."""
         if not self._awake:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
@@ -115,7 +115,7 @@ class Hub:
         self._ordered = asyncio.Event()
         #: Channel -> number of unconfirmed SUBSCRIBEs. Messages flow from the last one's confirmation on.
         self._unconfirmed: dict[bytes, int] = {}
-        self._heard = 0.0
+        self._last_reply_at = 0.0
         self._replies = 0
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -177,7 +177,7 @@ class Hub:
             try:
                 async with asyncio.timeout(SILENT_S):  # a server may accept the connection and never answer
                     await connection.connect()
-                self._heard = time.monotonic()
+                self._last_reply_at = time.monotonic()
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._listen(connection))
                     group.create_task(self._obey(connection))
@@ -200,7 +200,7 @@ class Hub:
                 async with asyncio.timeout(PING_S):
                     await self._ordered.wait()
             except TimeoutError:
-                if time.monotonic() - self._heard > 2 * PING_S:
+                if time.monotonic() - self._last_reply_at > 2 * PING_S:
                     raise ConnectionError(f"no sign of life for {2 * PING_S:.0f} s") from None
                 await connection.send_command("PING")
                 continue
@@ -216,7 +216,7 @@ class Hub:
             self._heed(await connection.read_response(disconnect_on_error=False))
 
     def _heed(self, reply: Any) -> None:
-        self._heard = time.monotonic()
+        self._last_reply_at = time.monotonic()
         self._replies += 1
         if not isinstance(reply, list):
             return  # +PONG of a connection without subscriptions
@@ -227,9 +227,9 @@ class Hub:
                 for subscription in channel.readers:
                     subscription.put(reply[2])
         elif kind == b"subscribe":
-            left = self._unconfirmed.pop(name) - 1
-            if left:
-                self._unconfirmed[name] = left
+            unconfirmed = self._unconfirmed.pop(name) - 1
+            if unconfirmed:
+                self._unconfirmed[name] = unconfirmed
             elif channel is not None:
                 channel.live = True
                 for subscription in channel.readers:

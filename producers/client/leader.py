@@ -3,9 +3,9 @@
     acquire: LEAD until nobody else does -> keep: LEAD three times a lease, until another does or the store is away
     resign: at a good end, so that nobody has to wait for the lease to lapse
 
-Two may think that they lead for a moment: one that was stopped, or cut off, and goes on. Nothing depends on there being
-one alone. Whatever a sweeper does is one script that looks at the record itself; what it has read before may be old.
-The decisions of an autoscaler that leads no more are refused by the script that keeps them, and are not acted on.
+For a moment two processes may think that they lead, after one was stopped or cut off and goes on. Nothing depends on a
+single leader. A sweeper acts by scripts, each of which looks at the record itself; what the sweeper has read before may
+be old. The script that stores an autoscaler's decisions refuses those of one that no longer leads.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ RENEWALS: Final = 3
 
 
 def lead(name: str, lease_ms: int, key: str = keys.SWEEPER, epoch: str = "") -> Call:
-    """LEAD: take or renew the lead. Answers 0, the ms left of another leader's lease, or -1 in another epoch than the
-    caller's (`producers.store.epoch`)."""
+    """LEAD: take or renew the lead. Answers 0, the remaining ms of another leader's lease, or -1 in another epoch than
+    the caller's (`producers.store.epoch`)."""
     return Call(script(PACKAGE, "lead"), (key,), (name, lease_ms, epoch))
 
 
@@ -55,7 +55,7 @@ class Leadership:
         self._key, self._role = key, role
         self._until = 0.0
         self._epoch: str | None = None
-        """The store's epoch when this process first asked."""
+        """The store's epoch at this process's first renewal."""
         #: When the store last answered (by `time.monotonic`).
         self.heard_at = time.monotonic()
         #: Why it did not, when it last failed.
@@ -63,14 +63,14 @@ class Leadership:
 
     @property
     def leads(self) -> bool:
-        """Whether the lease stands for sure, by this machine's clock: also right after the process was stopped."""
+        """Whether the lease holds for sure, by this machine's clock: also right after the process was stopped."""
         return time.monotonic() < self._until
 
     async def during(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Do the work whenever this process leads, until cancelled; then give the lead up at once.
 
-        It is done anew with each lead, and may end by itself. What it raises ends this, too. Raises EpochChanged where
-        the store was restored since this process first asked.
+        The work starts again with each lead, and may end by itself. Its errors end this, too. Raises EpochChanged if
+        the store was restored since this process's first renewal.
         """
         try:
             while True:
@@ -93,20 +93,20 @@ class Leadership:
 
     async def acquire(self) -> None:
         """Wait until this process leads."""
-        told = False
-        while (left := await self._asked()) != 0:
-            if left is not None and not told:
+        announced = False
+        while (remaining_ms := await self._renew()) != 0:
+            if remaining_ms is not None and not announced:
                 log.info("another %s leads; %s waits", self._role, self.name)
-                told = True
+                announced = True
             pause = self.lease_s / RENEWALS
-            await asyncio.sleep(pause if left is None else min(pause, left / 1000 + 0.01))
+            await asyncio.sleep(pause if remaining_ms is None else min(pause, remaining_ms / 1000 + 0.01))
 
     async def keep(self) -> None:
         """Renew the lease. Returns when this process no longer leads, or cannot know."""
         while True:
             await asyncio.sleep(self.lease_s / RENEWALS)
-            left = await self._asked()
-            if left:
+            remaining_ms = await self._renew()
+            if remaining_ms:
                 self._until = 0.0
                 log.warning("another %s leads: %s was not heard of for %s s", self._role, self.name, self.lease_s)
                 return
@@ -123,24 +123,24 @@ class Leadership:
         except FAILURES as error:
             log.info("the lease of the %s is left to lapse: %s", self._role, error_text(error))
 
-    async def _asked(self) -> int | None:
-        """0 if this process leads, the ms left of another's lease, or None if the store does not say."""
+    async def _renew(self) -> int | None:
+        """Returns 0 if this process leads, the remaining ms of another's lease, or None without an answer."""
         # Measured before the call: our lease ends for us before it ends for the store.
-        asked = time.monotonic()
+        began = time.monotonic()
         try:
             async with asyncio.timeout(self.lease_s / RENEWALS / 2):
                 if self._epoch is None:
                     self._epoch = await epoch.aread(self._client.store)
                 call = lead(self.name, int(self.lease_s * 1000), self._key, self._epoch)
-                left = int(await self._client.run(once(call)))
+                remaining_ms = int(await self._client.run(once(call)))
         except FAILURES as error:
             self.fault = fault("the store", error)
             warn_throttled(log, "cannot ask the store who leads, trying again: %s", error)
             return None
         self.heard_at = time.monotonic()
-        if left == epoch.OTHER:
+        if remaining_ms == epoch.OTHER:
             self._until = 0.0
             raise epoch.EpochChanged
-        if left == 0:
-            self._until = asked + self.lease_s
-        return left
+        if remaining_ms == 0:
+            self._until = began + self.lease_s
+        return remaining_ms

@@ -1,7 +1,7 @@
-"""Lists tasks, as steps: the index by time, their records a page at a time, those that match.
+"""Lists tasks, as steps: read the index by time, then their records a page at a time, and keep those that match.
 
-A list with filters that few tasks match would read all of them. So one call looks at LOOKED tasks at most; then it
-gives what it has found, and where to go on.
+A list with filters that few tasks match would read all of them. So one call scans MAX_SCANNED tasks at most; then it
+returns its matches, and where to go on.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Order = Literal["asc", "desc"]
 log = logging.getLogger(__name__)
 
 UNREADABLE: Final = "task %s is left out of a list, since its record cannot be read: %s"
-#: Most tasks in one answer; and how many without a wish.
-MOST, USUAL = 100, 20
-#: Tasks that one call looks at, at most, but for those of one millisecond.
-LOOKED: Final = 2000
+#: Largest, and default, number of tasks in one answer.
+MAX_LIMIT, DEFAULT_LIMIT = 100, 20
+#: Most tasks that one call scans; more only if they were created in one millisecond.
+MAX_SCANNED: Final = 2000
 #: Records read in one round trip, where a filter may refuse many.
 PAGE: Final = 200
 #: Fields of the record that a list shows: all but the task itself, which may have a megabyte.
@@ -41,12 +41,12 @@ SHOWN: Final = (
     *("status", "model", "tier", "tenant", "order_key", "n", "created", "queued", "started", "first", "finished"),
     *("settled", "metadata", "webhook", "retried_from", "shortened", "traceparent", "usage", "error"),
 )
-#: A place between two milliseconds, for a call that found nothing to name; no task has such an id.
+#: A position between two milliseconds, for a call without matches; no task has such an id.
 _TIME: Final = re.compile("~([0-9]{1,15})")
 _LAST_MS: Final = 10**15
 
 
-class Wanted(TypedDict, total=False):
+class QueryFields(TypedDict, total=False):
     """The fields of a `Query`, as keywords of `client.tasks.list`."""
 
     status: Status | None
@@ -75,15 +75,15 @@ class Query:
     metadata: Mapping[str, str] = field(default_factory=dict)
     created_after: float | None = None
     created_before: float | None = None
-    limit: int = USUAL
+    limit: int = DEFAULT_LIMIT
     order: Order = "desc"
     after: str | None = None
 
     def __post_init__(self) -> None:
-        for name, known in (("status", get_args(Status)), ("tier", tuple(keys.TIERS)), ("order", get_args(Order))):
+        for name, allowed in (("status", get_args(Status)), ("tier", tuple(keys.TIERS)), ("order", get_args(Order))):
             value = getattr(self, name)
-            if value not in known and (value is not None or name == "order"):
-                raise _invalid(name, value, f"one of {', '.join(known)}")
+            if value not in allowed and (value is not None or name == "order"):
+                raise _invalid(name, value, f"one of {', '.join(allowed)}")
         for name in ("model", "tenant"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and 1 <= len(value) <= MAX_TENANT):
@@ -92,20 +92,20 @@ class Query:
             value = getattr(self, name)
             if value is not None and not (type(value) in (int, float) and 0 <= value <= _LAST_MS / 1000):
                 raise _invalid(name, value, "a time in unix seconds")
-        if type(self.limit) is not int or not 1 <= self.limit <= MOST:
-            raise _invalid("limit", self.limit, f"an integer from 1 to {MOST}")
+        if type(self.limit) is not int or not 1 <= self.limit <= MAX_LIMIT:
+            raise _invalid("limit", self.limit, f"an integer from 1 to {MAX_LIMIT}")
         after = self.after
         if after is not None and not (type(after) is str and (_TIME.fullmatch(after) or TASK_ID.fullmatch(after))):
             raise _invalid("after", self.after, "the id of a task, or what an earlier answer said to go on with")
-        given: Any = self.metadata
-        if not isinstance(given, Mapping):
-            raise _invalid("metadata", given, "texts by name")
+        metadata: Any = self.metadata
+        if not isinstance(metadata, Mapping):
+            raise _invalid("metadata", metadata, "texts by name")
         if len(self.metadata) > 16:
             raise _invalid("metadata", f"{len(self.metadata)} pairs", "at most 16")
 
     @property
     def index(self) -> str:
-        """The index that has the tasks: the tenant's own, where one is asked for."""
+        """The index with the tasks: the tenant's own, if the query names a tenant."""
         return task_index.index(self.tenant)
 
     @property
@@ -138,76 +138,76 @@ def page_of(listed: Listed) -> TaskPage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """A place in the list: behind a task of a millisecond, or, without an id, behind all of them."""
+class _Position:
+    """A position in the list: behind a task of a millisecond, or, without an id, behind all tasks of it."""
 
     at: int
     id: str | None = None
 
 
 def list_tasks(query: Query, patience_s: float) -> Steps[Listed]:
-    """The tasks that match, in order. Raises TaskNotFound if that of `after` is not listed (any more)."""
-    place = yield from _start(query, patience_s)
-    found: list[Record] = []
-    looked, size = 0, PAGE if query.filtered else query.limit + 1
+    """Returns the tasks that match, in order. Raises TaskNotFound if the task of `after` is not listed (any more)."""
+    position = yield from _start(query, patience_s)
+    matches: list[Record] = []
+    scanned, size = 0, PAGE if query.filtered else query.limit + 1
     while True:
-        entries, whole = yield from _page(query, place, size, patience_s)
+        entries, whole = yield from _page(query, position, size, patience_s)
         if not entries and not whole:  # more tasks of one millisecond than a page has
             size *= 2
             continue
         commands = tuple(("HMGET", keys.task(name), *SHOWN) for _, name in entries)
         records = (yield from persistently(Read(commands), patience_s)) if entries else ()
         for (at, name), values in zip(entries, records, strict=True):
-            if len(found) == query.limit:
-                return Listed(found, found[-1].id, True)
-            if looked >= LOOKED and place is not None and at != place.at:
-                return Listed(found, f"~{place.at}", True)
-            looked, place = looked + 1, _Place(at, name)
+            if len(matches) == query.limit:
+                return Listed(matches, matches[-1].id, True)
+            if scanned >= MAX_SCANNED and position is not None and at != position.at:
+                return Listed(matches, f"~{position.at}", True)
+            scanned, position = scanned + 1, _Position(at, name)
             record = _matching(query, name, values)
             if record is not None:
-                found.append(record)
+                matches.append(record)
         if whole:
-            return Listed(found, None, False)
+            return Listed(matches, None, False)
 
 
-def _start(query: Query, patience_s: float) -> Steps[_Place | None]:
+def _start(query: Query, patience_s: float) -> Steps[_Position | None]:
     if query.after is None:
         return None
     time = _TIME.fullmatch(query.after)
     if time is not None:
-        return _Place(int(time[1]))
+        return _Position(int(time[1]))
     (at,) = yield from persistently(Read((("ZSCORE", query.index, query.after),)), patience_s)
     if at is None:
         raise TaskNotFound(
             f"There is no task {query.after} to go on after: never submitted here, or past its time to live"
         )
-    return _Place(int(float(at)), query.after)
+    return _Position(int(float(at)), query.after)
 
 
 def _page(
-    query: Query, place: _Place | None, size: int, patience_s: float
+    query: Query, position: _Position | None, size: int, patience_s: float
 ) -> Steps[tuple[list[tuple[int, str]], bool]]:
     """The next entries of the index, and whether they are the last ones."""
     newest_first = query.order == "desc"
     low = 0 if query.created_after is None else round(query.created_after * 1000) + 1
     high = _LAST_MS if query.created_before is None else round(query.created_before * 1000) - 1
-    if place is not None and newest_first:
-        high = min(high, place.at if place.id else place.at - 1)
-    elif place is not None:
-        low = max(low, place.at if place.id else place.at + 1)
+    if position is not None and newest_first:
+        high = min(high, position.at if position.id else position.at - 1)
+    elif position is not None:
+        low = max(low, position.at if position.id else position.at + 1)
     (answer,) = yield from persistently(
         Read((task_index.entries(query.index, str(low), str(high), size, newest_first=newest_first),)), patience_s
     )
     entries = task_index.read_entries(answer)
     whole = len(entries) < size
-    if place is not None and place.id:
-        here = (place.at, place.id)
+    if position is not None and position.id:
+        here = (position.at, position.id)
         entries = [entry for entry in entries if (entry < here if newest_first else entry > here)]
     return entries, whole
 
 
 def _matching(query: Query, name: str, values: list[Any]) -> Record | None:
-    """The record, if it is there and wanted. One that cannot be read is left out: the others can be."""
+    """Returns the record if it exists and matches. A record that cannot be read is left out: others can be read."""
     try:
         record = _record(name, values)
         return record if record is not None and query.matches(record) else None
@@ -224,6 +224,6 @@ def _record(name: str, values: list[Any]) -> Record | None:
     return Record(name, {field: text(value) for field, value in pairs if value is not None})
 
 
-def _invalid(name: str, value: Any, wanted: str) -> InvalidQuery:
+def _invalid(name: str, value: Any, expected: str) -> InvalidQuery:
     value = None if isinstance(value, float) and math.isnan(value) else value
-    return InvalidQuery(f"{name} is {shown(value)}; it must be {wanted}", param=name)
+    return InvalidQuery(f"{name} is {shown(value)}; it must be {expected}", param=name)

@@ -1,4 +1,4 @@
-"""A client's operations as steps: submit once for each idempotency key, retry, ask, cancel; and messages they share."""
+"""A client's operations as steps: submit once for each idempotency key, retry, read, cancel, delete."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def stored(
     kept_s: int = idempotency.KEPT_S,
     bound: KeyBound | None = None,
 ) -> Steps[Entry | None]:
-    """IDEMPOTENT: what the key of an entry stands for, `new_id` if it is new; None if for another request. Raises
-    TooManyKeys."""
+    """IDEMPOTENT: returns the entry of an idempotency key, with `new_id` if it is new; None if the key belongs to
+    another request. Raises TooManyKeys."""
     answer = yield from persistently(idempotency.idempotent(entry, digest, new_id, kept_s, bound), patience_s)
     return idempotency.read(entry, answer)
 
@@ -112,9 +112,9 @@ def submit_once(
     patience_s: float,
     more: Mapping[str, str | int] = TASK,
 ) -> Steps[str]:
-    """As `submit`; with a key, a call with the key of an earlier one returns that one's id and submits nothing.
+    """Submit as `submit` does. A call with the key of an earlier one returns the earlier id and submits nothing.
 
-    Raises IdempotencyKeyReused if that one submitted another task.
+    Raises IdempotencyKeyReused if the earlier call submitted another task.
     """
     if key is None:
         return (yield from submit(directory, task, task_id, patience_s, more))
@@ -122,16 +122,16 @@ def submit_once(
         raise InvalidTask(
             f"idempotency_key is {shown(key)}; it must be 1 to 255 visible ASCII characters", param="idempotency_key"
         )
-    own = json.dumps(task.webhook.fields()) if task.webhook is not None else ""
-    parts = ("client", task.to_json(), own, task_id or "", str(more.get("retried_from", "")))
-    same = idempotency.digest(*(part.encode() for part in parts))
+    webhook = json.dumps(task.webhook.fields()) if task.webhook is not None else ""
+    parts = ("client", task.to_json(), webhook, task_id or "", str(more.get("retried_from", "")))
+    digest = idempotency.digest(*(part.encode() for part in parts))
     name, new_id = idempotency.name(task.tenant, key), task_id or str(uuid.uuid4())
-    made = yield from submit_as(directory, task, name, same, new_id, patience_s, more)
-    if made is None:
+    submitted_id = yield from submit_as(directory, task, name, digest, new_id, patience_s, more)
+    if submitted_id is None:
         raise IdempotencyKeyReused(
             f"idempotency_key {shown(key)} was used for another task within the last 24 hours; give each task its own"
         )
-    return made
+    return submitted_id
 
 
 def submit_as(
@@ -144,28 +144,28 @@ def submit_as(
     more: Mapping[str, str | int] = TASK,
     kept_s: int = idempotency.KEPT_S,
 ) -> Steps[str | None]:
-    """Submit what an idempotency entry stands for, once. Returns the task's id; None if it stands for another digest.
+    """Submit the task of an idempotency entry, once. Returns the task's id; None if the entry has another digest.
 
     `name`: the entry's key in the store, kept for `kept_s` seconds. Raises as `submit`.
     """
     try:
-        task.check((yield from directory.find(task.model, patience_s)).card)  # a task to be refused takes no key
+        task.check((yield from directory.find(task.model, patience_s)).card)  # a refused task takes no key
         entry = yield from stored(name, digest, new_id, patience_s, kept_s)
     except FAILURES as error:
-        what = "did not answer" if lost(error) else "refused"
-        raise failed(f"The store {what}, nothing was queued", error) from error
+        response = "did not answer" if lost(error) else "refused"
+        raise failed(f"The store {response}, nothing was queued", error) from error
     if entry is None:
         return None
     if entry.state == "made":
         return entry.id
     try:
         yield from submit(directory, task, entry.id, patience_s, {**more, "idempotency": entry.name})
-    except TaskErased:  # nothing of the request is to stay, nor the digest of it
+    except TaskErased:  # nothing of the request may stay, not even its digest
         yield from persistently(Read((("UNLINK", entry.name),)), patience_s)
         raise
-    except TaskExists:  # an equal call came at the same time; or it is a stranger with the id that the caller chose
-        (ours,) = yield from persistently(Read((("HGET", keys.task(entry.id), "idempotency"),)), patience_s)
-        if ours is None or text(ours) != entry.name:
+    except TaskExists:  # an equal call came at the same time; or another task has the id that the caller chose
+        (existing,) = yield from persistently(Read((("HGET", keys.task(entry.id), "idempotency"),)), patience_s)
+        if existing is None or text(existing) != entry.name:
             raise
     return entry.id
 
@@ -179,7 +179,7 @@ def repeated(record: Record) -> tuple[Task, dict[str, str | int]]:
         raise TaskNotFinal(f"Task {record.id} is {record.status}; only a task that has ended can be retried")
     kept = {name: record.fields[name] for name in KEPT if name in record.fields}
     task = Task.parse(record.json("task"))
-    if (cut := record.json("shortened")) is not None:  # as it was asked for
+    if (cut := record.json("shortened")) is not None:  # as it was requested
         task = task.model_copy(update={"max_tokens": cut["from"]})
     return task, {**TASK, **kept, "retried_from": record.id}
 

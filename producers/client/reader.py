@@ -7,8 +7,9 @@ A compacted stream (`producers.sweeper.compact`) is read as blocks, from the sto
 there names. Each read asks for the stream first and then for the block. Blocks replace a stream in one step, so the
 first of the two that exists is complete.
 
-What is there already is read in slices of about SLICE bytes, by connections of which the process has few; the next one
-is read once the last one was taken. So a reader of a long past holds one slice, and the event loop is soon free again.
+Existing entries are read in slices of about SLICE bytes, by connections of which the process has few; the next slice
+is read when the caller has taken the last one. So a reader of a long stream holds one slice, and the event loop is soon
+free again.
 
 The first read serves finished tasks without a subscription. When the subscription is confirmed, the stream is read
 again, so that nothing is lost between the two. Events that came twice are dropped by their position.
@@ -137,16 +138,16 @@ class Cursor:
         return events
 
 
-def read_entries(found: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> Entries:
+def read_entries(answer: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> Entries:
     """The entries in XRANGE's answer."""
-    parsed = json.loads(b"[%b]" % b",".join([fields[b"e"] for _, fields in found]))  # one call costs a third of many
-    places = [stream_position(name) for name, _ in found]
-    return [(place, decode(place, entry)) for place, entry in zip(places, parsed, strict=True)]
+    parsed = json.loads(b"[%b]" % b",".join([fields[b"e"] for _, fields in answer]))  # one call costs a third of many
+    positions = [stream_position(name) for name, _ in answer]
+    return [(position, decode(position, entry)) for position, entry in zip(positions, parsed, strict=True)]
 
 
-def read_block(number: int, block: bytes, start: int = 0, most: int | None = None) -> Entries:
-    """The entries in a compacted stream's block from position `start` on. `most`: see `unpack`."""
-    return [(position, decode(position, entry)) for position, entry in unpack(number, block, start, most, ENTRY)]
+def read_block(number: int, block: bytes, start: int = 0, max_bytes: int | None = None) -> Entries:
+    """The entries in a compacted stream's block from position `start` on. `max_bytes`: see `unpack`."""
+    return [(position, decode(position, entry)) for position, entry in unpack(number, block, start, max_bytes, ENTRY)]
 
 
 def first_slice(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> tuple[int, int]:
@@ -161,35 +162,37 @@ def first_slice(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> tuple
 
 def read_messages(payloads: Iterable[bytes]) -> list[Entries]:
     """The entries in channel messages."""
-    return [[(place, decode(place, entry)) for place, entry in decode_message(payload)] for payload in payloads]
+    return [
+        [(position, decode(position, entry)) for position, entry in decode_message(payload)] for payload in payloads
+    ]
 
 
 class Reader:
     """Reads a task's events: call `next` until it returns none, then `close`. One caller at a time."""
 
-    def __init__(self, ask: Callable[[Steps[Any]], Awaitable[Any]], hub: Hub, task_id: str, start: int) -> None:
+    def __init__(self, perform: Callable[[Steps[Any]], Awaitable[Any]], hub: Hub, task_id: str, start: int) -> None:
         self._cursor = Cursor(task_id, start)
-        self._ask = ask
+        self._perform = perform
         self._hub = hub
         self._subscription: Subscription | None = None
         #: The block that is being given, by its number, and its record.
         self._block: tuple[int, bytes, Any] | None = None
 
     async def next(self) -> list[Event]:
-        """The next events, all that are there; an empty list once the stream has ended.
+        """Returns the next events, all that are there; an empty list once the stream has ended.
 
         Raises TaskNotFound, redis.exceptions.RedisError if the store stays away, ResultUnavailable, OSError if the
-        place of the result's file stays away, and PenstockError once closed.
+        storage of the result's file stays away, and PenstockError once closed.
         """
         cursor = self._cursor
         while not cursor.ended:
             events: list[Event] = []
             if cursor.behind:
-                record, found, block = await self._read()
-                if found or block is None:
-                    events = cursor.replay(record, *await self._sliced(found))
+                record, entries, block = await self._read()
+                if entries or block is None:
+                    events = cursor.replay(record, *await self._sliced(entries))
                 else:
-                    parse = partial(read_block, cursor.block, start=cursor.position, most=SLICE)
+                    parse = partial(read_block, cursor.block, start=cursor.position, max_bytes=SLICE)
                     events = cursor.replay(record, await _parsed(SQUEEZED * len(block), parse, block), None)
             elif self._subscription is None:
                 self._subscription = self._hub.follow(cursor.task_id)
@@ -203,33 +206,33 @@ class Reader:
                 return events
         return []
 
-    async def _sliced(self, found: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> tuple[Entries, bool]:
-        """The first slice of entries, parsed, and whether more follow. What is left over is read again."""
+    async def _sliced(self, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> tuple[Entries, bool]:
+        """Returns the first slice of entries, parsed, and whether more follow. Entries beyond it are read again."""
         cursor = self._cursor
-        count, size = first_slice(found)
-        more = count < len(found) or len(found) == cursor.count
-        if found:
-            cursor.count = max(1, SLICE * len(found) // size)
-        return await _parsed(size, read_entries, found[:count]), more
+        count, size = first_slice(entries)
+        more = count < len(entries) or len(entries) == cursor.count
+        if entries:
+            cursor.count = max(1, SLICE * len(entries) // size)
+        return await _parsed(size, read_entries, entries[:count]), more
 
     async def _read(self) -> tuple[Any, Any, bytes | None]:
         """The record's state, the next entries of the stream, and the next block if there is no stream."""
         if self._block is not None and self._block[0] == self._cursor.block:
-            await asyncio.sleep(0)  # others' turn
+            await asyncio.sleep(0)  # let other tasks run
             return self._block[2], (), self._block[1]
         self._block = None
-        record, found, (block, moved) = await self._ask(persistently(self._cursor.query(), PATIENCE_S))
-        if not found and block is None and moved is not None:
+        record, entries, (block, moved) = await self._perform(persistently(self._cursor.query(), PATIENCE_S))
+        if not entries and block is None and moved is not None:
             reference = Reference.parse(moved)
             try:
-                block = await self._ask(persistently(Fetch(reference, self._cursor.block), PATIENCE_S))
+                block = await self._perform(persistently(Fetch(reference, self._cursor.block), PATIENCE_S))
             except (BlobNotFound, AwsNotInstalled, ValueError) as error:
-                record, found, _ = await self._ask(persistently(self._cursor.query(), PATIENCE_S))
+                record, entries, _ = await self._perform(persistently(self._cursor.query(), PATIENCE_S))
                 if record[0] is not None:  # else the task was removed meanwhile, which `replay` says
                     raise _unavailable(self._cursor.task_id, reference, error) from error
-        if not found and block is not None and len(block) <= KEPT:
+        if not entries and block is not None and len(block) <= KEPT:
             self._block = self._cursor.block, block, record
-        return record, found, block
+        return record, entries, block
 
     def close(self) -> None:
         if self._subscription is not None:
@@ -243,6 +246,6 @@ def _unavailable(task_id: str, reference: Reference, error: Exception) -> Result
     )
 
 
-async def _parsed(size: int, parse: Callable[[Any], T], what: Any) -> T:
-    """Parse an answer, a large one in a thread. It changes no state, so a cancelled reader can go on."""
-    return parse(what) if size <= INLINE else await asyncio.to_thread(parse, what)
+async def _parsed(size: int, parse: Callable[[Any], T], payload: Any) -> T:
+    """Parse an answer, a large one in a thread. This changes no state, so a cancelled reader can go on."""
+    return parse(payload) if size <= INLINE else await asyncio.to_thread(parse, payload)

@@ -41,7 +41,7 @@ def hold(task_ids: Iterable[str], lease_ms: int) -> Call:
 
 
 def lapsed() -> Call:
-    """LAPSED: ask for lapsed leases. Answers `[id, ms, ...]`, see `read_lapsed`."""
+    """LAPSED: list lapsed leases. Answers `[id, ms, ...]`, see `read_lapsed`."""
     return Call(script(protocol.PACKAGE, "lapsed"), (keys.READERS,), (MANY,))
 
 
@@ -64,15 +64,15 @@ class ReaderLeases:
         self._every_s = lease_s / RENEWALS
         self._patience_s = patience_s
         #: Task id -> its readers in this process: requests with one Idempotency-Key share their tasks.
-        self._held: Counter[str] = Counter()
+        self._readers: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._readers)
 
     async def enter(self, task_ids: Sequence[str]) -> None:
         """Take leases for tasks before they are submitted. Raises redis.exceptions.RedisError or OSError."""
         await self._client.run(persistently(hold(task_ids, self._lease_ms), self._patience_s))
-        self._held.update(task_ids)
+        self._readers.update(task_ids)
 
     async def leave(self, task_ids: Sequence[str], lapse: Collection[str] = ()) -> None:
         """Remove the leases of ended or cancelled tasks. Those in `lapse` stay, and a sweeper cancels their tasks.
@@ -80,10 +80,10 @@ class ReaderLeases:
         If the store is away, the leases lapse.
         """
         for task_id in task_ids:
-            if self._held[task_id] > 1:
-                self._held[task_id] -= 1
+            if self._readers[task_id] > 1:
+                self._readers[task_id] -= 1
             else:
-                self._held.pop(task_id, None)
+                self._readers.pop(task_id, None)
         ended = [task_id for task_id in task_ids if task_id not in lapse]
         try:
             if ended:
@@ -97,14 +97,14 @@ class ReaderLeases:
         pause = self._every_s
         while True:
             await asyncio.sleep(pause)
-            held = list(self._held)
+            task_ids = list(self._readers)
             try:
-                for start in range(0, len(held), MANY):
+                for start in range(0, len(task_ids), MANY):
                     async with asyncio.timeout(SILENT_S):
-                        await arun(self._client.reserved, hold(held[start : start + MANY], self._lease_ms))
+                        await arun(self._client.reserved, hold(task_ids[start : start + MANY], self._lease_ms))
                 pause = self._every_s
             except FAILURES as error:
-                warn_throttled(log, "cannot renew %d reader leases, trying again: %s", len(held), error)
+                warn_throttled(log, "cannot renew %d reader leases, trying again: %s", len(task_ids), error)
                 pause = min(RETRY_S, self._every_s)
 
 
@@ -119,7 +119,7 @@ class LapsedReaders:
         """`lease_s`: the gateways' reader lease (s)."""
         self._wait_s = renewed_within(lease_s)
         # Task id -> (end of its lease in server ms, time of first notice on our clock in s).
-        self._seen: dict[str, tuple[int, float]] = {}
+        self._lapsed: dict[str, tuple[int, float]] = {}
 
     @property
     def every_s(self) -> float:
@@ -128,18 +128,18 @@ class LapsedReaders:
 
     def sweep(self) -> Steps[int]:
         """Cancel tasks of lost readers. Returns how many were cancelled or had ended. Raises the store's errors."""
-        seen, self._seen = self._seen, {}  # if this sweep fails, the waiting times begin anew
-        found = read_lapsed((yield lapsed()))
+        earlier, self._lapsed = self._lapsed, {}  # if this sweep fails, the waiting times begin anew
+        lease_ends = read_lapsed((yield lapsed()))
         now = time.monotonic()
         lasting: dict[str, tuple[int, float]] = {}
         gone = 0
-        for task_id, over in found.items():
-            ended, since = seen.get(task_id, (over, now))
+        for task_id, over in lease_ends.items():
+            ended, since = earlier.get(task_id, (over, now))
             if ended != over:
                 since = now
             if now - since < self._wait_s:
                 lasting[task_id] = (over, since)
             else:
                 gone += int((yield protocol.unread(task_id, over))[0])
-        self._seen = lasting
+        self._lapsed = lasting
         return gone

@@ -47,7 +47,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """A block of a result that was moved to a blob. The answer is as of `Places.block`."""
+    """Fetch a block of a result that was moved to a blob. The answer is that of `Places.block`."""
 
     reference: Reference
     number: int
@@ -105,13 +105,13 @@ def backoff(attempt: int) -> float:
 
 
 def once(step: Step) -> Steps[Any]:
-    """The answer to a step, which is not repeated."""
+    """Perform a step once, and return its answer."""
     return (yield step)
 
 
 def persistently(step: Step, patience_s: float) -> Steps[Any]:
-    """The answer to a repeatable step, retried for `patience_s` seconds while the connection fails. With a server that
-    was silent before, they count from when it fell silent."""
+    """Perform a repeatable step, and return its answer. It is retried for `patience_s` seconds while the connection
+    fails. If the server was silent before, the seconds count from the start of its silence."""
     give_up = time.monotonic() + patience_s
     attempt = 0
     while True:

@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 
 #: Time (s) for which a model's card is cached.
 FRESH_S: Final = 2.0
-#: Time (s) beyond FRESH_S for which a request may still be submitted for the card that its prompt was made for.
+#: Time (s) beyond FRESH_S for which a request may still be submitted for the card with which its prompt was made.
 PREPARED_S: Final = 3.0
-#: Time (s) after the card has changed for which tasks of its former version may still come.
+#: Time (s) after a change of the card for which tasks of its former version may still come.
 SETTLED_S: Final = FRESH_S + PREPARED_S + 3.0
 #: Longest patience: the last try of ADMIT must be within the submit window.
 MAX_PATIENCE_S: Final = protocol.SUBMIT_WINDOW_MS / 1000 - SILENT_S
@@ -48,7 +48,7 @@ TASK_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class ResolvedModel:
     """A model's card and queue, as read from the store. `fingerprint`: of its version's pool, None while there is none
     or several; `clock_ms`: server time minus this process's monotonic time."""
 
@@ -67,11 +67,11 @@ class Directory:
     """A cache of the store's models. `ordered`: whether the broker keeps the order of a task's `order_key`."""
 
     def __init__(self, *, ordered: bool = False) -> None:
-        self._known: dict[str, Known] = {}
+        self._models: dict[str, ResolvedModel] = {}
         self._ordered = ordered
 
     def check(self, task: Task) -> None:
-        """Raise InvalidTask if the task asks for what the broker does not do."""
+        """Raise InvalidTask if the task needs a feature that the broker lacks."""
         if task.order_key is not None and not self._ordered:
             raise InvalidTask(
                 f"order_key is {shown(task.order_key)}, and this broker keeps no order per key; leave order_key out, "
@@ -80,31 +80,31 @@ class Directory:
                 code="unsupported_parameter",
             )
 
-    def find(self, model: str, patience_s: float) -> Steps[Known]:
-        """A model. Raises UnknownModel, which names the models that exist; redis.RedisError or OSError."""
-        known = self._known.get(model)
-        if known is not None and time.monotonic() - known.read_at < FRESH_S:
-            return known
+    def find(self, model: str, patience_s: float) -> Steps[ResolvedModel]:
+        """Look a model up. Raises UnknownModel, which names the models that exist; redis.RedisError or OSError."""
+        resolved = self._models.get(model)
+        if resolved is not None and time.monotonic() - resolved.read_at < FRESH_S:
+            return resolved
         commands = (("TIME",), ("HGET", keys.MODELS, model), ("HVALS", keys.POOLS))
         now, card, pools = yield from persistently(Read(commands), patience_s)
         if card is None:
-            self._known.pop(model, None)
+            self._models.pop(model, None)
             (names,) = yield from persistently(Read((("HKEYS", keys.MODELS),)), patience_s)
             raise UnknownModel(_unknown(model, sorted(map(text, names))), param="model", code="model_not_found")
         read = json.loads(card)
-        known = Known(
+        resolved = ResolvedModel(
             card=read,
             queue=keys.version_queue(model, read["version"]),
             fingerprint=_only_fingerprint(pools, model, read["version"]),
             clock_ms=int(now[0]) * 1000 + int(now[1]) // 1000 - _monotonic_ms(),
             read_at=time.monotonic(),
         )
-        self._known[model] = known
-        return known
+        self._models[model] = resolved
+        return resolved
 
     def forget(self, model: str) -> None:
         """Drop a model from the cache."""
-        self._known.pop(model, None)
+        self._models.pop(model, None)
 
 
 def submit(
@@ -115,14 +115,14 @@ def submit(
     more: Mapping[str, str | int] = TASK,
     charge: Charge | None = None,
     room: Room | None = None,
-    resolved: Known | None = None,
+    resolved: ResolvedModel | None = None,
 ) -> Steps[str]:
     """Queue the task and return its id. Raises InvalidTask, UnknownModel, TaskExists, LimitReached, QueueFull,
     SubmitFailed.
 
     `more`: fields of its record beside those of the task itself. `charge`: the accounts that it is charged to. `room`:
-    the bounds on what waits that hold for it. `resolved`: the model as the caller found it, where the prompt was made
-    for its version; no other version gets the task.
+    its bounds on waiting tasks. `resolved`: the model as the caller found it, if the prompt was made for its version;
+    no other version gets the task.
     """
     if task_id is not None and (type(task_id) is not str or not TASK_ID.fullmatch(task_id)):
         raise InvalidTask(
@@ -131,23 +131,23 @@ def submit(
     directory.check(task)
     try:
         if resolved is not None and time.monotonic() - resolved.read_at < FRESH_S + PREPARED_S:
-            known = resolved
+            current = resolved
         else:
-            known = yield from directory.find(task.model, patience_s)
+            current = yield from directory.find(task.model, patience_s)
     except FAILURES as error:
-        what = "did not answer" if lost(error) else "refused"
-        raise failed(f"The store {what}, nothing was queued", error) from error
-    if resolved is not None and known.card["version"] != resolved.card["version"]:
+        response = "did not answer" if lost(error) else "refused"
+        raise failed(f"The store {response}, nothing was queued", error) from error
+    if resolved is not None and current.card["version"] != resolved.card["version"]:
         raise SubmitFailed(
             f"The model {shown(task.model)} got another version while the prompt was made for version "
             f"{resolved.card['version']}; nothing was queued, submit it again",
             code="model_changed",
         )
-    task = task.resolved(known.card)
+    task = task.resolved(current.card)
     named, task_id = task_id is not None, task_id or str(uuid.uuid4())
-    fields = record_fields(task, known) | dict(more)
-    yield from _admit(directory, task, task_id, known, fields, patience_s, charge, room)
-    tokens, tenant, at = int(fields["tokens"]), task.tenant or "", known.now_ms()
+    fields = record_fields(task, current) | dict(more)
+    yield from _admit(directory, task, task_id, current, fields, patience_s, charge, room)
+    tokens, tenant, at = int(fields["tokens"]), task.tenant or "", current.now_ms()
     message = Message(task_id, str(fields["queue"]), task.tier, task.width, tokens, tenant, at, task.order_key or "")
     try:
         yield from persistently(Send(message), patience_s)
@@ -165,17 +165,17 @@ def submit(
     return task_id
 
 
-def record_fields(task: Task, known: Known) -> dict[str, str | int]:
+def record_fields(task: Task, model: ResolvedModel) -> dict[str, str | int]:
     """The record's fields (`producers.contract.record`) that ADMIT writes for a resolved task."""
     fields: dict[str, str | int] = {
         "task": task.to_json(),
         "release": release(),
         "model": task.model,
-        "version": known.card["version"],
-        "queue": levels.queue_of(known.queue, task.level),
+        "version": model.card["version"],
+        "queue": levels.queue_of(model.queue, task.level),
         "tier": task.tier,
         "n": task.n,
-        "tokens": task.kv_tokens(int(known.card["context_length"])),
+        "tokens": task.kv_tokens(int(model.card["context_length"])),
     }
     if task.level:
         fields["level"] = task.level
@@ -186,7 +186,7 @@ def record_fields(task: Task, known: Known) -> dict[str, str | int]:
     if task.prompt_tokens is not None:
         fields["prompt_tokens"] = task.prompt_tokens
     if task.timeout is not None:
-        fields["deadline"] = known.now_ms() + int(task.timeout * 1000)
+        fields["deadline"] = model.now_ms() + int(task.timeout * 1000)
     if task.ttl is not None:
         fields["ttl"] = task.ttl
     if task.metadata:
@@ -200,18 +200,18 @@ def _admit(
     directory: Directory,
     task: Task,
     task_id: str,
-    known: Known,
+    model: ResolvedModel,
     fields: dict[str, str | int],
     patience_s: float,
     charge: Charge | None,
     room: Room | None,
 ) -> Steps[None]:
-    names, asked = (
-        ((), "") if charge is None else (charge.names, charge.request_json(task, known.card, int(fields["tokens"])))
+    names, charge_json = (
+        ((), "") if charge is None else (charge.names, charge.request_json(task, model.card, int(fields["tokens"])))
     )
-    bounds = "" if room is None else room.to_json(known.queue, task.tier, task.tenant or "")
-    now_ms, nonce = known.now_ms(), uuid.uuid4().hex
-    call = protocol.admit(task_id, nonce, now_ms, fields, accounts=names, charge=asked, bounds=bounds)
+    bounds = "" if room is None else room.to_json(model.queue, task.tier, task.tenant or "")
+    now_ms, nonce = model.now_ms(), uuid.uuid4().hex
+    call = protocol.admit(task_id, nonce, now_ms, fields, accounts=names, charge=charge_json, bounds=bounds)
     try:
         answer = yield from persistently(call, patience_s)
     except FAILURES as error:
@@ -227,7 +227,7 @@ def _admit(
         if begins == "storage":
             raise SubmitFailed(_no_room(task, int(answer[1]), int(answer[2])), CODES[Trouble.FULL])
         if charge is not None:
-            charge.apply_answer(begins, answer, asked)
+            charge.apply_answer(begins, answer, charge_json)
         return
     answer = text(answer)
     if answer == "exists":
@@ -243,9 +243,9 @@ def _admit(
         )
 
 
-def _no_room(task: Task, taken: int, most: int) -> str:
+def _no_room(task: Task, used: int, limit: int) -> str:
     return (
-        f"The store has no room for a task of the tier {task.tier}, which may fill {most} bytes of it: {taken} are in "
+        f"The store has no room for a task of the tier {task.tier}, which may fill {limit} bytes of it: {used} are in "
         "use, or promised to tasks that wait. Nothing was queued; try again later"
     )
 
@@ -262,17 +262,17 @@ def _withdrawn(task_id: str, patience_s: float) -> Steps[bool]:
     return bool(accepted)
 
 
-def failed(what: str, error: Exception) -> SubmitFailed:
-    """The error for a submit that a server's error ended."""
-    found = trouble(error)
-    return SubmitFailed(f"{what}: {ADVICE.get(found, '')}{error_text(error)}", CODES.get(found, "submit_failed"))
+def failed(message: str, error: Exception) -> SubmitFailed:
+    """Returns the error for a submit that a server's error ended."""
+    reason = trouble(error)
+    return SubmitFailed(f"{message}: {ADVICE.get(reason, '')}{error_text(error)}", CODES.get(reason, "submit_failed"))
 
 
 def _only_fingerprint(pools: Sequence[Any], model: str, version: str) -> str | None:
-    """That of the version's pool, where it has one."""
-    said = [one for one in map(json.loads, pools) if (one["model"], one.get("version")) == (model, version)]
-    said = [one for one in said if one.get("fingerprint") != keys.UNSERVED]
-    return said[0].get("fingerprint") if len(said) == 1 else None
+    """Returns the fingerprint of the version's pool; None if it has no pool, or several."""
+    matching = [pool for pool in map(json.loads, pools) if (pool["model"], pool.get("version")) == (model, version)]
+    matching = [pool for pool in matching if pool.get("fingerprint") != keys.UNSERVED]
+    return matching[0].get("fingerprint") if len(matching) == 1 else None
 
 
 def _unknown(model: str, names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Hears at once of rows of the outbox that become due, so that nothing polls the store for them."""
+"""Wakes the senders of the outbox when a row becomes due, so that nothing polls the store."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 
 
 async def wake(store: Redis, due: asyncio.Event, source: str = "") -> None:
-    """Set `due` for each row that is due now, until cancelled. A lost connection is made again, and sets it, too.
+    """Set `due` whenever a row becomes due, until cancelled. A new connection after a lost one sets it, too.
 
-    `source`: the source whose replies are meant; without one, webhooks.
+    `source`: the source whose replies to wait for; without one, webhooks.
     """
     attempt = 0
     while True:

@@ -20,9 +20,10 @@ class Service:
     """A boto3 client that asyncio may call. It is made at the first call. `close` it."""
 
     def __init__(self, service: str, region: str | None, endpoint_url: str | None = None, *, wait_s: float = 0) -> None:
-        """As of `producers.connection.aws.client`. Each call that waits at the server takes one of THREADS threads."""
+        """Arguments as of `producers.connection.aws.client`. A call that waits at the server takes one of THREADS
+        threads."""
         self._service = service
-        self._made_with = (service, region, endpoint_url)
+        self._client_arguments = (service, region, endpoint_url)
         self._wait_s = wait_s
         self._client: Any = None
         self._threads = ThreadPoolExecutor(THREADS, f"{service}-sources")
@@ -37,7 +38,7 @@ class Service:
     def _call(self, operation: str, doing: str, arguments: dict[str, Any]) -> dict[str, Any]:
         name = "".join(map(str.capitalize, operation.removesuffix("_batch").split("_")))
         if self._client is None:
-            self._client = client(*self._made_with, wait_s=self._wait_s)
+            self._client = client(*self._client_arguments, wait_s=self._wait_s)
         with aws_errors(doing, f"{self._service}:{name}"):
             answer: dict[str, Any] = getattr(self._client, operation)(**arguments)
         return answer
@@ -47,15 +48,15 @@ class Service:
         self._threads.shutdown(wait=False)
 
 
-def region_of(place: str) -> str | None:
-    """The region in a queue's URL or in an ARN; None where it has none."""
-    found = _REGION.match(place)
-    return found and (found[1] or found[2])
+def region_of(address: str) -> str | None:
+    """Returns the region in a queue's URL or in an ARN; None if it has none."""
+    match = _REGION.match(address)
+    return match and (match[1] or match[2])
 
 
-def last_part(place: str) -> str:
+def last_part(address: str) -> str:
     """The name of a queue or topic, by its URL or ARN."""
-    return re.split("[/:]", place)[-1]
+    return re.split("[/:]", address)[-1]
 
 
 def too_large(error: BaseException) -> bool:

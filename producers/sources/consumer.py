@@ -3,7 +3,8 @@
     receive ─▶ handle ─▶ remove            handle raises BadMessage ─▶ bury
                  ▲  └─ a server is away: wait, and handle again; nothing more is received
 
-Killed anywhere, a message is received again once it is hidden no more. So `handle` may be called twice for one.
+If the process is killed anywhere, the message is received again when it is no longer hidden. So `handle` may be called
+twice for a message.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ RETRIED: Final = (*FAILURES, SubmitFailed)
 
 
 class Consumer:
-    """Consumes one inbox. `handle`: makes of a message what it asks for; may be called again for the same one.
+    """Consumes one inbox. `handle`: processes a message; it may be called again for the same message.
 
-    `removed`: called with messages that were removed, unless the process dies in between.
+    `removed`: called with messages after their removal, unless the process dies in between.
     """
 
     def __init__(
@@ -47,14 +48,14 @@ class Consumer:
     ) -> None:
         self._name, self._inbox, self._handle, self._removed = name, inbox, handle, removed
         self._receives = ""
-        self._held: dict[str, str] = {}
+        self._stalled: dict[str, str] = {}
         self._flows = asyncio.Event()
         self._flows.set()
 
     @property
     def trouble(self) -> str:
-        """Why nothing is received now; empty while it is."""
-        return next(iter(self._held.values()), self._receives)
+        """The reason why nothing is received now; empty while messages are received."""
+        return next(iter(self._stalled.values()), self._receives)
 
     async def run(self) -> None:
         """Consume until cancelled, then give back what is not done. Raises what the inbox raises, but for a server
@@ -76,8 +77,8 @@ class Consumer:
             await ended(working)
 
     async def _received(self) -> list[Received]:
-        """The next messages. A call that waits at the server goes on when this is cancelled: what it brings is given
-        back."""
+        """Returns the next messages. A call that waits at the server goes on when this is cancelled; its messages are
+        then given back."""
         call = asyncio.ensure_future(self._inbox.receive())
         try:
             messages = await asyncio.shield(call)
@@ -97,52 +98,52 @@ class Consumer:
 
     async def _work(self, messages: Sequence[Received]) -> None:
         """Handle messages of one receive, and remove those that are done."""
-        ours = {one.id: one for one in messages}
-        hiding = asyncio.create_task(self._keep_hidden(ours))
+        unfinished = {message.id: message for message in messages}
+        hiding = asyncio.create_task(self._keep_hidden(unfinished))
         try:
-            await asyncio.gather(*(self._handled(one, ours) for one in messages))
-            if ours:
-                done = list(ours.values())
+            await asyncio.gather(*(self._handled(message, unfinished) for message in messages))
+            if unfinished:
+                done = list(unfinished.values())
                 await self._until_done(done[0].id, partial(self._inbox.remove, done))
-                ours.clear()
+                unfinished.clear()
                 if self._removed is not None:
                     with suppress(*FAILURES):
                         await self._removed(done)
         except asyncio.CancelledError:
-            await self._back(list(ours.values()))
+            await self._back(list(unfinished.values()))
             raise
         finally:
             hiding.cancel()
 
-    async def _handled(self, message: Received, ours: dict[str, Received]) -> None:
-        """Handle a message. A bad one is buried, and is ours no more."""
+    async def _handled(self, message: Received, unfinished: dict[str, Received]) -> None:
+        """Handle a message. A bad message goes to the dead letters, and is removed from `unfinished`."""
         try:
             return await self._until_done(message.id, partial(self._handle, message))
         except BadMessage as bad:
             reason = str(bad)
             log.warning("%s: message %s is refused: %s", self._name, shown(message.id), reason)
-        except Exception as error:  # a fault of ours must not make a message that is tried for ever
+        except Exception as error:  # a bug here must not make a message that is tried for ever
             reason = f"{type(error).__name__} in the sources process"
             log.exception("message %s of %s failed here", shown(message.id), self._name)
         await self._until_done(message.id, partial(self._inbox.bury, message, reason))
-        del ours[message.id]
+        del unfinished[message.id]
 
     async def _until_done(self, message_id: str, work: Callable[[], Awaitable[None]]) -> None:
-        """Call until no server is away. Meanwhile nothing more is received."""
+        """Call `work` until it succeeds. While a server is away, nothing more is received."""
         attempt = 0
         try:
             while True:
                 try:
                     return await work()
                 except RETRIED as error:
-                    self._held[message_id] = error_text(error)
+                    self._stalled[message_id] = error_text(error)
                     self._flows.clear()
                     warn_throttled(log, "a message is held until this is over: %s", error)
                 await asyncio.sleep(backoff(attempt))
                 attempt += 1
         finally:
-            self._held.pop(message_id, None)
-            if not self._held:
+            self._stalled.pop(message_id, None)
+            if not self._stalled:
                 self._flows.set()
 
     async def _keep_hidden(self, messages: dict[str, Received]) -> None:

@@ -1,14 +1,57 @@
-"""An inbox: a queue of messages that are hidden from others while one process works on them."""
+"""Inboxes: queues of messages, each hidden from other processes while one process works on it.
+
+`Inbox` is the interface. `SqsInbox` is an SQS queue. `ListInbox` is a list of the store: senders RPUSH, and messages
+are taken from its head.
+
+| key of a list | what it holds |
+| --- | --- |
+| `NAME` | messages that wait |
+| `NAME:taken` | hash: a message's id -> its body, of those that a process works on |
+| `NAME:hidden` | zset: id -> server time (ms) until which it is hidden from others |
+| `NAME:dead` | list: bad messages as JSON `{id, reason, at, body}`; nothing removes them |
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
+import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from redis.asyncio import Redis
+
+from producers.connection.aws import AwsError, refusal
+from producers.connection.connect import SILENT_S
+from producers.connection.log_throttle import warn_throttled
+from producers.connection.script import Call, arun, script
+from producers.connection.trouble import Trouble
+from producers.sources.aws import Service, last_part, region_of, too_large
+from producers.store.protocol import PACKAGE
+
+log = logging.getLogger(__name__)
+
+#: Time (s) for which a receive from a list waits for a message.
+LIST_WAIT_S: Final = 2.0
+#: Most messages of one receive from a list.
+LIST_BATCH: Final = 10
+#: Time (s) for which a message of SQS is hidden, and for which a receive waits: a stop waits for it, too.
+HIDDEN_S: Final = 60
+SQS_WAIT_S: Final = 5
+#: Time (s) until a bad message that stays in its queue is received again, until the redrive policy moves it.
+BAD_AGAIN_S: Final = 10
+#: Longest text (characters) of an attribute that says why a message is bad.
+REASON: Final = 1024
+#: Longest body, and longest of its sender's attributes, (characters) of a letter that is shortened.
+SHORT_BODY, SHORT_ATTRIBUTE = 4096, 256
 
 
 class BadMessage(Exception):
-    """A message of which nothing can be made, however often it is tried. The text says why."""
+    """A message that can never be handled, however often it is tried. The text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +59,7 @@ class Received:
     """One message, as it was received once."""
 
     id: str
-    """The same each time that the message is received."""
+    """Stays the same each time that the message is received."""
     body: str
     attributes: Mapping[str, str] = field(default_factory=dict)
     receipt: str = ""
@@ -26,7 +69,7 @@ class Received:
 class Inbox(ABC):
     """A queue. Calls raise redis.exceptions.RedisError or OSError, and may be repeated.
 
-    A message that is not put down within `hidden_s` seconds is received again, by whoever asks.
+    A message that is not removed or buried within `hidden_s` seconds is received again, by any process.
     """
 
     hidden_s: float
@@ -49,8 +92,181 @@ class Inbox(ABC):
 
     @abstractmethod
     async def bury(self, message: Received, reason: str) -> None:
-        """Put a bad message where an operator finds it."""
+        """Move a bad message to the dead letters, where an operator finds it."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what is open."""
+        """Close the connections."""
+
+
+class ListInbox(Inbox):
+    """A list by its name. `waiting`: connections to the store that may wait, which takes others' place in a pool."""
+
+    def __init__(self, store: Redis, waiting: Redis, name: str, hidden_s: float) -> None:
+        self._store, self._waiting, self._name, self.hidden_s = store, waiting, name, hidden_s
+        self._in_progress, self._hidden, self._dead = f"{name}:taken", f"{name}:hidden", f"{name}:dead"
+
+    async def open(self) -> None:
+        """Does nothing: a list exists once somebody pushes to it."""
+
+    async def receive(self) -> list[Received]:
+        if messages := await self._take():
+            return messages
+        # It moves the head to where it was: a wait for a message that changes nothing.
+        async with asyncio.timeout(LIST_WAIT_S + SILENT_S):
+            await self._waiting.execute_command("BLMOVE", self._name, self._name, "LEFT", "LEFT", LIST_WAIT_S)
+        return await self._take()
+
+    async def remove(self, messages: Sequence[Received]) -> None:
+        ids = [message.id for message in messages]
+        async with asyncio.timeout(SILENT_S), self._store.pipeline(transaction=True) as pipe:
+            pipe.hdel(self._in_progress, *ids)
+            pipe.zrem(self._hidden, *ids)
+            await pipe.execute()
+
+    async def hide(self, messages: Sequence[Received], seconds: float) -> None:
+        if messages:
+            await self._run("list_hide", (self._hidden,), int(seconds * 1000), *(message.id for message in messages))
+
+    async def bury(self, message: Received, reason: str) -> None:
+        letter = {"id": message.id, "reason": reason, "at": int(time.time()), "body": message.body}
+        await self._run("list_bury", (self._in_progress, self._hidden, self._dead), message.id, json.dumps(letter))
+
+    def close(self) -> None:
+        """The store's connections are the client's."""
+
+    async def _take(self) -> list[Received]:
+        ids = [uuid.uuid4().hex for _ in range(LIST_BATCH)]
+        answer = await self._run(
+            "list_take", (self._name, self._in_progress, self._hidden), int(self.hidden_s * 1000), *ids
+        )
+        texts = [text.decode("utf-8", "surrogateescape") for text in answer]
+        return [Received(message_id, body) for message_id, body in zip(texts[::2], texts[1::2], strict=True)]
+
+    async def _run(self, name: str, keys: Sequence[str], *args: str | int) -> list[bytes]:
+        async with asyncio.timeout(SILENT_S):
+            answer: list[bytes] = await arun(self._store, Call(script(PACKAGE, name), keys, args))
+        return answer
+
+
+class SqsInbox(Inbox):
+    """A queue by its URL. `visibility`: seconds for which a received message is hidden, renewed at half.
+
+    `dead_letters`: the URL of the queue for bad messages; without it, the queue's redrive policy moves them.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        dead_letters: str | None = None,
+        region: str | None = None,
+        endpoint_url: str | None = None,
+        visibility: int = HIDDEN_S,
+    ) -> None:
+        self._url, self._dead_letters, self.hidden_s = url, dead_letters, visibility
+        self._sqs = Service("sqs", region or region_of(url), endpoint_url, wait_s=SQS_WAIT_S)
+        self._label = f"queue {last_part(url)}"
+
+    async def open(self) -> None:
+        """Raises AwsError, also for a queue that would give bad messages again and again."""
+        doing = f"read the settings of {self._label}"
+        answer = await self._sqs.call("get_queue_attributes", doing, QueueUrl=self._url, AttributeNames=["All"])
+        if self._dead_letters is None and "RedrivePolicy" not in answer.get("Attributes", {}):
+            raise AwsError(
+                f"{self._label} has no redrive policy, so that bad messages would come again and again: give it one, "
+                "or name a queue for them as dead_letters",
+                "UnfitQueue",
+                Trouble.UNUSABLE,
+            )
+
+    async def receive(self) -> list[Received]:
+        answer = await self._sqs.call(
+            "receive_message",
+            f"receive from {self._label}",
+            QueueUrl=self._url,
+            MaxNumberOfMessages=10,
+            WaitTimeSeconds=SQS_WAIT_S,
+            VisibilityTimeout=int(self.hidden_s),
+            MessageAttributeNames=["All"],
+        )
+        return [_received(message) for message in answer.get("Messages", ())]
+
+    async def remove(self, messages: Sequence[Received]) -> None:
+        entries = [{"Id": str(at), "ReceiptHandle": message.receipt} for at, message in enumerate(messages)]
+        await self._batch("delete_message_batch", f"remove messages of {self._label}", entries)
+
+    async def hide(self, messages: Sequence[Received], seconds: float) -> None:
+        entries = [
+            {"Id": str(at), "ReceiptHandle": message.receipt, "VisibilityTimeout": int(seconds)}
+            for at, message in enumerate(messages)
+        ]
+        await self._batch("change_message_visibility_batch", f"hide messages of {self._label}", entries)
+
+    async def bury(self, message: Received, reason: str) -> None:
+        """Move a message to the queue of dead letters. If it dies in between, the letter may be there twice.
+
+        A message that is too large for that queue is shortened. If the queue still refuses it, it stays in this queue.
+        """
+        if self._dead_letters is None:
+            return await self.hide([message], BAD_AGAIN_S)
+        try:
+            await self._send_letter(self._dead_letters, message, reason)
+        except AwsError as error:
+            if error.trouble is not None:
+                raise
+            warn_throttled(log, "a bad message stays in %s: %s", self._label, error)
+            return await self.hide([message], BAD_AGAIN_S)
+        await self.remove([message])
+
+    async def _send_letter(self, queue: str, message: Received, reason: str) -> None:
+        try:
+            await self._send(queue, message, reason)
+        except AwsError as error:
+            if not too_large(error):
+                raise
+            await self._send(queue, _shortened(message), reason)
+
+    async def _send(self, queue: str, message: Received, reason: str) -> None:
+        texts = {**dict(list(message.attributes.items())[:8]), "penstock-reason": reason[:REASON]}
+        texts["penstock-message-id"] = message.id
+        attributes = {name: {"DataType": "String", "StringValue": text} for name, text in texts.items() if text}
+        fifo = {"MessageGroupId": "dead", "MessageDeduplicationId": message.id}
+        await self._sqs.call(
+            "send_message",
+            f"send to queue {last_part(queue)}",
+            QueueUrl=queue,
+            MessageBody=message.body,
+            MessageAttributes=attributes,
+            **(fifo if queue.endswith(".fifo") else {}),
+        )
+
+    def close(self) -> None:
+        self._sqs.close()
+
+    async def _batch(self, operation: str, doing: str, entries: list[dict[str, Any]]) -> None:
+        """Make one call for all entries. An outdated receipt is no error: the message is received again, or is gone.
+
+        Raises AwsError if an entry failed by the server's fault.
+        """
+        if not entries:
+            return
+        answer = await self._sqs.call(operation, doing, QueueUrl=self._url, Entries=entries)
+        for failed in answer.get("Failed", ()):
+            if not failed.get("SenderFault"):
+                raise refusal(doing, "sqs", failed.get("Code", ""), failed.get("Message", ""))
+            warn_throttled(log, "cannot %s: %s", doing, failed.get("Code"))
+
+
+def _shortened(message: Received) -> Received:
+    """Returns the beginning of a message, with the length (characters) of its whole body as an attribute."""
+    attributes = {"penstock-shortened": str(len(message.body))}
+    attributes |= {name: text[:SHORT_ATTRIBUTE] for name, text in message.attributes.items()}
+    return replace(message, body=message.body[:SHORT_BODY], attributes=attributes)
+
+
+def _received(raw: dict[str, Any]) -> Received:
+    attributes = {
+        name: value["StringValue"] for name, value in raw.get("MessageAttributes", {}).items() if "StringValue" in value
+    }
+    return Received(raw["MessageId"], raw["Body"], attributes, raw["ReceiptHandle"])

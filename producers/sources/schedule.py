@@ -1,20 +1,30 @@
-"""A source of type "schedule": at each time of a cron expression it makes one task, or one file of a watched folder.
+"""The source type `schedule`: at each time of a cron expression it makes one task, or one file of a watched folder.
 
     lead ─▶ the store's time ─▶ due? ─▶ IDEMPOTENT, made by an id of name and time ─▶ the time is noted ─▶ wait
 
 One process leads; the others wait for its lease to lapse. Two who lead for a moment make the same. Nothing depends on
-this machine's clock.
+this machine's clock. Times are unix seconds.
+
+`Cron` computes the times of an expression, in a time zone with its clock changes. A time that a change skips becomes
+the first moment after it. In the hour that comes twice, an expression that names its hours fires in the first one; one
+whose hours have `*` fires in both.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
+import re
 import shutil
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any, Final, Literal, Self
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
+from croniter import CroniterError, croniter
 from pydantic import Field, model_validator
 
 from producers.client.leader import Leadership
@@ -23,20 +33,91 @@ from producers.client.steps import Read, Steps, once, persistently
 from producers.connection.script import seconds
 from producers.contract import keys
 from producers.contract.task import Task
-from producers.errors import InvalidTask, PenstockError, SubmitFailed
-from producers.sources.cron import Cron, stamp
+from producers.errors import InvalidTask, PenstockError, SubmitFailed, shown
 from producers.sources.source import Context, Source, SourceSettings
 from producers.store import idempotency
 from producers.store.protocol import swap
 
 log = logging.getLogger(__name__)
 
+#: Fields of an expression: no seconds, no years.
+FIELDS: Final = 5
+#: croniter's words for a time that it draws, or takes of a name: neither is the same for all processes.
+_DRAWN: Final = re.compile(r"(?:^|[\s,])[rh](?:[\s,/(]|$)", re.IGNORECASE)
 #: A firing that is later than this (s) was missed: a change of leaders, or a start, takes less.
 LATE_S: Final = 60.0
 #: Longest wait (s) until the store's time is looked at again: its clock may be set.
 LOOK_S: Final = 20.0
 #: Time (s) for which it is known that a firing was made.
 KEPT_S: Final = 15 * 24 * 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Cron:
+    """An expression and its zone. `jitter`: a firing comes up to so many seconds late, each by its own amount."""
+
+    expression: str
+    zone: tzinfo
+    name: str = ""
+    jitter: int = 0
+
+    @classmethod
+    def parse(cls, expression: str, zone: str, name: str = "", jitter: int = 0) -> Cron:
+        """Raises ValueError, which says what is wrong."""
+        well_formed = expression.startswith("@") or len(expression.split()) == FIELDS
+        if not well_formed or _DRAWN.search(expression) or not croniter.is_valid(expression):
+            raise ValueError(f"cron is {shown(expression)}; it must be five fields, such as 30 6 * * mon-fri")
+        try:
+            cron = cls(expression, UTC if zone == "UTC" else ZoneInfo(zone), name, jitter)
+        except (ZoneInfoNotFoundError, ValueError, OSError):
+            raise ValueError(f"timezone is {shown(zone)}; it must be a zone's name, such as Europe/Berlin") from None
+        try:
+            first = cron.after(datetime.now(UTC).timestamp())
+            gap = cron.after(first) - first
+        except CroniterError:
+            raise ValueError(f"cron is {shown(expression)}, which never comes") from None
+        if jitter >= gap:
+            raise ValueError(f"jitter is {jitter} s; it must be less than the time between two firings ({gap} s)")
+        return cron
+
+    def after(self, now: float) -> int:
+        """The first time that is later than `now`."""
+        times = croniter(self.expression, self._local(now))
+        while self._is_repeated(time := int(times.get_next(float))):
+            pass
+        return time
+
+    def before(self, now: float) -> int:
+        """The last time that is earlier than `now`."""
+        times = croniter(self.expression, self._local(now))
+        while self._is_repeated(time := int(times.get_prev(float))):
+            pass
+        return time
+
+    def last_due(self, now: float) -> int:
+        """The last time whose firing has come by `now`."""
+        time = self.before(now + 0.001)
+        while self.fires_at(time) > now:
+            time = self.before(time)
+        return time
+
+    def fires_at(self, time: int) -> float:
+        """Returns when the firing of a time comes: the same in all processes."""
+        drawn = hashlib.sha256(f"{self.name} {time}".encode()).digest()[:4]
+        return time + self.jitter * int.from_bytes(drawn) / 2**32
+
+    def _local(self, now: float) -> datetime:
+        return datetime.fromtimestamp(now, self.zone)
+
+    def _is_repeated(self, time: int) -> bool:
+        """Whether the time lies in the second pass of the hour that comes twice, and the expression names its hours."""
+        hours = self.expression.split()[1] if not self.expression.startswith("@") else self.expression
+        return "*" not in hours and hours != "@hourly" and self._local(time).fold == 1
+
+
+def stamp(time: int) -> str:
+    """A time as a part of a name: 20261122T030000Z."""
+    return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(seconds=time)).strftime("%Y%m%dT%H%M%SZ")
 
 
 class ScheduleSettings(SourceSettings):
@@ -108,9 +189,9 @@ class Schedule(Source):
         return max(0.0, self._cron.fires_at(self._cron.after(due)) - now)
 
     async def _fire(self, time: int) -> None:
-        """Make what the schedule is for. What cannot be made is told, and not tried again until the next time."""
+        """Make the task or file of a time. A failure is logged, and not retried before the next time."""
         try:
-            made = await (self._task(time) if self._settings.task is not None else self._batch(time))
+            result = await (self._task(time) if self._settings.task is not None else self._batch(time))
         except SubmitFailed:
             raise
         except (PenstockError, FileNotFoundError, PermissionError) as error:
@@ -118,7 +199,7 @@ class Schedule(Source):
             log.error("schedule %s: %s", self.name, self._trouble)
         else:
             self._trouble = ""
-            log.info("schedule %s: made %s", self.name, made)
+            log.info("schedule %s: made %s", self.name, result)
 
     async def _task(self, time: int) -> str:
         task, task_id = Task.parse(self._settings.task), f"{self.name}-{stamp(time)}"
@@ -142,20 +223,20 @@ class Schedule(Source):
         return keys.idempotency(idempotency.digest(f"schedule {self.name} {time}".encode()))
 
     def _read(self) -> Steps[tuple[float, int | None]]:
-        """The store's time, and the last time that was dealt with."""
+        """Returns the store's time, and the last time that was dealt with."""
         commands = (("TIME",), ("HGET", keys.SCHEDULES, self.name))
         now, noted = yield from persistently(Read(commands), self._client.patience)
         return seconds(now), None if noted is None else int(noted)
 
     def _note(self, time: int, noted: int | None) -> Steps[None]:
-        """A time was dealt with, unless another process has gone on meanwhile."""
+        """Note that a time was dealt with, unless another process has noted a later one meanwhile."""
         before = "" if noted is None else str(noted)
         call = swap(keys.SCHEDULES, self.name, before, str(time))
         yield from persistently(call, self._client.patience)
 
 
 def _put(file: Path, folder: Path, name: str) -> None:
-    """Copy a file into the inbox, whole or not at all; once, also if it was moved on already. Raises OSError."""
+    """Copy a file into the inbox, whole or not at all, and once, even if it was moved to done. Raises OSError."""
     inbox, done = folder / "inbox", folder / "done"
     if (inbox / name).exists() or (done / name).exists():
         return

@@ -23,8 +23,8 @@ from producers.sources.source import SourceSettings
 
 #: Type -> its module. They are imported where a table needs them: schedules alone need croniter.
 TYPES: Final[dict[str, str]] = {
-    "bucket": "producers.sources.files.notified",
-    "folder": "producers.sources.files.watched",
+    "bucket": "producers.sources.files.bucket",
+    "folder": "producers.sources.files.folder",
     "messages": "producers.sources.messages.source",
     "schedule": "producers.sources.schedule",
 }
@@ -62,8 +62,8 @@ def parse(name: str, table: Any) -> SourceSettings:
         raise BadSources(f"[{name}] is no name for a source; it must have 1 to 48 of the characters A-Z a-z 0-9 _ . -")
     kind = table.get("type")
     if not isinstance(kind, str) or kind not in TYPES:
-        said = "is missing" if kind is None else f"is {shown(kind)}"
-        raise BadSources(f"[{name}] type {said}; it must be one of {', '.join(TYPES)}")
+        problem = "is missing" if kind is None else f"is {shown(kind)}"
+        raise BadSources(f"[{name}] type {problem}; it must be one of {', '.join(TYPES)}")
     try:
         settings: type[SourceSettings] = import_module(TYPES[kind]).SETTINGS
     except ModuleNotFoundError as error:
@@ -71,20 +71,20 @@ def parse(name: str, table: Any) -> SourceSettings:
     try:
         return settings.model_validate(dict(table))
     except ValidationError as error:
-        raise BadSources(f"[{name}] {_said(error, settings)}") from None
+        raise BadSources(f"[{name}] {_first_error(error, settings)}") from None
 
 
-def _said(error: ValidationError, settings: type[SourceSettings]) -> str:
+def _first_error(error: ValidationError, settings: type[SourceSettings]) -> str:
     """Pydantic's first error as a sentence that begins with the field."""
     first = error.errors(include_url=False)[0]
-    place = ".".join(map(str, first["loc"]))
+    path = ".".join(map(str, first["loc"]))
     cause = first.get("ctx", {}).get("error")
-    if not place:
+    if not path:
         return str(cause or first["msg"])
     if first["type"] == "extra_forbidden":
-        return f"has no {place}; it has {', '.join(settings.model_fields)}"
+        return f"has no {path}; it has {', '.join(settings.model_fields)}"
     field = settings.model_fields.get(str(first["loc"][0]))
-    wanted = field.description if field is not None and field.description else first["msg"]
+    expected = field.description if field is not None and field.description else first["msg"]
     if first["type"] == "missing":
-        return f"{place} is missing: {wanted}"
-    return f"{place} is {shown(first['input'])}; it must be {wanted}" if cause is None else f"{place}: {cause}"
+        return f"{path} is missing: {expected}"
+    return f"{path} is {shown(first['input'])}; it must be {expected}" if cause is None else f"{path}: {cause}"

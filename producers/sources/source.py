@@ -1,17 +1,35 @@
-"""A source: it takes what comes from one place and makes tasks or batches of it."""
+"""Sources: each takes messages or files from one origin and makes tasks or batches of them.
+
+`Source` and `SourceSettings` are the interface. `Sources` runs all sources of a process side by side: one that fails is
+run again after a pause, and holds up no other.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
+import random
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from producers.client.aio import AsyncClient
-from producers.errors import shown
+from producers.client.steps import FAILURES
+from producers.connection.trouble import error_text
+from producers.errors import PenstockError, shown
+
+log = logging.getLogger(__name__)
+
+#: Pause (s) before a source is run again. It doubles with each failure that follows soon.
+FIRST_PAUSE_S: Final = 0.5
+LONGEST_PAUSE_S: Final = 30.0
+#: Time (s) after which a source that runs has come over its last failure.
+WELL_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +51,14 @@ class Source(ABC):
 
     @abstractmethod
     async def run(self) -> None:
-        """Take what comes, until cancelled; then give back what was taken, and raise the cancellation.
+        """Take messages or files until cancelled; then give the unfinished ones back, and raise the cancellation.
 
-        Whatever else it raises, it is run again after a pause: what is lost then must be found again by `run`.
+        After any other error it is run again after a pause: `run` must then find again what was lost.
         """
 
     @abstractmethod
     def unready(self) -> list[str]:
-        """The reasons why it takes nothing now; empty while it does."""
+        """Returns the reasons why it takes nothing now; empty while it takes messages or files."""
 
 
 class SourceSettings(BaseModel, ABC):
@@ -55,14 +73,14 @@ class SourceSettings(BaseModel, ABC):
 
     @abstractmethod
     def source(self, name: str, context: Context) -> Source:
-        """The source. It connects to nothing yet. Raises ValueError for what settings alone cannot tell."""
+        """Make the source. It connects to nothing yet. Raises ValueError for errors that settings alone cannot show."""
 
 
-def fitting(is_one: Callable[[Any], bool], form: str) -> AfterValidator:
-    """Refuses a setting that is not of the form."""
+def fitting(fits: Callable[[Any], bool], form: str) -> AfterValidator:
+    """Refuses a setting that does not fit. `form`: describes the settings that do."""
 
     def check(value: Any) -> Any:
-        if not is_one(value):
+        if not fits(value):
             raise ValueError(f"it is {shown(value)}; it must be {form}")
         return value
 
@@ -81,20 +99,80 @@ async def together(*parts: Coroutine[Any, Any, None]) -> None:
 
 
 async def ended(tasks: Collection[asyncio.Task[None]]) -> None:
-    """Cancel tasks, and wait until all have given back what they took. Whoever is cancelled meanwhile waits as well:
-    the process may end right after."""
+    """Cancel tasks, and wait until all have given back their messages. If the caller is cancelled meanwhile, it still
+    waits: the process may end right after."""
     for task in tasks:
         task.cancel()
-    told: asyncio.CancelledError | None = None
-    while left := [task for task in tasks if not task.done()]:
+    cancellation: asyncio.CancelledError | None = None
+    while pending := [task for task in tasks if not task.done()]:
         try:
-            await asyncio.wait(left)
+            await asyncio.wait(pending)
         except asyncio.CancelledError as cancelled:
-            told = cancelled
-    if told is not None:
-        raise told
+            cancellation = cancelled
+    if cancellation is not None:
+        raise cancellation
 
 
 def as_tuple(value: Any) -> Any:
-    """TOML's lists as the tuples that frozen settings hold."""
+    """Turns TOML's lists into the tuples that frozen settings hold."""
     return tuple(value) if isinstance(value, list) else value
+
+
+class _Kept:
+    """One source, and its trouble."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._trouble = ""
+        self._well_at = 0.0
+
+    def unready(self) -> list[str]:
+        if self._trouble and time.monotonic() < self._well_at:
+            return [f"{self._source.name}: {self._trouble}"]
+        return [f"{self._source.name}: {reason}" for reason in self._source.unready()]
+
+    async def run(self) -> None:
+        pause = FIRST_PAUSE_S
+        while True:
+            began = time.monotonic()
+            self._well_at = began + WELL_S
+            await self._once()
+            pause = FIRST_PAUSE_S if time.monotonic() > self._well_at else min(2 * pause, LONGEST_PAUSE_S)
+            self._well_at = math.inf
+            await asyncio.sleep(pause * random.uniform(0.8, 1.2))  # noqa: S311 - keeps several processes apart
+
+    async def _once(self) -> None:
+        """Run the source until it fails."""
+        try:
+            await self._source.run()
+            self._trouble = "it ended by itself"
+        except (*FAILURES, PenstockError) as error:
+            self._trouble = error_text(error)
+        except Exception as error:
+            self._trouble = f"{type(error).__name__}: {error}"
+            log.exception("source %s failed here", self._source.name)
+        log.warning("source %s: %s; it is run again soon", self._source.name, self._trouble)
+
+
+class Sources:
+    """All sources of a process."""
+
+    given_up = ""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._kept = [_Kept(source) for source in sources]
+        self._stopping = False
+
+    def unready(self) -> list[str]:
+        """Returns the reasons why sources take nothing now; empty while all take messages or files."""
+        draining = ["it drains"] if self._stopping else []
+        return draining + [reason for kept in self._kept for reason in kept.unready()]
+
+    async def run(self) -> None:
+        """Run all until cancelled; then wait until each has given its unfinished work back."""
+        tasks = [asyncio.create_task(kept.run()) for kept in self._kept]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            self._stopping = True
+            await ended(tasks)

@@ -6,12 +6,12 @@ python -m tests.chaos.held_copies sources --broker ...
 import time
 from collections.abc import Callable
 
-from producers.sources.files.place import Place
+from producers.sources.files.location import Location
 from producers.store.blobs import Blobs
 from workers.cli import main
 
 
-def held(place: Place, found: object, blobs: Blobs, blob: str, stopped: Callable[[], bool]) -> int:
+def held(location: Location, found: object, blobs: Blobs, blob: str, stopped: Callable[[], bool]) -> int:
     pieces = 0
 
     def asked() -> bool:
@@ -21,9 +21,9 @@ def held(place: Place, found: object, blobs: Blobs, blob: str, stopped: Callable
             time.sleep(0.01)
         return stopped()
 
-    return copy(place, found, blobs, blob, asked)  # type: ignore[arg-type]
+    return copy(location, found, blobs, blob, asked)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":
-    copy, Place.copy = Place.copy, held  # type: ignore[method-assign, assignment]
+    copy, Location.copy = Location.copy, held  # type: ignore[method-assign, assignment]
     main()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from producers import AsyncClient, AsyncHandle, Client, Event, Handle, Record, Result, TaskPage
-from producers.client.portal import Portal
+from producers.client.blocking import Portal
 
 
 class AsyncFace:

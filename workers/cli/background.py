@@ -235,8 +235,7 @@ async def _run_sources(
     import socket
 
     from producers.client.aio import AsyncClient
-    from producers.sources.runner import Sources
-    from producers.sources.source import Context
+    from producers.sources.source import Context, Sources
     from producers.store import epoch
     from workers.runtime.signals import on_stop_signal
 

@@ -91,7 +91,7 @@ class Accounts:
         They are charged to the accounts of both. A task that names no largest output may be shortened by a budget.
         Those that an earlier request of the key made pass as they are: they are not made again.
 
-        Raises Problem (400, 403), redis.exceptions.RedisError or OSError, and what `AsyncClient.known` does.
+        Raises Problem (400, 403), redis.exceptions.RedisError or OSError, and what `AsyncClient.resolve` does.
         """
         try:
             return await self._sized(connection, tasks)

@@ -55,7 +55,7 @@ class Admission:
         of overload.
 
         Raises Problem: 403 for a model or tier that the key may not use, 429 if its tier is refused now, 400 if they
-        always will be too many. Raises what `AsyncClient.known` does.
+        always will be too many. Raises what `AsyncClient.resolve` does.
         """
         principal = principal_of(request)
         check_may_use(principal, tasks[0])

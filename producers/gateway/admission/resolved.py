@@ -6,13 +6,13 @@ from __future__ import annotations
 from starlette.requests import HTTPConnection
 
 from producers.client.aio import AsyncClient
-from producers.client.submission import Known
+from producers.client.submission import ResolvedModel
 
 
-async def resolve(connection: HTTPConnection, client: AsyncClient, model: str) -> Known:
-    """A request's model, as this request found it first. Raises as `AsyncClient.known`."""
+async def resolve(connection: HTTPConnection, client: AsyncClient, model: str) -> ResolvedModel:
+    """A request's model, as this request found it first. Raises as `AsyncClient.resolve`."""
     state = connection.scope["state"]
-    resolved: dict[str, Known] = state.setdefault("models", {})
+    resolved: dict[str, ResolvedModel] = state.setdefault("models", {})
     if model not in resolved:
-        resolved[model] = await client.known(model)
+        resolved[model] = await client.resolve(model)
     return resolved[model]

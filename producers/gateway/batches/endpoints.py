@@ -16,7 +16,7 @@ from typing import Any, Final
 from engine.text import Tokenizer
 from producers.client.aio import AsyncClient
 from producers.client.steps import once
-from producers.client.submission import Known
+from producers.client.submission import ResolvedModel
 from producers.contract.stream import End
 from producers.contract.task import Task
 from producers.errors import InvalidTask, LimitReached, PenstockError, UnknownModel
@@ -76,10 +76,10 @@ class LineEndpoints:
         tenant: str | None = None,
         prices: Prices | None = None,
     ) -> list[PlannedTask | Answer]:
-        known: dict[str, Known | UnknownModel] = {}
+        known: dict[str, ResolvedModel | UnknownModel] = {}
         for model in {str(body["model"]) for body in bodies}:
             try:
-                known[model] = await self._client.known(model)
+                known[model] = await self._client.resolve(model)
             except UnknownModel as error:
                 known[model] = error
         accounts = await self._accounts(principal.key, tenant)
@@ -169,7 +169,7 @@ class LineEndpoints:
     async def _tokenizer(self, model: str) -> Tokenizer | Answer:
         """The model's tokenizer, or the error of all answers that need it."""
         try:
-            return await self._prompts.tokenizer((await self._client.known(model)).card)
+            return await self._prompts.tokenizer((await self._client.resolve(model)).card)
         except (PenstockError, Problem) as error:
             return _refused(error)
 
@@ -214,7 +214,7 @@ def _usual(body: Mapping[str, Any], limits: Sequence[Limits]) -> Mapping[str, An
 def _planned(
     path: str,
     body: Mapping[str, Any],
-    known: Known | UnknownModel,
+    known: ResolvedModel | UnknownModel,
     forms: _LineForms,
     principal: Principal,
     tenant: str | None,

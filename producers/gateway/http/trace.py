@@ -9,7 +9,7 @@ from typing import Final
 from starlette.datastructures import Headers
 
 from producers.client.aio import AsyncClient, AsyncHandle
-from producers.client.submission import TASK, Known
+from producers.client.submission import TASK, ResolvedModel
 from producers.contract.record import trace_fields, trace_suffix
 from producers.contract.task import Task
 from producers.store.usage.limits import Charge
@@ -45,6 +45,6 @@ class TracedClient(AsyncClient):
         more: Mapping[str, str | int] = TASK,
         charge: Charge | None = None,
         room: Room | None = None,
-        resolved: Known | None = None,
+        resolved: ResolvedModel | None = None,
     ) -> AsyncHandle:
         return await super().admit(task, task_id, {**more, **fields()}, charge, room, resolved)

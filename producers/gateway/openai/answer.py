@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from producers.client.submission import Known
+from producers.client.submission import ResolvedModel
 from producers.contract.stream import End, Event, Logprobs, Prompt, Token
 from producers.gateway.context import Gateway
 from producers.gateway.fair_share import in_thread
@@ -94,7 +94,7 @@ async def news(events: AsyncGenerator[list[tuple[int, Event]]], n: int) -> Async
             yield fresh
 
 
-def head(kind: str, prefix: str, foreground: Foreground, resolved: Known) -> dict[str, Any]:
+def head(kind: str, prefix: str, foreground: Foreground, resolved: ResolvedModel) -> dict[str, Any]:
     """The first fields of an answer or chunk. The id contains the first task's id in `/v1/tasks`."""
     return {
         "id": f"{prefix}-{foreground.ids[0]}",
@@ -105,7 +105,7 @@ def head(kind: str, prefix: str, foreground: Foreground, resolved: Known) -> dic
     }
 
 
-def fingerprint(resolved: Known) -> str | None:
+def fingerprint(resolved: ResolvedModel) -> str | None:
     """`system_fingerprint`: the version and its pool, since answers to one seed may differ between either; None without
     a pool, or with several."""
     return named(resolved.card["version"], resolved.fingerprint)

@@ -8,7 +8,7 @@ from typing import Any, Final, get_args
 
 from fastapi import Request
 
-from producers.client.listing import LOOKED, MOST, UNREADABLE, USUAL, Listed, Order, Query, Status
+from producers.client.listing import DEFAULT_LIMIT, MAX_LIMIT, MAX_SCANNED, UNREADABLE, Listed, Order, Query, Status
 from producers.connection.log_throttle import warn_throttled
 from producers.contract import keys
 from producers.contract.record import Record
@@ -32,7 +32,10 @@ _ABOUT: Final[dict[str, tuple[dict[str, Any], str]]] = {
     "tenant": (_NAME, ""),
     "created_after": (_TIME, "unix seconds; later tasks alone"),
     "created_before": (_TIME, "unix seconds; earlier tasks alone"),
-    "limit": ({"type": "integer", "minimum": 1, "maximum": MOST, "default": USUAL}, "most tasks in the answer"),
+    "limit": (
+        {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
+        "most tasks in the answer",
+    ),
     "order": ({"enum": list(get_args(Order)), "default": "desc"}, "by time of submission; desc: the latest first"),
     "after": (
         {"type": "string", "minLength": 1, "maxLength": 128},
@@ -54,7 +57,8 @@ PARAMETERS: Final[list[dict[str, Any]]] = [
         "style": "deepObject",
         "explode": True,
         "schema": _PAIRS,
-        "description": f"metadata[name]=value: tasks with this pair. One call looks at some {LOOKED} tasks at most.",
+        "description": f"metadata[name]=value: tasks with this pair. "
+        f"One call looks at some {MAX_SCANNED} tasks at most.",
     },
 ]
 
@@ -84,7 +88,7 @@ def _number(name: str, value: str) -> int | float:
     except ValueError:
         number = math.nan
     if name == "limit" or not math.isfinite(number):
-        expected = f"an integer from 1 to {MOST}" if name == "limit" else "a time in unix seconds"
+        expected = f"an integer from 1 to {MAX_LIMIT}" if name == "limit" else "a time in unix seconds"
         raise invalid_value(name, f"{name} is {shown(value)}; it must be {expected}.")
     return number
 

@@ -1,8 +1,8 @@
 """Messages from any language become tasks, and their results go back as messages.
 
     inbox (SQS queue, list of the store) ─▶ envelope.py: plain JSON or a CloudEvent ─▶ source.py: one task for each
-                                                                                       │ refused: told, and buried
-    a task's end: a row of the outbox ─▶ replies.py ─▶ answer.py: its result ─▶ targets.py: queue, topic or list
+                                                                       │ refused: a reply, and the dead letters
+    a task's end: a row of the outbox ─▶ replies.py: its result ─▶ queue, topic or list
 
-The settings (`source.py`) say where replies may go. docs/how/deaths.md says what stands when a process dies.
+The settings (`source.py`) say where replies may go. docs/use/sources.md says what remains when a process dies.
 """

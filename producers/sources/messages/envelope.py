@@ -31,13 +31,13 @@ BINARY: Final = "ce-"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A message's request. `fields`: of the task, unchecked."""
+class Request:
+    """The request in a message. `fields`: those of the task, unchecked."""
 
     identity: tuple[str, ...]
-    """Messages of one source with the same identity ask for the same task."""
+    """Messages of one source with the same identity request the same task."""
     correlation: str
-    """The id in the reply: the sender's id, else the message's."""
+    """The id in the reply: the sender's if there is one, else the message's."""
     format: Format
     fields: Mapping[str, Any] = field(default_factory=dict)
     reply_to: str | None = None
@@ -49,8 +49,8 @@ class Asked:
         return idempotency.digest(json.dumps([self.fields, self.reply_to], sort_keys=True).encode())
 
 
-def read(message: Received) -> Asked:
-    """The message's task. Raises InvalidTask."""
+def read(message: Received) -> Request:
+    """Parse a message. Raises InvalidTask."""
     size = len(message.body.encode("utf-8", "surrogateescape"))
     if size > MAX_BODY:
         raise InvalidTask(f"the message has {size} bytes; at most {MAX_BODY} are taken")
@@ -59,25 +59,25 @@ def read(message: Received) -> Asked:
         event = {name.removeprefix(BINARY): text for name, text in attributes.items() if name.startswith(BINARY)}
         _check_type(attributes.get("content-type"), "content-type")
         return _of_event(event, _parsed(message.body))
-    said = _parsed(message.body)
-    if isinstance(said, list):
+    body = _parsed(message.body)
+    if isinstance(body, list):
         raise InvalidTask("the message is a list; events come one in a message, not as a batch", code="invalid_type")
-    if not isinstance(said, dict):
-        raise InvalidTask(f"the message is {shown(said)}; it must be a JSON object", code="invalid_type")
-    if "specversion" in said:
-        _check_type(said.get("datacontenttype"), "datacontenttype")
-        return _of_event(said, _data(said))
-    return _plain(message, said)
+    if not isinstance(body, dict):
+        raise InvalidTask(f"the message is {shown(body)}; it must be a JSON object", code="invalid_type")
+    if "specversion" in body:
+        _check_type(body.get("datacontenttype"), "datacontenttype")
+        return _of_event(body, _data(body))
+    return _plain(message, body)
 
 
-def _plain(message: Received, said: Mapping[str, Any]) -> Asked:
-    fields = {name: value for name, value in said.items() if name not in ("id", "reply_to")}
-    own, reply_to = _text(said, "id"), _text(said, "reply_to")
-    identity = ("message", message.id) if own is None else ("id", own)
-    return Asked(identity, own or message.id, "json", fields, reply_to)
+def _plain(message: Received, body: Mapping[str, Any]) -> Request:
+    fields = {name: value for name, value in body.items() if name not in ("id", "reply_to")}
+    sender_id, reply_to = _text(body, "id"), _text(body, "reply_to")
+    identity = ("message", message.id) if sender_id is None else ("id", sender_id)
+    return Request(identity, sender_id or message.id, "json", fields, reply_to)
 
 
-def _of_event(event: Mapping[str, Any], data: Any) -> Asked:
+def _of_event(event: Mapping[str, Any], data: Any) -> Request:
     for name in REQUIRED:
         if _text(event, name) is None:
             raise InvalidTask(f"the CloudEvent has no {name}", param=name, code="missing_parameter")
@@ -87,11 +87,11 @@ def _of_event(event: Mapping[str, Any], data: Any) -> Asked:
         raise InvalidTask(f"data is {shown(data)}; it must be a task's JSON object", param="data", code="invalid_type")
     identity = ("event", event["source"], event["id"])
     trace = event.get("traceparent")
-    return Asked(identity, event["id"], "cloudevents", data, _text(event, "replyto"), trace)
+    return Request(identity, event["id"], "cloudevents", data, _text(event, "replyto"), trace)
 
 
 def _data(event: Mapping[str, Any]) -> Any:
-    """The data of an event in structured mode. Raises InvalidTask."""
+    """Returns the data of an event in structured mode. Raises InvalidTask."""
     if "data_base64" not in event:
         return event.get("data")
     if "data" in event:
@@ -104,11 +104,11 @@ def _data(event: Mapping[str, Any]) -> Any:
         raise InvalidTask(f"data_base64 is not base64 of UTF-8: {error}", param="data_base64") from None
 
 
-def _check_type(said: Any, param: str) -> None:
-    """Raise InvalidTask unless it is JSON's media type, or none."""
-    kind = said.partition(";")[0].strip().lower() if isinstance(said, str) else said
-    if kind is not None and not (isinstance(kind, str) and kind.endswith(("/json", "+json"))):
-        raise InvalidTask(f"{param} is {shown(said)}; an event's data must be JSON", param=param)
+def _check_type(value: Any, param: str) -> None:
+    """Raise InvalidTask unless the value is a media type of JSON, or None."""
+    media_type = value.partition(";")[0].strip().lower() if isinstance(value, str) else value
+    if media_type is not None and not (isinstance(media_type, str) and media_type.endswith(("/json", "+json"))):
+        raise InvalidTask(f"{param} is {shown(value)}; an event's data must be JSON", param=param)
 
 
 def _parsed(body: str) -> Any:
@@ -125,9 +125,9 @@ def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _text(said: Mapping[str, Any], name: str) -> str | None:
-    """A text of bounded length; None if there is none. Raises InvalidTask."""
-    value = said.get(name)
+def _text(fields: Mapping[str, Any], name: str) -> str | None:
+    """Returns a field's text, of bounded length; None if the field is missing. Raises InvalidTask."""
+    value = fields.get(name)
     if value is None:
         return None
     if not isinstance(value, str) or not 1 <= len(value) <= MAX_ID or not value.isprintable():

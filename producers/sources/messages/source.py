@@ -1,4 +1,4 @@
-"""The source type `messages`: each message becomes one task, and is removed once that is queued.
+"""The source type `messages`: each message becomes one task, and is removed once the task is queued.
 
 read ─▶ IDEMPOTENT, ADMIT, send, QUEUED ─▶ remove ─▶ the key is kept a day longer
   └──────── refused: a row with the reply ─▶ bury
@@ -24,15 +24,21 @@ from producers.contract.record import trace_fields
 from producers.contract.task import MAX_TENANT, Task
 from producers.errors import InvalidTask, PenstockError, TaskErased, TaskExists
 from producers.sources.consumer import Consumer
-from producers.sources.inbox import BadMessage, Inbox, Received
+from producers.sources.inbox import BadMessage, Inbox, ListInbox, Received, SqsInbox
 from producers.sources.messages import envelope
-from producers.sources.messages.answer import Reply
-from producers.sources.messages.envelope import Asked, Format
-from producers.sources.messages.replies import Replies
-from producers.sources.messages.targets import FORMS, LIST, Targets, allowed, is_list, is_queue, is_target
+from producers.sources.messages.envelope import Format, Request
+from producers.sources.messages.replies import (
+    FORMS,
+    LIST,
+    Replies,
+    Reply,
+    Targets,
+    allowed,
+    is_list,
+    is_queue,
+    is_target,
+)
 from producers.sources.source import Context, Source, SourceSettings, as_tuple, fitting, together
-from producers.sources.sqs import SqsInbox
-from producers.sources.stored_list import ListInbox
 from producers.store import idempotency, outbox
 
 log = logging.getLogger(__name__)
@@ -43,7 +49,7 @@ UNREMOVED_S: Final = 15 * 24 * 3600
 REMOVED_S: Final = idempotency.KEPT_S
 
 #: Task fields that make no sense for all messages of a source.
-_OWN: Final = ("prompt", "messages", "metadata", "seed")
+PER_MESSAGE: Final = ("prompt", "messages", "metadata", "seed")
 QUEUE: Final = "an SQS queue's URL, or list: and the name of a list in the store"
 Patterns = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 
@@ -68,9 +74,9 @@ class MessagesSettings(SourceSettings):
     @field_validator("task")
     @classmethod
     def _a_task(cls, value: dict[str, Any]) -> dict[str, Any]:
-        own = next((name for name in _OWN if name in value), None)
-        if own is not None:
-            raise ValueError(f"it has {own}, which each message must say itself")
+        misplaced = next((name for name in PER_MESSAGE if name in value), None)
+        if misplaced is not None:
+            raise ValueError(f"it has {misplaced}, which each message must say itself")
         try:
             Task(**{"model": "any", "prompt": "x", **value})
         except InvalidTask as error:
@@ -86,13 +92,13 @@ class MessagesSettings(SourceSettings):
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Patterns of where replies may go."""
+        """Patterns of the targets that replies may have."""
         return self.reply_allow if self.reply is None else (*self.reply_allow, self.reply)
 
     def task_of(self, fields: Mapping[str, Any]) -> Task:
-        """The task of a message's fields. Raises InvalidTask."""
-        own = {} if self.tenant is None else {"tenant": self.tenant}
-        return Task.parse({**self.task, **fields, **own})
+        """Make the task of a message's fields. Raises InvalidTask."""
+        overrides = {} if self.tenant is None else {"tenant": self.tenant}
+        return Task.parse({**self.task, **fields, **overrides})
 
     def source(self, name: str, context: Context) -> Source:
         return Messages(name, self, context)
@@ -114,9 +120,9 @@ class Messages(Source):
         waiting = connect_async(self._store_url)
         inbox = self._inbox(waiting)
         self._consumer = Consumer(self.name, inbox, self._handle, self._removed)
-        it = self._settings
-        targets = Targets(self._client.store, it.region, it.endpoint_url)
-        self._replies = Replies(self.name, self._client, waiting, targets, it.targets, it.reply)
+        settings = self._settings
+        targets = Targets(self._client.store, settings.region, settings.endpoint_url)
+        self._replies = Replies(self.name, self._client, waiting, targets, settings.targets, settings.reply)
         try:
             await together(self._consumer.run(), self._replies.run())
         finally:
@@ -128,38 +134,38 @@ class Messages(Source):
         return [part.trouble for part in parts if part is not None and part.trouble]
 
     def _inbox(self, waiting: Redis) -> Inbox:
-        it = self._settings
-        if is_list(it.queue):
-            return ListInbox(self._client.store, waiting, it.queue.removeprefix(LIST), it.visibility)
+        settings = self._settings
+        if is_list(settings.queue):
+            return ListInbox(self._client.store, waiting, settings.queue.removeprefix(LIST), settings.visibility)
         return SqsInbox(
-            it.queue,
-            dead_letters=it.dead_letters,
-            region=it.region,
-            endpoint_url=it.endpoint_url,
-            visibility=it.visibility,
+            settings.queue,
+            dead_letters=settings.dead_letters,
+            region=settings.region,
+            endpoint_url=settings.endpoint_url,
+            visibility=settings.visibility,
         )
 
     async def _handle(self, message: Received) -> None:
-        """Submit a message's task. Raises BadMessage, after its sender was told."""
-        asked = Asked(("message", message.id), message.id, "json")
+        """Submit a message's task. Raises BadMessage, after the reply to its sender is in the outbox."""
+        request = Request(("message", message.id), message.id, "json")
         try:
-            asked = envelope.read(message)
-            await self._submit(asked)
+            request = envelope.read(message)
+            await self._submit(request)
         except TaskErased:  # the message came once more
             log.info("source %s: the task of message %s was deleted", self.name, message.id)
         except (InvalidTask, TaskExists) as refused:
-            await self._refuse(asked, refused)
+            await self._refuse(request, refused)
             raise BadMessage(str(refused)) from refused
 
-    async def _submit(self, asked: Asked) -> None:
-        reply = self._reply(asked)
-        task = self._settings.task_of(asked.fields)
-        more = {**TASK, **trace_fields(asked.traceparent)}
+    async def _submit(self, request: Request) -> None:
+        reply = self._reply(request)
+        task = self._settings.task_of(request.fields)
+        more = {**TASK, **trace_fields(request.traceparent)}
         if reply is not None:
             more["reply"] = reply.to_json()
-        entry, task_id = self._entry(asked), self._task_id(asked)
+        entry, task_id = self._entry(request), self._task_id(request)
         steps = submit_as(
-            self._client.directory, task, entry, asked.digest, task_id, self._client.patience, more, UNREMOVED_S
+            self._client.directory, task, entry, request.digest, task_id, self._client.patience, more, UNREMOVED_S
         )
         if await self._client.run(steps) is None:
             raise InvalidTask(
@@ -168,52 +174,52 @@ class Messages(Source):
                 code="idempotency_key_reused",
             )
 
-    def _reply(self, asked: Asked, *, strict: bool = True) -> Reply | None:
-        """The target of the reply. Raises InvalidTask for a target that is not allowed, if `strict`; else it goes where
-        the settings say."""
-        target = asked.reply_to or self._settings.reply
+    def _reply(self, request: Request, *, strict: bool = True) -> Reply | None:
+        """Returns the reply's target and form. If the target is not allowed, raises InvalidTask if `strict`, else takes
+        the settings' own target."""
+        target = request.reply_to or self._settings.reply
         if target is not None and not allowed(target, self._settings.targets):
             if strict:
                 raise InvalidTask("reply_to is not among the targets that this source allows", param="reply_to")
             target = self._settings.reply
         if target is None:
             return None
-        return Reply(self.name, target, asked.correlation, self._settings.reply_format or asked.format)
+        return Reply(self.name, target, request.correlation, self._settings.reply_format or request.format)
 
-    async def _refuse(self, asked: Asked, refused: PenstockError) -> None:
+    async def _refuse(self, request: Request, error: PenstockError) -> None:
         """Put the reply to a bad message into the outbox, once."""
-        if (reply := self._reply(asked, strict=False)) is None:
+        if (reply := self._reply(request, strict=False)) is None:
             return
-        error = {
-            "code": getattr(refused, "code", "invalid_value"),
-            "message": str(refused),
-            "param": getattr(refused, "param", None),
+        details = {
+            "code": getattr(error, "code", "invalid_value"),
+            "message": str(error),
+            "param": getattr(error, "param", None),
         }
-        said = Reply(reply.source, reply.url, reply.correlation, reply.format, error)
-        webhook_id = f"evt_{idempotency.digest(self._entry(asked).encode(), asked.digest.encode())[:40]}"
+        refusal = Reply(reply.source, reply.url, reply.correlation, reply.format, details)
+        webhook_id = f"evt_{idempotency.digest(self._entry(request).encode(), request.digest.encode())[:40]}"
         row = {
             "webhook_id": webhook_id,
             "type": "response.failed",
-            "object": self._task_id(asked),
+            "object": self._task_id(request),
             "url": reply.url,
             "source": self.name,
-            "reply": said.to_json(),
+            "reply": refusal.to_json(),
         }
         async with asyncio.timeout(SILENT_S):
             await arun(self._client.store, outbox.put(f"{webhook_id}.reply", row))
 
     async def _removed(self, messages: Sequence[Received]) -> None:
-        """Keep the keys of messages that are gone for a day: no more is promised for a sender's repetition."""
+        """Keep the keys of removed messages for a day: no more is promised for a sender's repetition."""
         async with asyncio.timeout(SILENT_S), self._client.store.pipeline(transaction=False) as pipe:
             for message in messages:
                 pipe.expire(self._entry(envelope.read(message)), REMOVED_S)
             await pipe.execute()
 
-    def _entry(self, asked: Asked) -> str:
-        return keys.idempotency(self._identity(asked))
+    def _entry(self, request: Request) -> str:
+        return keys.idempotency(self._identity(request))
 
-    def _task_id(self, asked: Asked) -> str:
-        return f"{self.name}-{self._identity(asked)[:32]}"
+    def _task_id(self, request: Request) -> str:
+        return f"{self.name}-{self._identity(request)[:32]}"
 
-    def _identity(self, asked: Asked) -> str:
-        return idempotency.digest(json.dumps(["source", self.name, *asked.identity]).encode())
+    def _identity(self, request: Request) -> str:
+        return idempotency.digest(json.dumps(["source", self.name, *request.identity]).encode())

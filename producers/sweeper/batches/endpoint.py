@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
-from producers.client.submission import Known
+from producers.client.submission import ResolvedModel
 from producers.contract.record import Record
 from producers.contract.stream import Event
 from producers.contract.task import Task
@@ -43,7 +43,7 @@ class PlannedTask:
     it is charged to."""
 
     task: Task
-    resolved_model: Known
+    resolved_model: ResolvedModel
     more: Mapping[str, str | int] = field(default_factory=dict)
     charge: Charge | None = None
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from producers import PenstockError
-from producers.client.portal import Expired, Portal
+from producers.client.blocking import Expired, Portal
 from tests.waiting import until
 
 

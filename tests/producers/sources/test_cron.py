@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.sources.cron import Cron, stamp
+from producers.sources.schedule import Cron, stamp
 
 ZONE = "America/New_York"
 #: Clocks go forward at 2026-03-08 07:00 UTC (2:00 is 3:00), and back at 2026-11-01 06:00 UTC (2:00 is 1:00).

@@ -15,8 +15,7 @@ from redis import Redis
 
 from producers.connection.script import run, text
 from producers.contract import keys
-from producers.sources.messages.answer import Reply
-from producers.sources.messages.replies import TRIES
+from producers.sources.messages.replies import TRIES, Reply
 from producers.store import outbox, protocol
 from tests.aws import Aws
 from tests.aws_faults import Fault, faulty

@@ -298,7 +298,7 @@ class TestTasks:
     def test_ls_prints_a_line_a_task_over_all_parts(
         self, penstock: Run, worker: FakeWorker, valkey: Redis, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(listing, "LOOKED", 2)
+        monkeypatch.setattr(listing, "MAX_SCANNED", 2)
         made = [submitted(penstock, "--metadata", f"n={number % 2}") for number in range(5)]
         now = int(valkey.time()[0]) * 1000
         valkey.zadd(keys.TASKS, {task_id: now + number for number, task_id in enumerate(made)})

@@ -72,7 +72,7 @@ def test_a_long_list_of_others_does_not_show_in_ones_own(
     acme: httpx.Client, other: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One call looks at so many tasks; then it says where to go on, which would be another tenant's time."""
-    monkeypatch.setattr(listing, "LOOKED", 3)
+    monkeypatch.setattr(listing, "MAX_SCANNED", 3)
     monkeypatch.setattr(listing, "PAGE", 2)
     mine = posted(other, "/v1/tasks", json=TASK)["id"]
     for _ in range(9):

@@ -87,7 +87,7 @@ def test_parts_have_every_task_once_also_those_of_one_millisecond(
 def test_a_sparse_filter_looks_at_few_tasks_in_a_call_and_goes_on(
     http: httpx.Client, submit: Submit, valkey: Redis, monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
-    monkeypatch.setattr(listing, "LOOKED", 3)
+    monkeypatch.setattr(listing, "MAX_SCANNED", 3)
     monkeypatch.setattr(listing, "PAGE", 2)
     made = [submit(tier="flex" if number in (0, 8) else "default") for number in range(9)]
     apart(valkey, made)

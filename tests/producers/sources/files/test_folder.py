@@ -16,9 +16,8 @@ from redis import Redis
 from producers import AsyncClient
 from producers.connection.script import run
 from producers.contract import keys
-from producers.sources.files.folder import Folder
-from producers.sources.files.place import Replaced
-from producers.sources.files.watched import FolderSettings, Looks
+from producers.sources.files.folder import Folder, FolderSettings, Looks
+from producers.sources.files.location import Replaced
 from producers.sources.files.work import Work
 from producers.sources.source import Context
 from producers.store import inbox

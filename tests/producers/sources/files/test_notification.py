@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from producers.sources.files.notification import Created, read_notification
+from producers.sources.files.bucket import Created, read_notification
 from producers.sources.inbox import BadMessage
 
 #: As in "Event message structure" of the user guide, shortened.

@@ -7,9 +7,8 @@ from contextlib import suppress
 
 import pytest
 
-from producers.sources import runner
-from producers.sources.runner import Sources
-from producers.sources.source import Source
+from producers.sources import source
+from producers.sources.source import Source, Sources
 
 
 class Counted(Source):
@@ -33,8 +32,8 @@ class Counted(Source):
 
 
 async def test_a_source_that_fails_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(runner, "WELL_S", 0.05)
+    monkeypatch.setattr(source, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(source, "WELL_S", 0.05)
     well, failing = Counted("well"), Counted("failing", OSError("no queue"), ValueError("a fault"))
     sources = Sources([well, failing, Counted("asleep")])
     task = asyncio.create_task(sources.run())

@@ -1,4 +1,4 @@
-"""The interface of a place: a bucket or a folder with an inbox and an outbox."""
+"""The interface of a location: a bucket or a folder with an inbox and an outbox."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Replaced(Exception):
 
 
 class Stopped(Exception):
-    """The process ends: the copy is given up."""
+    """The process ends, and gives the copy up."""
 
 
-class Place(ABC):
+class Location(ABC):
     """A bucket or a folder. All methods block, and may raise OSError.
 
     `name`: the same in all processes that serve it. `moves`: whether an object leaves the inbox when its batch has
@@ -40,50 +40,50 @@ class Place(ABC):
 
     @abstractmethod
     def url(self, name: str) -> str:
-        """The place of an object of the inbox, for people."""
+        """Returns the URL or path of an object of the inbox, for people."""
 
     @abstractmethod
     def find(self, name: str) -> InboxObject | None:
-        """The object of this name, as it is now. None: there is none."""
+        """Returns the object of this name, as it is now; None if there is none."""
 
     @abstractmethod
     def refusal(self, name: str) -> str | None:
-        """Why an object of this name cannot be taken: its results could not be written. None: it can."""
+        """Returns why an object of this name cannot be taken: its results could not be written. None if it can."""
 
     @abstractmethod
-    def read(self, found: InboxObject, start: int, size: int) -> bytes:
-        """Some bytes of an object, up to as many as asked for; none behind its end. Raises Replaced."""
+    def read(self, item: InboxObject, start: int, size: int) -> bytes:
+        """Returns up to `size` bytes of an object; none behind its end. Raises Replaced."""
 
     @abstractmethod
     def write(self, name: str, pieces: Iterable[bytes]) -> None:
-        """Write an object of the outbox: whole or not at all, in place of one of that name. Blocks while it comes."""
+        """Write an object of the outbox, whole or not at all, over one of that name. Blocks while pieces come."""
 
     def write_blob(self, name: str, blobs: Blobs, blob: str, stopped: Callable[[], bool]) -> None:
         """Write a blob as an object of the outbox. Raises BlobNotFound, Stopped."""
         self.write(name, pieces(blobs, blob, stopped))
 
     @abstractmethod
-    def leave(self, found: InboxObject) -> None:
+    def leave(self, item: InboxObject) -> None:
         """Move the object out of the inbox, if it is there with this content."""
 
-    def copy(self, found: InboxObject, blobs: Blobs, blob: str, stopped: Callable[[], bool]) -> int:
+    def copy(self, item: InboxObject, blobs: Blobs, blob: str, stopped: Callable[[], bool]) -> int:
         """Make a blob of an object. Returns its size (bytes). Raises Replaced, Stopped."""
         with blobs.writer(blob) as writer:
-            while writer.size < found.size:
+            while writer.size < item.size:
                 if stopped():
                     raise Stopped
-                data = self.read(found, writer.size, min(PIECE, found.size - writer.size))
+                data = self.read(item, writer.size, min(PIECE, item.size - writer.size))
                 if not data:
                     raise Replaced
                 writer.write(data)
-            if self.changes and self.find(found.name) != found:
+            if self.changes and self.find(item.name) != item:
                 raise Replaced
             writer.commit()
-        return found.size
+        return item.size
 
 
 def is_input(name: str) -> bool:
-    """Whether an object of this name is taken. An errors file's name would be that of another input's errors."""
+    """Whether an object of this name is taken. The name of an errors file would be that of another input's errors."""
     return name.endswith(SUFFIX) and not name.endswith(ERRORS) and name.rpartition("/")[2] != SUFFIX
 
 
