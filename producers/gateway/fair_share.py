@@ -41,8 +41,8 @@ FIRST, FALLS, RISES, NONE = 0.4, 0.8, 1.02, 1.0
 SHARED: Final = 0.4
 #: There is a cap only while some caller uses less than this part of it: callers who all use much are alike.
 LIGHT: Final = 0.8
-#: A request that is refused, or only asks whether this process is well, counts as so many: nobody needs many of them,
-#: and the store and its server work for them as well.
+#: A request that is refused, only asks whether this process is well, or loads a page counts as so many: nobody needs
+#: many of them, and the store and its server work for them as well.
 IDLE_TALK: Final = 4
 #: Seconds that a caller who has used little may use at once.
 DEPTH_S: Final = 0.03

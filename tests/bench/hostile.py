@@ -128,6 +128,10 @@ ATTACKS: Final = {
     "idle": Attack("idle connections", lambda hostile, _: b"G", 1000, reads=False),
     "health": Attack("/readyz without a key", get("/readyz", None), 64),
     "nowhere": Attack("paths that are not there", get("/nowhere", None), 64),
+    "document": Attack("/openapi.json without a key", get("/openapi.json", None), 64),
+    "assets": Attack("the largest file of /docs", get("/docs/assets/swagger-ui-bundle.js", None), 64),
+    "queries": Attack("queries of 64 KB", get("/v1/tasks?" + "a&" * 30_000, None), 64),
+    "stops": Attack("64 KB of wrong stop strings", post(CHATS, CHAT | {"stop": [1] * 20_000}), 4),
 }
 
 

@@ -19,6 +19,8 @@ from producers.gateway.http.streams import STOP
 
 #: Paths that ask for this process's health alone. They wait in lines of their own: a prober may share its address.
 PROBES: Final = frozenset({"/livez", "/readyz", "/health", "/metrics"})
+#: Paths of pages for people with a browser, who need no key; files below the second one.
+PAGES: Final = ("/", "/docs", "/openapi.json")
 #: Names in a request's state: of the Problem with which the edge refuses it, where its caller has as many requests as
 #: may be; and where it was refused (4xx), by whomever.
 FULL, REFUSED = "full_line", "refused"
@@ -64,8 +66,13 @@ class InTurn:
             request = Measured(handling, share)
             await request
             if STOP not in state:  # a stream has used more since its answer began
-                request.share.learn(request.since(), 1 if counts and REFUSED not in state else IDLE_TALK)
+                idle_talk = not counts or REFUSED in state or _is_page(scope["path"])
+                request.share.learn(request.since(), IDLE_TALK if idle_talk else 1)
         finally:
             share.open -= counts
             if counts:  # now it is known whose a key is that came for the first time
                 self._fair_share.seen(caller_of(scope), time.monotonic())
+
+
+def _is_page(path: str) -> bool:
+    return path in PAGES or path.startswith(f"{PAGES[1]}/")

@@ -329,16 +329,17 @@ def test_what_comes_first_is_put_off_while_the_gateway_is_behind_so_that_who_lea
     assert answered("penstock_gateway_requests_total", {"method": "GET", "route": "unmatched", "status": "404"}) == 1
 
 
-def test_refusals_and_probes_count_more_than_once(open_door: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_probes_and_pages_count_more_than_once(open_door: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
     learn = Share.learn
     monkeypatch.setattr(
         Share, "learn", lambda self, used, counts=1: (counted.append(counts), learn(self, used, counts))
     )
     http = open_door().http
-    assert [http.get(path).status_code for path in ("/v1/models", "/nowhere", "/readyz")] == [200, 404, 200]
-    assert until(lambda: len(counted) == 3)
-    assert counted == [1, IDLE_TALK, IDLE_TALK]
+    paths = ("/v1/models", "/nowhere", "/readyz", "/openapi.json", "/docs/assets/favicon.png")
+    assert [http.get(path).status_code for path in paths] == [200, 404, 200, 200, 200]
+    assert until(lambda: len(counted) == len(paths))
+    assert counted == [1, *[IDLE_TALK] * 4]
     share = Share(FairShare())
     share.learn(0.1, IDLE_TALK)
     assert share.used == pytest.approx(0.1 * (IDLE_TALK - 1)), "beside what its steps were charged already"
