@@ -110,14 +110,14 @@ async def test_a_result_that_is_stored_while_its_task_is_deleted_goes_again(
     for task_id in ("gone", "kept"):
         ended(worker, task_id)
         results.wait(task_id)
-    store = results._tell
+    store = results._store_one
 
     def stores(record: protocol.Record, result: dict[str, object]) -> bool:
         if record.id == "gone":
             run(valkey, protocol.delete("gone", "x"))
         return store(record, result)
 
-    results._tell = stores  # type: ignore[method-assign]
+    results._store_one = stores  # type: ignore[method-assign]
     assert await results.store_waiting() == 2
     assert not valkey.exists(keys.celery_result("gone"))
     assert valkey.exists(keys.celery_result("kept"))
