@@ -43,7 +43,7 @@ _IMPORTS = """
     celery.worker.heartbeat celery.worker.loops celery.worker.request celery.worker.strategy encodings.idna
     hiredis redis.asyncio tests.chaos.strike tests.chaos.sweeping tests.stub_engine
     workers.pool.consumer workers.pool.engine_pool workers.pool.app workers.runtime.assembly workers.runtime.worker
-    producers.gateway producers.gateway.app producers.gateway.batches.endpoints
+    producers.gateway producers.gateway.app producers.gateway.batch_endpoints
     uvicorn uvicorn.protocols.http.httptools_impl uvloop
     workers.trials.chaos.senders workers.trials.chaos.caller workers.cli.commands workers.cli.gateway
     workers.cli.background workers.cli.webhooks workers.cli.worker workers.webhooks.deliverer

@@ -17,28 +17,24 @@ from producers.client.aio import AsyncClient
 from producers.client.reader_leases import ReaderLeases
 from producers.connection.addresses import networks
 from producers.connection.turns import Turns
-from producers.gateway import health, keys, metrics, models, pages, tenants, usage, webhooks
+from producers.gateway import batches, files, health, keys, metrics, models, pages, tenants, usage, webhooks
 from producers.gateway.admission.accounts import Accounts
 from producers.gateway.admission.authentication import Callers
-from producers.gateway.admission.destinations import Destinations
-from producers.gateway.admission.limits import Admission
-from producers.gateway.batches import routes as batches
+from producers.gateway.admission.limits import Admission, Destinations
 from producers.gateway.context import Gateway
 from producers.gateway.executor import Executor
 from producers.gateway.fair_share import FairShare
-from producers.gateway.files import routes as files
 from producers.gateway.http import errors
 from producers.gateway.http.authorization import MEASURES
-from producers.gateway.http.edge import Edge
-from producers.gateway.http.in_turn import InTurn
-from producers.gateway.http.openapi import Documented
+from producers.gateway.http.edge import Edge, InTurn
 from producers.gateway.http.request_body import BodyRoom
+from producers.gateway.http.request_state import TracedClient
 from producers.gateway.http.streams import Bounds as StreamBounds
 from producers.gateway.http.streams import Streams
-from producers.gateway.http.trace import TracedClient
 from producers.gateway.metrics import Metrics
 from producers.gateway.openai import chat, completions
 from producers.gateway.openai.responses import routes as responses
+from producers.gateway.pages import Documented
 from producers.gateway.readiness_checks import Awaited, Reach
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.tasks import events, explain, views

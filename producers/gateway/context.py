@@ -11,8 +11,7 @@ from producers.client.reader_leases import ReaderLeases
 from producers.connection.turns import Turns
 from producers.gateway.admission.accounts import Accounts
 from producers.gateway.admission.authentication import Callers
-from producers.gateway.admission.destinations import Destinations
-from producers.gateway.admission.limits import Admission
+from producers.gateway.admission.limits import Admission, Destinations
 from producers.gateway.executor import Executor
 from producers.gateway.http.request_body import BodyRoom
 from producers.gateway.http.streams import Streams

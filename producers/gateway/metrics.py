@@ -1,42 +1,117 @@
-"""`/metrics`, in Prometheus' text format: this gateway's own figures, and those of all pools.
+"""`/metrics`, in Prometheus' text format: this gateway's own figures, and those of all pools, workers and servers.
 
-    GET /metrics ─▶ read_fleet ─▶ Metrics: requests of this gateway
-                                  fleet_metrics: queues, sweepers, workers' leases, the autoscaler's decisions, profiles
-                    PRESSURE   ─▶ fleet_metrics: the store's counts of what waits, and the overload that follows
-                    INFO       ─▶ fleet_metrics: how full store and broker are
+    GET /metrics ─▶ read_fleet ─▶ requests of this gateway; queues, sweepers, workers' leases, decisions, profiles
+                    PRESSURE   ─▶ the store's counts of waiting tasks, and the overload that follows
+                    INFO       ─▶ how full store and broker are
 
-Labels are bounded: routes by their templates, models and pools by what is deployed, workers by those alive. Every
-gateway reports the same for the pools: take `max by (pool)` over gateways, not the sum.
+A family has a name, a help text, and a row for each labelled value. Labels are bounded: routes by their templates,
+models and pools by what is deployed, workers by those alive. Every gateway reports the same for the pools: take
+`max by (pool)` over gateways, not the sum.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal, get_args
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from producers.admin.fleet import Fleet, read_fleet
+from producers.admin.fleet import Fleet, Pool, read_fleet
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
 from producers.connection.connect import SILENT_S
 from producers.connection.storage import Storage, read_storage
-from producers.gateway.fleet_metrics import (
-    pool_metrics,
-    scaling_metrics,
-    server_metrics,
-    waiting_metrics,
-    worker_metrics,
-)
+from producers.contract.profile import Profile, sane
 from producers.release import release
-from producers.store.waiting import Pressure, queues
+from producers.store.fleet.cards import profile_field
+from producers.store.fleet.scaling import is_fresh
+from producers.store.waiting import Pressure, model_of, queues
 
+#: Labels of metrics by pool, and by tier.
+POOL: Final = ("model", "pool")
+TIER: Final = (*POOL, "tier")
+#: (name, help, figure of the fleet).
+FLEET: Final[tuple[tuple[str, str, Callable[[Fleet], float]], ...]] = (
+    ("sweeper_leads", "Whether a sweeper leads.", lambda fleet: fleet.sweeper_leads),
+    ("dead_letters", "Messages that no worker could use.", lambda fleet: fleet.dead_letters),
+    (
+        "webhook_oldest_due_seconds",
+        "For how long the oldest delivery, or reply of a source, has been due that nobody took.",
+        lambda fleet: fleet.webhooks.oldest_due_s,
+    ),
+)
+#: (name, help, figure of a pool).
+POOLS: Final[tuple[tuple[str, str, Callable[[Pool], float]], ...]] = (
+    ("delayed", "Tasks to be offered again later.", lambda pool: pool.delayed),
+    ("in_flight", "Tasks that workers have taken.", lambda pool: pool.in_flight),
+    ("workers", "Workers with a live lease.", lambda pool: len(pool.workers)),
+)
+#: (name, help, figure of a pool's tier; None: nobody knows).
+TIERS: Final[tuple[tuple[str, str, Callable[[Pool, str], float | None]], ...]] = (
+    ("queued", "Tasks waiting for a worker.", lambda pool, tier: pool.queued[tier]),
+    ("queued_tenants", "Tenants whose tasks wait for their turn.", lambda pool, tier: pool.tenants[tier]),
+    (
+        "queued_oldest_seconds",
+        "Since the task that waits longest was submitted; not for plain Celery tasks.",
+        lambda pool, tier: pool.oldest_s.get(tier, None if pool.queued[tier] else 0.0),
+    ),
+)
+#: (name, help, key in the worker's lease, whether it is a counter).
+WORKER_FIGURES: Final = (
+    ("running", "Sequences that a worker is generating.", "running", False),
+    ("waiting", "Sequences that a worker has taken and not yet begun.", "waiting", False),
+    ("capacity", "Sequences that a worker can generate at once.", "capacity", False),
+    ("kv_blocks_used", "Blocks of a worker's KV cache that sequences hold.", "kv_blocks_used", False),
+    ("kv_blocks", "Blocks of a worker's KV cache.", "kv_blocks_total", False),
+    ("prompt_tokens", "Prompt tokens that a worker has taken in.", "prompt_tokens", True),
+    ("cached_tokens", "Prompt tokens that a worker found in its prefix cache.", "cached_tokens", True),
+    ("generated_tokens", "Tokens that a worker has generated.", "generated_tokens", True),
+    ("preemptions", "Sequences that a worker has put off for others.", "preemptions", True),
+    ("out_of_memory", "Steps for which a worker's device had no memory.", "out_of_memory", True),
+    ("not_finite", "Sequences that failed because a worker's model gave NaN or infinity.", "not_finite", True),
+    ("drafted_tokens", "Tokens that a worker guessed ahead (speculative decoding).", "drafted", True),
+    ("false_takeovers", "Lives of a worker that others ended though it lived.", "false_takeovers", True),
+    ("recomputed_tokens", "KV tokens of what it held then, to be computed again.", "recomputed_tokens", True),
+    (
+        "breaker_open",
+        "1 while a worker's breaker holds it back: it fails, or is slow among its peers.",
+        "breaker_open",
+        False,
+    ),
+    ("breaker_openings", "Times that a worker's breaker has opened.", "breaker_openings", True),
+    ("engine_failures", "Tasks that a worker's engine failed by its own fault.", "engine_failures", True),
+    ("slowness_ratio", "Time of a worker's decode steps, divided by its peers' for the same.", "slowness", False),
+    ("draft_accepted_tokens", "Of these, those that were right.", "draft_accepted", True),
+)
+#: The same for a worker's GPU, as far as its driver reports it; keys are within the lease's `gpu`.
+GPU_FIGURES: Final = (
+    ("memory_bytes", "Memory of a worker's GPU.", "memory_bytes", False),
+    ("memory_used_bytes", "Memory of a worker's GPU that is taken, by whomever.", "memory_used_bytes", False),
+    (
+        "utilization_ratio",
+        "Share of the last moments in which a worker's GPU ran anything.",
+        "utilization_ratio",
+        False,
+    ),
+    ("temperature_celsius", "Temperature of a worker's GPU.", "temperature_celsius", False),
+    ("power_watts", "Power that a worker's GPU draws.", "power_watts", False),
+    ("power_limit_watts", "Power that a worker's GPU may draw.", "power_limit_watts", False),
+    ("sm_clock_hertz", "Clock of the processors of a worker's GPU.", "sm_clock_hertz", False),
+    ("memory_clock_hertz", "Clock of the memory of a worker's GPU.", "memory_clock_hertz", False),
+    ("ecc_corrected_errors", "Memory errors that were corrected, since the driver was loaded.", "ecc_corrected", True),
+    ("ecc_uncorrected_errors", "Memory errors that were not.", "ecc_uncorrected", True),
+)
+#: (name, help, figure of the profile).
+FIGURES: Final = (
+    ("knee", "Sequences at once from which on more of them raise a worker's throughput little.", "knee"),
+    ("tokens_per_second", "Tokens a second that one worker makes at its knee.", "tokens_per_s"),
+)
 router = APIRouter(tags=["health"])
 #: Latency buckets (s), fine in the range that an interactive caller notices.
 BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -44,6 +119,162 @@ BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 UNKNOWN: Final = "unknown"
 #: What a stream is: events of a task, an answer that is waited for, a file.
 Stream = Literal["events", "answer", "download"]
+
+
+def family(
+    name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float]], *, grows: bool = False
+) -> Metric:
+    """The metric `penstock_<name>`: a gauge, or a counter if it `grows`. `rows`: labels' values, and the value."""
+    metric = (CounterMetricFamily if grows else GaugeMetricFamily)(f"penstock_{name}", text, labels=labels)
+    for values, value in rows:
+        metric.add_metric(values, value)
+    return metric
+
+
+def pool_metrics(fleet: Fleet) -> Iterator[Metric]:
+    for name, text, backlog in (
+        ("tasks_submitting", "Tasks recorded and not yet confirmed by the broker", fleet.submitting),
+        ("tasks_unsettled", "Tasks that are final, and whose message nobody has put down yet", fleet.unsettled),
+        ("streams_to_compact", "Streams of settled tasks that are not compacted yet", fleet.to_compact),
+    ):
+        yield GaugeMetricFamily(f"penstock_{name}", f"{text}.", backlog.count)
+        yield GaugeMetricFamily(
+            f"penstock_{name}_oldest_seconds", f"{text}: since when the first is.", backlog.oldest_s
+        )
+    for name, text, fleet_figure in FLEET:
+        yield GaugeMetricFamily(f"penstock_{name}", text, fleet_figure(fleet))
+    swept = (((action,), count) for action, count in sorted(fleet.swept.items()))
+    yield family("swept", "What sweepers did.", ("what",), swept, grows=True)
+    rows = (((state,), count) for state, count in fleet.webhooks.rows.items())
+    yield family("webhook_rows", "Deliveries of events to webhooks, and replies of sources.", ("state",), rows)
+    for name, text, figure in POOLS:
+        yield family(name, text, POOL, [((pool.model, pool.name), figure(pool)) for pool in fleet.pools])
+    tiers = [((pool.model, pool.name, tier), pool) for pool in fleet.pools for tier in pool.queued]
+    for name, text, tier_figure in TIERS:
+        values = ((labels, tier_figure(pool, labels[2])) for labels, pool in tiers)
+        yield family(name, text, TIER, [(labels, value) for labels, value in values if value is not None])
+
+
+def waiting_metrics(counts: Mapping[str, Mapping[str, int]], overload: Mapping[str, Pressure]) -> Iterator[Metric]:
+    """Families of waiting tasks. `counts`: queue -> kind -> tasks; under the empty name, in all."""
+    yield family(
+        "waiting_tasks",
+        "Tasks that count against the bounds on what waits; `line`: lines of batches, which do not.",
+        ("model", "kind"),
+        (((model_of(queue), kind), n) for queue, kinds in counts.items() if queue for kind, n in kinds.items()),
+    )
+    yield family(
+        "overload_stage",
+        "0: normal; 1: batch and flex are refused; 2: and outputs shortened; 3: and all but priority refused.",
+        ("model",),
+        (((model_of(queue),), pressure.stage) for queue, pressure in overload.items()),
+    )
+    yield family(
+        "overload_pressure_ratio",
+        "What waits, as a share of the bound that is nearest.",
+        ("model",),
+        (((model_of(queue),), pressure.share) for queue, pressure in overload.items()),
+    )
+
+
+def worker_metrics(fleet: Fleet) -> Iterator[Metric]:
+    worker_labels, gpu_labels = (*POOL, "worker"), (*POOL, "worker", "gpu")
+    # One for each name, the last begun: the lease of one that was killed stands until it lapses.
+    leases = list(
+        {
+            (pool.model, pool.name, str(worker["worker"])): worker
+            for pool in fleet.pools
+            for worker in sorted(pool.workers, key=lambda worker: sane(worker.get("began")) or 0.0)
+        }.items()
+    )
+    yield from _figures("worker", WORKER_FIGURES, worker_labels, leases)
+    text = "1 for each worker; its label `release` names the worker's release of Penstock."
+    releases = (((*whose, str(worker.get("release", ""))), 1) for whose, worker in leases)
+    yield family("worker_info", text, (*worker_labels, "release"), releases)
+    text = "0 while a worker drains or says that something is wrong with it."
+    ready = ((whose, not (worker.get("draining") or worker.get("unready"))) for whose, worker in leases)
+    yield family("worker_ready", text, worker_labels, ready)
+    gpus = [
+        ((*whose, str(gpu.get("uuid", ""))), gpu)
+        for whose, worker in leases
+        if isinstance(gpu := worker.get("gpu"), dict)
+    ]
+    yield from _figures("worker_gpu", GPU_FIGURES, gpu_labels, gpus)
+    text = "1 for each reason that keeps the clocks of a worker's GPU down."
+    slowed = (((*which, str(reason)), 1) for which, gpu in gpus for reason in gpu.get("slowed_by", ()))
+    yield family("worker_gpu_slowed", text, (*gpu_labels, "reason"), slowed)
+
+
+def _figures(
+    prefix: str,
+    figures: Sequence[tuple[str, str, str, bool]],
+    labels: Sequence[str],
+    sources: Sequence[tuple[Sequence[str], Mapping[str, Any]]],
+) -> Iterator[Metric]:
+    """Yields a family for each figure. `sources`: labels' values and the report with the figures, some of which may be
+    missing: another version sent it."""
+    for name, text, key, grows in figures:
+        values = ((labelled, sane(report.get(key))) for labelled, report in sources)
+        rows = [(labelled, value) for labelled, value in values if value is not None]
+        yield family(f"{prefix}_{name}", text, labels, rows, grows=grows)
+
+
+def scaling_metrics(fleet: Fleet) -> Iterator[Metric]:
+    yield GaugeMetricFamily("penstock_autoscaler_leads", "Whether an autoscaler leads.", bool(fleet.scaling.leads))
+    desired, failures = [], []
+    for pool, state in sorted(fleet.scaling.states.items()):
+        workers, starts = sane(state.get("wanted")), state.get("starts")
+        if workers is None or not is_fresh(state.get("at"), fleet.at):
+            continue
+        labels = str(state.get("model", pool)), pool
+        desired.append((labels, workers))
+        failures.append((labels, (sane(starts.get("failures")) if isinstance(starts, dict) else None) or 0))
+    text = "Workers that the autoscaler wants; absent once its last decision is old."
+    yield family("desired_workers", text, POOL, desired)
+    yield family("worker_start_failures", "Starts of workers in a row that failed.", POOL, failures)
+    yield from _profiles(fleet)
+
+
+def _profiles(fleet: Fleet) -> Iterator[Metric]:
+    profiles = [(_labels(version), profile) for version, profile in sorted(fleet.scaling.profiles.items())]
+    for name, text, figure in FIGURES:
+        rows = ((labels, getattr(profile, figure)) for labels, profile in profiles)
+        yield family(f"pool_{name}", text, POOL, [(labels, value) for labels, value in rows if value is not None])
+    phases = (((*labels, phase), s) for labels, profile in profiles for phase, s in profile.cold_start.items())
+    text = "Time that the last start of a worker took, by phase."
+    yield family("pool_cold_start_seconds", text, (*POOL, "phase"), phases)
+    text = "95th percentile of the time to the first token, from the claim; the worst of the version's workers."
+    worst = ((_labels(version), seconds) for version, seconds in sorted(_worst_ttft(fleet).items()))
+    yield family("pool_ttft_p95_seconds", text, POOL, worst)
+
+
+def _worst_ttft(fleet: Fleet) -> dict[str, float]:
+    """The worst p95 of the first token (s) among the workers of each `model@version`."""
+    worst: dict[str, float] = {}
+    for pool in fleet.pools:
+        for worker in pool.workers:
+            seconds = Profile.of(worker.get("profile")).ttft_p95
+            if seconds is not None and worker.get("version"):
+                version = profile_field(pool.model, str(worker["version"]))
+                worst[version] = max(worst.get(version, 0.0), seconds)
+    return worst
+
+
+def _labels(version: str) -> tuple[str, str]:
+    return version.rpartition("@")[0], version
+
+
+def server_metrics(servers: Mapping[str, Storage]) -> Iterator[Metric]:
+    """Families of the servers' storage. `servers`: `store` and, where it is another server, `broker`."""
+    labels = ("server",)
+    text = "Memory that counts against the server's `maxmemory`."
+    yield family("storage_used_bytes", text, labels, (((name,), server.used) for name, server in servers.items()))
+    text = "The server's `maxmemory`; 0: no bound."
+    yield family("storage_limit_bytes", text, labels, (((name,), server.limit) for name, server in servers.items()))
+    text = "The used share of `maxmemory`; 0 without a bound. From 0.99 on the server is full."
+    yield family("storage_used_ratio", text, labels, (((name,), server.ratio) for name, server in servers.items()))
+    text = "Whether the server can write its files; if not, it refuses every write."
+    yield family("storage_writable", text, labels, (((name,), not server.fault) for name, server in servers.items()))
 
 
 class Metrics:

@@ -13,7 +13,7 @@ from producers.admin.fleet import read_fleet
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
 from producers.connection.trouble import Trouble, trouble
-from producers.gateway.http.work import Work
+from producers.gateway.http.request_state import Work
 from producers.gateway.text.blobs import TOKENIZER
 from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates

@@ -25,7 +25,7 @@ class GatewaySettings:
     auth: Literal["keys", "none"] = "none"
     """Whether requests need a key (`producers.store.access.api_keys`), or callers name their tenant themselves."""
     insecure: bool = False
-    """Whether, without keys, requests may name this gateway as they like (`producers.gateway.http.origin`)."""
+    """Whether, without keys, requests may name this gateway as they like (`producers.gateway.http.authorization`)."""
     max_body: int = 4 << 20
     """Largest request body; a larger one is refused with 413."""
     max_file: int = 2 << 30

@@ -10,9 +10,9 @@ from pydantic import BaseModel, Field
 
 from producers.errors import shown
 from producers.gateway.context import gateway_of
-from producers.gateway.http import query_parameters
 from producers.gateway.http.authorization import READS, principal_of
 from producers.gateway.http.errors import RETRY_AFTER, Problem, invalid_value
+from producers.gateway.http.request_body import query_parameters, query_schema
 from producers.store.usage.report import PARTS, WAITING, BadSpan, TooManyReports, read_by, read_span, report
 
 router = APIRouter(prefix="/v1/usage", tags=["usage"])
@@ -42,13 +42,11 @@ class Usage(BaseModel):
     dependencies=READS,
     response_model=Usage,
     responses={200: {"content": {CSV: {"schema": {"type": "string"}}}}},
-    openapi_extra={
-        "parameters": [query_parameters.schema(name, about, **schema) for name, (schema, about) in _ABOUT.items()]
-    },
+    openapi_extra={"parameters": [query_schema(name, about, **schema) for name, (schema, about) in _ABOUT.items()]},
 )
 async def usage(request: Request) -> Response:
     """Add up what was used: by the caller's tenant, or by all for a key of the scope admin and where there are none."""
-    query = query_parameters.read(request, _ABOUT)
+    query = query_parameters(request, _ABOUT)
     if query.get("format", "json") not in ("json", "csv"):
         raise invalid_value("format", f"format is {shown(query['format'])}; it must be json or csv.")
     try:

@@ -20,7 +20,7 @@ from redis import Redis
 
 from producers import AsyncClient
 from producers.contract import keys
-from producers.gateway.batches.endpoints import LineEndpoints
+from producers.gateway.batch_endpoints import LineEndpoints
 from producers.store import batches
 from producers.store.blobs import FolderBlobs
 from producers.sweeper.batches.duty import Batches

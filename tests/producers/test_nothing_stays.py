@@ -23,7 +23,7 @@ from producers.client.reader_leases import hold
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
-from producers.gateway.batches.endpoints import LineEndpoints
+from producers.gateway.batch_endpoints import LineEndpoints
 from producers.store import batches, files, inbox, outbox, protocol
 from producers.sweeper.retention import Ages
 from producers.sweeper.sweeper import SweeperSettings, lead

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from producers.client.aio import AsyncClient
-    from producers.gateway.batches.endpoints import LineEndpoints
+    from producers.gateway.batch_endpoints import LineEndpoints
     from producers.sources.source import SourceSettings
     from producers.sweeper.sweeper import SweeperSettings
     from workers.autoscaler.autoscaler import AutoscalerSettings
@@ -176,7 +176,7 @@ def _endpoints(client: AsyncClient) -> LineEndpoints | None:
     import logging
 
     try:
-        from producers.gateway.batches.endpoints import LineEndpoints
+        from producers.gateway.batch_endpoints import LineEndpoints
     except ModuleNotFoundError as error:
         log = logging.getLogger(__name__)
         log.warning("batches are left to another sweeper: they need %s (pip install 'penstock[gateway]')", error.name)

@@ -5,16 +5,23 @@ a minute's requests are known to be used up ─▶ check_spent: refused, before 
 refused after work ─▶ charge_refused: one more of a minute's requests
 
 A tenant's limits are those that the store had at most FRESH_S ago. They hold for whoever submits as this tenant: all of
-its keys together, and where no keys are asked for, all who name it.
+its keys together, and without keys, all who name it.
+
+`Spent` notes accounts whose requests of this minute are used up, by the answers of ADMIT and REFUSED. Until the minute
+ends, more requests are refused before their body is read, and without the store. The store alone decides what is
+charged. A minute's requests only grow, so nothing is refused that ADMIT would let in; a limit that was raised meanwhile
+goes before the note.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -28,20 +35,66 @@ from producers.contract.task import Task
 from producers.errors import PenstockError, shown
 from producers.gateway.admission.authentication import FRESH_S
 from producers.gateway.admission.authentication import KEPT as TENANTS
-from producers.gateway.admission.resolved import resolve
-from producers.gateway.admission.spent import Spent
 from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import principal_of
 from producers.gateway.http.errors import Problem
-from producers.gateway.http.work import Work
+from producers.gateway.http.request_state import Work, resolve
 from producers.gateway.lru_cache import LruCache
 from producers.store.access import tenants
 from producers.store.access.principal import KEPT, NO_LIMITS, Account, Limits
 from producers.store.usage.limits import Charge, needed, refused
 from producers.store.usage.prices import Prices
 
+#: Most accounts that are noted; the one noted first makes room.
+MAX_NOTED: Final = 10_000
 #: What a request asks of a minute's tokens that is refused before it is read.
 NO_TOKENS: Final = json.dumps({"tokens": 0})
+
+
+@dataclass(frozen=True, slots=True)
+class _Minute:
+    """An account's minute, until `until` (monotonic). `requests`: so many were charged. `tokens`: what was left of a
+    minute's tokens, and of how many; -1: no such limit."""
+
+    until: float
+    requests: int
+    tokens: tuple[int, int]
+
+
+class Spent:
+    """The accounts of one gateway's callers that are used up. `clock`: seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._noted: OrderedDict[str, _Minute] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._noted)
+
+    def note(self, charge: Charge | None) -> None:
+        """Take what the store answered about a request's accounts, if it says which of them is used up."""
+        if charge is None or not charge.answer or charge.answer[3] != 0 or (account := charge.used_up) is None:
+            return
+        _, _, wait_ms, _, _, *tokens = charge.answer
+        self._noted.pop(account.name, None)
+        minute = _Minute(self._clock() + wait_ms / 1000, account.limits.counted["rpm"], (tokens[0], tokens[1]))
+        self._noted[account.name] = minute
+        if len(self._noted) > MAX_NOTED:
+            self._noted.popitem(last=False)
+
+    def charge_of(self, account: Account) -> Charge | None:
+        """What ADMIT would say of one more task of this account, if that is noted: a charge that was `told` so."""
+        minute = self._noted.get(account.name)
+        if minute is None:
+            return None
+        remaining_s = minute.until - self._clock()
+        if remaining_s <= 0:
+            del self._noted[account.name]
+            return None
+        rpm = account.limits.rpm
+        if rpm is None or rpm > minute.requests:
+            return None
+        return Charge((account,), answer=["rpm", 0, max(1, int(remaining_s * 1000)), 0, rpm, *minute.tokens])
 
 
 class Accounts:

@@ -3,12 +3,18 @@
     @router.get("", dependencies=READS)      then principal_of(request), tenant_of(request)
 
 Endpoints without a scope are open to all; a test knows them by name.
+
+`check_page` refuses requests of web pages that may not make them. A browser on this machine reaches what listens here,
+so any page could call a gateway without keys: plainly, or under its own name that it lets point here (DNS rebinding).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import ipaddress
+from collections.abc import Collection, Hashable, Iterable
+from functools import lru_cache
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from fastapi import Depends
 from fastapi.openapi.models import HTTPBearer
@@ -22,12 +28,14 @@ from producers.contract.task import MAX_TENANT
 from producers.errors import shown
 from producers.gateway.fair_share import charge_to
 from producers.gateway.http.errors import Problem
-from producers.gateway.http.origin import check_page
 from producers.gateway.http.streams import OPENED
+from producers.gateway.settings import GatewaySettings
 from producers.store.access.audit import Actor
 from producers.store.access.principal import LOCAL, Principal
 from producers.store.usage.limits import Charge
 
+#: Domains in which nobody can register a name: RFC 6761, and ICANN's resolution of 2024 on private use.
+RESERVED: Final = (".localhost", ".internal")
 TENANT: Final = "Penstock-Tenant"
 _TENANT: Final = TENANT.lower().encode()
 #: The header for OpenAPI (`parameters` of an operation).
@@ -37,6 +45,55 @@ PARAMETER: Final[dict[str, Any]] = {
     "description": "the tenant that asks; with a key, nothing but the key's own",
     "schema": {"type": "string", "minLength": 1, "maxLength": MAX_TENANT},
 }
+
+
+def check_page(connection: HTTPConnection, settings: GatewaySettings) -> None:
+    """Refuse web pages of other origins that `--cors-origin` does not name, wherever the browser itself would not: they
+    know no key, but may need none, and a WebSocket is open to all. Raises Problem."""
+    keyless = settings.auth == "none"
+    if keyless or connection.scope["type"] == "websocket":
+        _check_origin(connection, settings.cors_origins)
+    if keyless and not settings.insecure:
+        _check_host(connection)
+
+
+def _check_origin(connection: HTTPConnection, allowed: Collection[str]) -> None:
+    origin = connection.headers.get("origin")
+    if origin is None or origin in allowed or "*" in allowed:
+        return
+    if origin.partition("://")[2] != connection.headers.get("host"):
+        raise Problem(
+            403,
+            f"Pages of the origin {shown(origin)} may not ask here; start the gateway with --cors-origin for it.",
+            code="origin_not_allowed",
+        )
+
+
+def _check_host(connection: HTTPConnection) -> None:
+    host = connection.headers.get("host")
+    if host and not is_private(host):
+        raise Problem(
+            403,
+            f"Without keys, nobody may ask here under the name {shown(host)}, which a web page may have let point "
+            "here: use localhost or an address, or start the gateway with --auth keys, or --auth none --insecure.",
+            code="host_not_allowed",
+        )
+
+
+@lru_cache(256)
+def is_private(host: str) -> bool:
+    """Whether a `Host` is an address, or a name that nobody can have in the public DNS: those have a dot."""
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+    except ValueError:
+        return False
+    if ("." not in name and ":" not in name) or name.endswith(RESERVED):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 class Needs(SecurityBase):
@@ -83,6 +140,8 @@ class Needs(SecurityBase):
 SUBMITS, READS, CANCELS, MEASURES, ADMINISTERS = (
     [Depends(Needs(scope))] for scope in ("submit", "read", "cancel", "metrics", "admin")
 )
+
+
 #: Of endpoints whose requests become tasks at once.
 SUBMITS_TASKS: Final = [Depends(Needs("submit", tasks=True))]
 

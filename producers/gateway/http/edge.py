@@ -1,4 +1,8 @@
-"""The middleware around all routes: request ids, counts, errors nobody caught, and the end of streams."""
+"""The middlewares around all routes: the callers' turns, request ids, counts, uncaught errors, and the end of streams.
+
+`InTurn` is the outermost: each request begins when it is its caller's turn, and its time is charged to its caller. It
+stands outside of CORS, which answers preflights by itself. `Edge` is inside of CORS, around the routes.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from typing import Any, Final, cast
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -16,22 +20,31 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from producers.connection.hosts import network_of
 from producers.connection.turns import OWNER
-from producers.gateway.fair_share import SHARE
-from producers.gateway.http import trace
-from producers.gateway.http.connection import PRIVATE, STATIC
-from producers.gateway.http.errors import Problem, problem_of, response_of
-from producers.gateway.http.in_turn import FULL, REFUSED
-from producers.gateway.http.streams import Streams
+from producers.gateway.fair_share import IDLE_TALK, SHARE, FairShare, Measured
+from producers.gateway.http import request_state
+from producers.gateway.http.authorization import caller_of
+from producers.gateway.http.connection import PRIVATE, STATIC, connection_of
+from producers.gateway.http.errors import Problem, problem_of, response_of, too_many_open, too_many_waiting
+from producers.gateway.http.streams import STOP, Streams
 from producers.gateway.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
+#: Paths that ask for this process's health alone. They wait in lines of their own: a prober may share its address.
+PROBES: Final = frozenset({"/livez", "/readyz", "/health", "/metrics"})
+#: Paths of pages for people with a browser, who need no key; files below the second one.
+PAGES: Final = ("/", "/docs", "/openapi.json")
+#: Names in a request's state: of the Problem with which the edge refuses it, where its caller has as many requests as
+#: may be; and where it was refused (4xx), by whomever.
+FULL, REFUSED = "full_line", "refused"
+#: The part of all connections on which one caller may have requests under way: bodies that come slowly, answers that
+#: are taken slowly. Streams have smaller bounds (`producers.gateway.http.streams`).
+PART: Final = 2
 #: True in the scope of a HEAD, whose method is GET for all that is behind the edge.
 HEAD: Final = "penstock.head"
 METHODS: Final = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 #: Callers' request ids that are safe in logs and are kept.
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:/+=-]{1,128}")
-
 #: Addresses that are safe in logs; a proxy passes on what callers write.
 CLIENT: Final = re.compile(r"[A-Za-z0-9_.:%-]{1,64}")
 #: The place in ADMIT's answer (`Charge.answer`) of what is left of a minute's requests, and tokens; then the names of
@@ -55,6 +68,55 @@ ASSETS: Final = "/docs/assets"
 BEGINNINGS: Final = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 
 
+class InTurn:
+    """ASGI middleware. `connections`: the most that the gateway takes."""
+
+    def __init__(self, app: ASGIApp, fair_share: FairShare, connections: int) -> None:
+        self._app = app
+        self._fair_share = fair_share
+        self._most = max(1, connections // PART)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        connection, state = connection_of(scope), scope.setdefault("state", {})
+        if connection is not None and connection.lost:
+            return
+        counts = scope["path"] not in PROBES
+        share = self._fair_share.of(caller_of(scope) if counts else ("probes", caller_of(scope)))
+        share.open += counts
+        SHARE.set(share)
+        if connection is not None:
+            connection.belongs_to(share)
+        try:
+            if share.open > self._most:
+                state[FULL] = too_many_open(self._most)
+            elif not self._fair_share.may(share, time.monotonic()):
+                turn = self._fair_share.wait(share)
+                if turn is None:
+                    state[FULL] = too_many_waiting()
+                else:
+                    if connection is not None:
+                        connection.turn = turn
+                    if not await turn:
+                        return
+            handling = cast("Coroutine[Any, Any, None]", self._app(scope, receive, send))
+            request = Measured(handling, share)
+            await request
+            if STOP not in state:  # a stream has used more since its answer began
+                idle_talk = not counts or REFUSED in state or _is_page(scope["path"])
+                request.share.learn(request.since(), IDLE_TALK if idle_talk else 1)
+        finally:
+            share.open -= counts
+            if counts:  # now it is known whose a key is that came for the first time
+                self._fair_share.seen(caller_of(scope), time.monotonic())
+
+
+def _is_page(path: str) -> bool:
+    return path in PAGES or path.startswith(f"{PAGES[1]}/")
+
+
 class Edge:
     """ASGI middleware. Starlette's base class would cost each streamed chunk a queue and a task."""
 
@@ -76,7 +138,7 @@ class Edge:
         share.running += 1
         OWNER.set((network_of((scope.get("client") or NOBODY)[0]),))  # until it is known whose key this is
         headers = Headers(scope=scope)
-        trace.enter(headers)
+        request_state.begin_trace(headers)
         header = headers.get("x-request-id", "")
         request_id = header if REQUEST_ID.fullmatch(header) else uuid.uuid4().hex
         begun = False
@@ -110,7 +172,7 @@ class Edge:
         except ClientDisconnect:
             logger.info("request %s: its client (%s) left before it was read", request_id, _client(scope))
         except Exception as error:
-            request_log = (request_id, method, scope["path"], _client(scope), trace.suffix())
+            request_log = (request_id, method, scope["path"], _client(scope), request_state.log_suffix())
             logger.exception("request %s (%s %s of %s) failed%s", *request_log)
             if begun:
                 raise

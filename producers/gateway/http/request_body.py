@@ -3,13 +3,16 @@
 bytes ─▶ unpacked ─▶ small: parsed here │ large, in turns of tenants: a thread counts its parts, then parses it
 
 A body of more parts than any request needs is refused without being parsed (`producers.contract.json_parts`).
+
+The parameters in a URL's query are checked here, too.
 """
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -20,9 +23,16 @@ from producers.contract.json_parts import MAX_PARTS, count_parts, count_values
 from producers.contract.task import MAX_PROMPT_TOKENS, Task, read_json
 from producers.errors import InvalidTask, shown
 from producers.gateway.executor import ExecutorBusy, ExecutorClosed, ExecutorFull
-from producers.gateway.http.errors import RETRY_AFTER, Problem, media_type, unavailable
+from producers.gateway.http.errors import (
+    RETRY_AFTER,
+    Problem,
+    invalid_value,
+    media_type,
+    unavailable,
+    unknown_parameter,
+)
 from producers.gateway.http.idempotency import note_body
-from producers.gateway.http.work import Work, work_of
+from producers.gateway.http.request_state import Work, work_of
 
 T = TypeVar("T")
 #: A too large body is read and discarded up to this many times the limit: a client that is cut off while it sends sees
@@ -288,3 +298,21 @@ def _check_text(name: str, value: str, schema: Mapping[str, Any]) -> None:
         value.encode()
     except UnicodeEncodeError:
         raise InvalidTask(f"{name} is not valid Unicode: {shown(value)} has a lone surrogate", param=name) from None
+
+
+def query_parameters(request: Request, names: Collection[str], pairs: str = "") -> dict[str, str]:
+    """The parameters: of these names, or `pairs[...]`, each once. Raises Problem for others."""
+    values: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if name not in names and not (pairs and re.fullmatch(rf"{pairs}\[.+\]", name, re.DOTALL)):
+            expected = ", ".join(names) + (f" and {pairs}[name]" if pairs else "")
+            raise unknown_parameter(name, f"there are {expected}")
+        if name in values:
+            raise invalid_value(name, f"{shown(name)} is given twice.")
+        values[name] = value
+    return values
+
+
+def query_schema(name: str, description: str, **schema: Any) -> dict[str, Any]:
+    """A query's parameter for OpenAPI (`parameters` of an operation)."""
+    return {"name": name, "in": "query", "description": description, "schema": schema}

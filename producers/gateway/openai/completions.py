@@ -16,12 +16,11 @@ from producers.contract.stream import End
 from producers.contract.task import Task
 from producers.gateway.admission.accounts import check_number
 from producers.gateway.admission.limits import check_may_use
-from producers.gateway.admission.resolved import resolve
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import SUBMITS_TASKS, principal_of, tenant_of
 from producers.gateway.http.request_body import checked, read_object
-from producers.gateway.http.work import Work, work_of
+from producers.gateway.http.request_state import Work, resolve, work_of
 from producers.gateway.openai.answer import (
     DONE,
     REASONS,

@@ -12,7 +12,7 @@ from producers.contract.task import MAX_LOGPROBS, MAX_PROMPT_BYTES, MAX_PROMPT_T
 from producers.errors import InvalidTask, shown
 from producers.gateway.context import Gateway
 from producers.gateway.http.errors import Problem, invalid_value
-from producers.gateway.http.work import Work
+from producers.gateway.http.request_state import Work
 from producers.gateway.openai.parameters import Parameters, TextRequest, flag
 from producers.gateway.openai.response_format import NESTED, TEXT, formed
 from producers.gateway.text.prompts import InvalidPrompt

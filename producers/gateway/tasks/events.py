@@ -24,10 +24,10 @@ from producers.contract.stream import Event
 from producers.errors import PenstockError
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.fair_share import measured, next_of, turn
-from producers.gateway.http import query_parameters
 from producers.gateway.http.authorization import READS, Needs
 from producers.gateway.http.connection import cut
 from producers.gateway.http.errors import Problem, body_of, problem_of, response_of, wrong
+from producers.gateway.http.request_body import query_schema
 from producers.gateway.http.sse import EVENT, EventStream, named
 from producers.gateway.http.streams import Stop, why_stopped
 from producers.gateway.tasks.ownership import task_of
@@ -60,7 +60,7 @@ BROKEN: Final = (1011, "see the error event")
     },
     openapi_extra={
         "parameters": [
-            query_parameters.schema(
+            query_schema(
                 "from",
                 "the first position to send; the header Last-Event-ID, one less, goes before it",
                 **_POSITION,

@@ -20,15 +20,14 @@ from producers.connection.log_throttle import warn_throttled
 from producers.contract.stream import End, Event
 from producers.contract.task import Task
 from producers.errors import PenstockError, TaskExists, TaskNotFound
-from producers.gateway.admission.resolved import resolve
 from producers.gateway.context import Gateway
 from producers.gateway.fair_share import measured, next_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import charge_of, marks
 from producers.gateway.http.errors import CLIENT_LEFT, ONCE, Problem, unavailable
+from producers.gateway.http.request_state import resolve, work_of
 from producers.gateway.http.sse import watch
 from producers.gateway.http.streams import why_stopped
-from producers.gateway.http.work import work_of
 from producers.store.idempotency import KEPT_S, Entry, ids
 
 logger = logging.getLogger(__name__)

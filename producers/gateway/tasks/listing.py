@@ -14,9 +14,9 @@ from producers.contract import keys
 from producers.contract.record import Record
 from producers.contract.task import MAX_TENANT
 from producers.errors import shown
-from producers.gateway.http import query_parameters
 from producers.gateway.http.authorization import same
 from producers.gateway.http.errors import invalid_value
+from producers.gateway.http.request_body import query_parameters, query_schema
 from producers.gateway.tasks.views import TaskList, TaskView
 from producers.store.access.principal import Principal
 
@@ -50,7 +50,7 @@ _PAIRS: Final = {
 }
 #: The parameters for OpenAPI.
 PARAMETERS: Final[list[dict[str, Any]]] = [
-    *(query_parameters.schema(name, about, **schema) for name, (schema, about) in _ABOUT.items()),
+    *(query_schema(name, about, **schema) for name, (schema, about) in _ABOUT.items()),
     {
         "name": "metadata",
         "in": "query",
@@ -68,7 +68,7 @@ def read_query(request: Request, principal: Principal) -> Query:
 
     Raises Problem or InvalidQuery, also for a parameter that does not exist or is given twice.
     """
-    query = query_parameters.read(request, _ABOUT, "metadata")
+    query = query_parameters(request, _ABOUT, "metadata")
     values: dict[str, Any] = {name: value for name, value in query.items() if name in _ABOUT}
     metadata = {name[len("metadata[") : -1]: value for name, value in query.items() if name not in _ABOUT}
     for name in ("created_after", "created_before", "limit"):

@@ -16,12 +16,11 @@ from producers.client.submission import TASK
 from producers.contract.record import Record
 from producers.contract.task import Task
 from producers.errors import TaskExists, TaskNotFound
-from producers.gateway.admission.resolved import resolve
 from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import charge_of, marks
 from producers.gateway.http.errors import gone
-from producers.gateway.http.work import work_of
+from producers.gateway.http.request_state import resolve, work_of
 from producers.gateway.tasks.views import TaskView, WebhookView
 
 

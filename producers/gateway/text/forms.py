@@ -24,7 +24,7 @@ from producers.errors import InvalidTask
 from producers.gateway.executor import Executor, ExecutorBusy
 from producers.gateway.fair_share import in_thread
 from producers.gateway.http.errors import RETRY_AFTER, Problem
-from producers.gateway.http.work import Work
+from producers.gateway.http.request_state import Work
 
 T = TypeVar("T")
 #: Takes a form's name and text. Raises RequestError if it cannot be followed.

@@ -24,7 +24,7 @@ from engine.text.confined_tokenizer import ConfinedTokenizer, TextError
 from producers.errors import InvalidTask, shown
 from producers.gateway.executor import CallerLeft, Executor, ExecutorBusy, ExecutorClosed, ExecutorFull
 from producers.gateway.http.errors import CLIENT_LEFT, RETRY_AFTER, Problem, unavailable
-from producers.gateway.http.work import Work
+from producers.gateway.http.request_state import Work
 from producers.gateway.lru_cache import LruCache
 from producers.gateway.text.blobs import TOKENIZER, broken, read_blobs
 

@@ -22,7 +22,7 @@ from producers.contract.task import MAX_PROMPT_BYTES
 from producers.errors import InvalidTask
 from producers.gateway.executor import CallerLeft, Executor, ExecutorBusy, ExecutorClosed, ExecutorFull
 from producers.gateway.http.errors import CLIENT_LEFT, ONCE, RETRY_AFTER, Problem
-from producers.gateway.http.work import Work
+from producers.gateway.http.request_state import Work
 from producers.gateway.lru_cache import LruCache
 from producers.gateway.text.blobs import TEMPLATE, broken, read_blobs
 

@@ -1,6 +1,6 @@
 """The interface of an endpoint to batches: it makes a task of a request's body, and an answer of the task's result.
 
-The gateway's endpoints implement it (`producers.gateway.batches`), as they answer a caller who waits.
+The gateway's endpoints implement it (`producers.gateway.batch_endpoints`), as they answer a caller who waits.
 """
 
 from __future__ import annotations

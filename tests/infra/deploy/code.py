@@ -19,8 +19,7 @@ from producers.admin.fleet import Fleet, Pool, Scaling
 from producers.connection.storage import Storage
 from producers.contract import keys
 from producers.contract.profile import Profile
-from producers.gateway.fleet_metrics import GPU_FIGURES, WORKER_FIGURES
-from producers.gateway.metrics import Metrics
+from producers.gateway.metrics import GPU_FIGURES, WORKER_FIGURES, Metrics
 from producers.store.outbox import Backlog, Due
 from producers.store.waiting import Pressure
 from tests.in_process import app

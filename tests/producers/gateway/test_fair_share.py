@@ -457,7 +457,7 @@ def test_a_body_does_not_wait_in_the_line_of_who_had_its_connection_before(
 ) -> None:
     """A proxy's connection carries requests of many."""
     fair = capped.app.state.fair_share
-    monkeypatch.setattr("producers.gateway.http.in_turn.caller_of", lambda scope: dict(scope["headers"])[b"who"])
+    monkeypatch.setattr("producers.gateway.http.edge.caller_of", lambda scope: dict(scope["headers"])[b"who"])
     head = HEAD.replace(b"\r\n\r\n", b"\r\nwho: %b\r\n\r\n")
     with socket.create_connection(("127.0.0.1", capped.port), timeout=60) as client:
         for who in (b"one", b"another"):

@@ -16,8 +16,8 @@ from producers.client import reader_leases as readers
 from producers.client.reader_leases import ReaderLeases
 from producers.connection import connect
 from producers.gateway import metrics
-from producers.gateway.admission import authentication, overload
-from producers.gateway.admission.overload import Overload
+from producers.gateway.admission import authentication, limits
+from producers.gateway.admission.limits import Overload
 from producers.store.waiting import Bounds, Pressure
 from tests.chaos.links import Links
 from tests.producers.gateway.conftest import Make, Open
@@ -65,8 +65,8 @@ def test_a_request_waits_once_and_the_next_ones_not_at_all(
 
 async def test_who_asks_for_room_waits_once_however_many_they_are(hung: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then they are let in: that the store is away is submit's to tell."""
-    monkeypatch.setattr(overload, "SILENT_S", 0.1)
-    monkeypatch.setattr(overload, "FRESH_S", 1e6)
+    monkeypatch.setattr(limits, "SILENT_S", 0.1)
+    monkeypatch.setattr(limits, "FRESH_S", 1e6)
     waits = 0
 
     class Counting(asyncio.Timeout):

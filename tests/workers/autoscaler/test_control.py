@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 
 from producers.admin.fleet import Fleet, Pool, Scaling
 from producers.connection.script import parsed
-from producers.gateway.fleet_metrics import scaling_metrics
+from producers.gateway.metrics import scaling_metrics
 from tests.workers.autoscaler.conftest import Recorder
 from workers.autoscaler.acting import Acting
 from workers.autoscaler.control import Control

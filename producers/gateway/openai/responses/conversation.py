@@ -24,7 +24,7 @@ from producers.errors import InvalidTask, TaskNotFound, shown
 from producers.gateway.context import Gateway
 from producers.gateway.http.authorization import principal_of, tenant_of
 from producers.gateway.http.errors import Problem
-from producers.gateway.http.work import Work
+from producers.gateway.http.request_state import Work
 from producers.gateway.openai.parameters import check_chats
 from producers.gateway.openai.responses.items import Item
 from producers.gateway.openai.responses.request import ResponseRequest

@@ -18,13 +18,12 @@ from producers.contract.record import Record
 from producers.contract.task import Task
 from producers.errors import TaskNotFound, UnknownModel, shown
 from producers.gateway.admission.limits import check_may_use
-from producers.gateway.admission.resolved import resolve
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import CANCELS, READS, SUBMITS_TASKS, principal_of, tenant_of
 from producers.gateway.http.errors import Problem, invalid_value
 from producers.gateway.http.request_body import checked, read_object
-from producers.gateway.http.work import work_of
+from producers.gateway.http.request_state import resolve, work_of
 from producers.gateway.openai.answer import respond
 from producers.gateway.openai.logprobs import ChatLogprobs
 from producers.gateway.openai.parameters import refusal, refused

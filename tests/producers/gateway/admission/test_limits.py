@@ -12,7 +12,7 @@ from redis import Redis
 
 from producers.connection.script import run
 from producers.contract import keys
-from producers.gateway.admission.overload import LONGEST_S, SHORTEST_S
+from producers.gateway.admission.limits import LONGEST_S, SHORTEST_S
 from producers.store import protocol
 from tests.producers.gateway.conftest import POOL, QUEUE, Ask, Door, Make, Open, until
 from tests.producers.gateway.test_keys import make as make  # the fixture

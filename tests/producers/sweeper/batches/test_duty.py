@@ -20,8 +20,8 @@ from engine.grammar.trial import Trials, stopped
 from producers import AsyncClient
 from producers.connection.script import run
 from producers.contract import keys
-from producers.gateway.batches import endpoints as line_endpoints
-from producers.gateway.batches.endpoints import LineEndpoints
+from producers.gateway import batch_endpoints as line_endpoints
+from producers.gateway.batch_endpoints import LineEndpoints
 from producers.store import batches, files, protocol
 from producers.store.access.api_keys import Key
 from producers.store.access.principal import Limits

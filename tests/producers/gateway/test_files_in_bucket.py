@@ -13,7 +13,7 @@ from producers.store.blobs import open_blobs
 from tests.aws import Aws
 from tests.processes import free_port
 from tests.producers.gateway.conftest import Open
-from tests.producers.gateway.files.test_files import DATA, FILE, PURPOSE, form
+from tests.producers.gateway.test_files import DATA, FILE, PURPOSE, form
 from tests.producers.store.test_s3 import bucket_of
 from workers.cli.client import Gateway
 

@@ -15,7 +15,7 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.record import Record
 from producers.contract.stream import End
-from producers.gateway.batches.endpoints import LineEndpoints
+from producers.gateway.batch_endpoints import LineEndpoints
 from producers.store import batches
 from producers.store.access.api_keys import Key
 from producers.store.access.principal import Limits

@@ -22,10 +22,9 @@ from redis.asyncio import Redis as AsyncRedis
 
 from producers.admin import keys as admin
 from producers.contract import keys
+from producers.gateway import files
 from producers.gateway.app import FILE_PIECES
-from producers.gateway.files import routes
-from producers.gateway.files.multipart import MAX_PARTS, Form
-from producers.gateway.files.upload import SLICE
+from producers.gateway.uploads import MAX_PARTS, SLICE, Form
 from producers.store.access.audit import Actor
 from producers.store.blobs import FolderBlobs
 from producers.store.blobs.folder import FolderWriter
@@ -397,7 +396,7 @@ class TestRoom:
         assert self.send(door)[0] == 200
 
     def test_a_page_is_bounded_whatever_is_asked_for(self, open_door: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(routes, "PAGE", 2)
+        monkeypatch.setattr(files, "PAGE", 2)
         door = open_door()
         made = [self.send(door)[1] for _ in range(3)]
         page = door.http.get("/v1/files", headers={"penstock-tenant": "acme"}).json()

@@ -1,4 +1,4 @@
-"""The endpoints that batches are for, as the sweeper asks them (`producers.sweeper.batches.endpoint`).
+"""The endpoints that batches are for, as the sweeper calls them (`producers.sweeper.batches.endpoint`).
 
 body ─▶ read_line ─▶ task; the final record and its events ─▶ answer_line ─▶ body, or the error that a caller gets
 """
@@ -20,12 +20,11 @@ from producers.client.submission import ResolvedModel
 from producers.contract.stream import End
 from producers.contract.task import Task
 from producers.errors import InvalidTask, LimitReached, PenstockError, UnknownModel
-from producers.gateway.admission.accounts import charge_for, fitted, there
+from producers.gateway.admission.accounts import Spent, charge_for, fitted, there
 from producers.gateway.admission.limits import check_may_use
-from producers.gateway.admission.spent import Spent
 from producers.gateway.executor import Executor
 from producers.gateway.http.errors import Problem, body_of, problem_of
-from producers.gateway.http.work import Work
+from producers.gateway.http.request_state import Work
 from producers.gateway.openai.batch_lines import COMPLETIONS, answer_line, in_words_of, read_line
 from producers.gateway.openai.prompts import MAX_TOKENS
 from producers.gateway.tasks.foreground import problem_of_end

@@ -1,0 +1,124 @@
+"""State that the gateway keeps of one request: the work done for it, the model that it names, and its trace.
+
+Rendering, tokenizing and compiling cost everybody on this gateway something, and ADMIT charges only what it admits. So
+`Work` says whose turn it is, by tenant (`producers.gateway.executor`), and a request that is refused after work is
+charged all the same (`producers.gateway.admission.accounts`).
+
+`resolve` looks a model up once for each request: the prompt is made, the limits are checked and the tasks are submitted
+for one version, also while a rollout switches to another.
+
+The trace (`traceparent`) is passed on to every task that the request makes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection, Request
+from starlette.types import Receive
+
+from producers.client.aio import AsyncClient, AsyncHandle
+from producers.client.submission import TASK, ResolvedModel
+from producers.contract.record import trace_fields, trace_suffix
+from producers.contract.task import Task
+from producers.gateway.http.authorization import tenant_of
+from producers.store.access.principal import Account
+from producers.store.usage.limits import Charge
+from producers.store.waiting import Room
+
+#: The record's fields for the current request's trace. Every request has a context of its own.
+_trace: Final[ContextVar[Mapping[str, str]]] = ContextVar("traceparent", default={})  # noqa: B039 - never changed
+
+
+async def _none() -> Sequence[Account]:
+    return ()
+
+
+async def _never() -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@dataclass(slots=True)
+class Work:
+    """`tenant`: who takes a turn; "" where none is named. `limited`: the accounts of its key and tenant. `size`: the
+    texts of the request have no more bytes (UTF-8); None if nobody has measured that. `left`: returns once the caller
+    has left, and is for after the body was read. `done`: some work was done."""
+
+    tenant: str = ""
+    limited: Callable[[], Awaitable[Sequence[Account]]] = _none
+    size: int | None = None
+    left: Callable[[], Awaitable[None]] = _never
+    done: bool = False
+
+
+def work_of(connection: HTTPConnection, tenant: str | None = None) -> Work:
+    """The work of a request, at an endpoint that needs a scope. `tenant`: the one that its body names, if it names one.
+
+    Raises Problem for a header that names no tenant.
+    """
+    state = connection.scope["state"]
+    work: Work | None = state.get("work")
+    if work is None:
+        state["work"] = work = Work()
+        if isinstance(connection, Request):
+            work.left = partial(_disconnected, connection.receive)
+        _belong(work, connection, tenant or tenant_of(connection))
+    elif tenant is not None and tenant != work.tenant:
+        _belong(work, connection, tenant)
+    return work
+
+
+def _belong(work: Work, connection: HTTPConnection, tenant: str | None) -> None:
+    work.tenant = tenant or ""
+    work.limited = partial(connection.app.state.gateway.accounts.limited, connection, tenant)
+
+
+async def resolve(connection: HTTPConnection, client: AsyncClient, model: str) -> ResolvedModel:
+    """A request's model, as this request found it first. Raises as `AsyncClient.resolve`."""
+    state = connection.scope["state"]
+    resolved: dict[str, ResolvedModel] = state.setdefault("models", {})
+    if model not in resolved:
+        resolved[model] = await client.resolve(model)
+    return resolved[model]
+
+
+def begin_trace(headers: Headers) -> None:
+    """Begin a request with these headers. More than one `traceparent` counts as none."""
+    values = headers.getlist("traceparent")
+    _trace.set(trace_fields(values[0]) if len(values) == 1 else {})
+
+
+def current_trace() -> Mapping[str, str]:
+    """The fields of the current request's trace, for what makes tasks later."""
+    return _trace.get()
+
+
+def log_suffix() -> str:
+    """The end of a log line about the current request: ` trace=...`, or nothing."""
+    return trace_suffix(current_trace())
+
+
+class TracedClient(AsyncClient):
+    """The gateway's client. Its tasks belong to the trace of the request that makes them."""
+
+    async def admit(
+        self,
+        task: Task,
+        task_id: str | None = None,
+        more: Mapping[str, str | int] = TASK,
+        charge: Charge | None = None,
+        room: Room | None = None,
+        resolved: ResolvedModel | None = None,
+    ) -> AsyncHandle:
+        return await super().admit(task, task_id, {**more, **current_trace()}, charge, room, resolved)
