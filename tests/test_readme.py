@@ -18,7 +18,7 @@ from engine.text.checkpoint import count_parameters
 from producers.contract import keys
 from producers.gateway import GatewaySettings, create_app
 from producers.gateway.openai import parameters
-from producers.gateway.openai.prompts import PARAMETERS
+from producers.gateway.openai.completions import PARAMETERS
 from tests.engine.text.well_known import KNOWN
 from tests.in_process import app, unchanged
 from tests.test_commands import PAGES

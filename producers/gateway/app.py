@@ -1,4 +1,4 @@
-"""Builds the application and its parts, and closes them with it."""
+"""Builds the application and its parts, and closes them with it. It also serves `/v1/models`, from the store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 
@@ -17,16 +17,18 @@ from producers.client.aio import AsyncClient
 from producers.client.reader_leases import ReaderLeases
 from producers.connection.addresses import networks
 from producers.connection.turns import Turns
-from producers.gateway import batches, files, health, keys, metrics, models, pages, tenants, usage, webhooks
+from producers.errors import shown
+from producers.gateway import batches, files, health, keys, metrics, pages, tenants, usage, webhooks
 from producers.gateway.admission.accounts import Accounts
 from producers.gateway.admission.authentication import Callers
 from producers.gateway.admission.limits import Admission, Destinations
-from producers.gateway.context import Gateway
+from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.executor import Executor
 from producers.gateway.fair_share import FairShare
 from producers.gateway.http import errors
-from producers.gateway.http.authorization import MEASURES
+from producers.gateway.http.authorization import MEASURES, READS, principal_of
 from producers.gateway.http.edge import Edge, InTurn
+from producers.gateway.http.errors import Problem
 from producers.gateway.http.request_body import BodyRoom
 from producers.gateway.http.request_state import TracedClient
 from producers.gateway.http.streams import Bounds as StreamBounds
@@ -51,6 +53,7 @@ from producers.store.usage.report import Reports
 from producers.store.waiting import Bounds
 from producers.sweeper import sweeper
 
+models_router = APIRouter(prefix="/v1/models", tags=["models"])
 #: Most bytes of large bodies in memory at once, until they are parsed, and of one tenant.
 BODY_BYTES: Final = (1 << 30, 1 << 28)
 #: Most large results (`large.LARGE`) in memory at once, and of one tenant; each may have tens of megabytes.
@@ -70,10 +73,30 @@ EXPOSED: Final = (
     "x-request-id",
     "x-should-retry",
 )
-#: Modules with a router, beside the metrics.
-ROUTED: Final = (
-    *(pages, tasks, events, explain, files, batches, webhooks, keys, tenants, usage, models, health),
-    *(chat, completions, responses),
+
+
+@models_router.get("", dependencies=READS, response_model=views.ModelList)
+async def listed(request: Request) -> views.ModelList:
+    """List the models that the caller may use."""
+    cards = await gateway_of(request).client.models()
+    usable = [card for card in cards if principal_of(request).may_use(card["name"])]
+    return views.ModelList(data=[views.ModelView.of(card) for card in usable])
+
+
+@models_router.get("/{name:path}", dependencies=READS, response_model=views.ModelView, responses=views.errors(404))
+async def one(request: Request, name: str) -> views.ModelView:
+    """Get one model. Its name may have slashes."""
+    if not principal_of(request).may_use(name):
+        message = f"There is no model {shown(name)} that this key may use."
+        raise Problem(404, message, code="model_not_found", param="model")
+    return views.ModelView.of(await gateway_of(request).client.card(name))
+
+
+#: All routers, beside that of the metrics.
+ROUTERS: Final = (
+    *(pages.router, tasks.router, events.router, explain.router, files.router, batches.router, webhooks.router),
+    *(keys.router, tenants.router, usage.router, models_router, health.router),
+    *(chat.router, completions.router, responses.router),
 )
 
 
@@ -127,8 +150,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     # Outside of CORS, too.
     app.add_middleware(InTurn, fair_share=fair_share, connections=settings.most_connections)
     errors.install(app)
-    for module in ROUTED:
-        app.include_router(module.router)
+    for router in ROUTERS:
+        app.include_router(router)
     app.include_router(metrics.router, dependencies=MEASURES)
     return app
 

@@ -26,7 +26,7 @@ from producers.gateway.executor import Executor
 from producers.gateway.http.errors import Problem, body_of, problem_of
 from producers.gateway.http.request_state import Work
 from producers.gateway.openai.batch_lines import COMPLETIONS, answer_line, in_words_of, read_line
-from producers.gateway.openai.prompts import MAX_TOKENS
+from producers.gateway.openai.completions import MAX_TOKENS
 from producers.gateway.tasks.foreground import problem_of_end
 from producers.gateway.text.forms import Forms
 from producers.gateway.text.prompts import Prompts

@@ -33,7 +33,7 @@ from producers.contract.task import Task, read_json
 from producers.errors import InvalidTask
 from producers.gateway.http.errors import Problem, body_of, problem_of
 from producers.gateway.openai.chat import PARAMETERS as CHAT
-from producers.gateway.openai.prompts import PARAMETERS as COMPLETIONS
+from producers.gateway.openai.completions import PARAMETERS as COMPLETIONS
 from tests.fuzz.drawing import drawn
 from tests.fuzz.messages import messages, tasks
 from tests.fuzz.requests import body_for

@@ -21,10 +21,10 @@ from producers.gateway.openai.answer import OutputBatch, named
 from producers.gateway.openai.chat import read_chat
 from producers.gateway.openai.chat import shape as chat_shape
 from producers.gateway.openai.complete import Choice, Whole
+from producers.gateway.openai.completions import MAX_TOKENS, read_completion
 from producers.gateway.openai.completions import shape as completion_shape
 from producers.gateway.openai.logprobs import CHAT, COMPLETION, ChatLogprobs, CompletionLogprobs
 from producers.gateway.openai.parameters import TextRequest, check_chats, refused
-from producers.gateway.openai.prompts import MAX_TOKENS, read_completion
 from producers.gateway.openai.responses.request import ResponseRequest, read_response
 from producers.gateway.openai.responses.view import body as response_body
 from producers.store.batches import ENDPOINTS

@@ -35,9 +35,8 @@ from producers.gateway.openai.answer import (
     news,
     respond,
 )
-from producers.gateway.openai.arrays import joined
 from producers.gateway.openai.complete import Choice, Whole, whole_answer
-from producers.gateway.openai.logprobs import CHAT, ChatLogprobs, ScoredPrompt
+from producers.gateway.openai.logprobs import CHAT, ChatLogprobs, ScoredPrompt, joined
 from producers.gateway.openai.parameters import (
     NOT_OFFERED,
     RESPONSES,
@@ -49,9 +48,8 @@ from producers.gateway.openai.parameters import (
     refusal,
 )
 from producers.gateway.openai.response_format import NESTED, TEXT, formed
-from producers.gateway.openai.tools.grammar import Calling, format_of, make_calling, schemas
-from producers.gateway.openai.tools.request import OWN, Tools, read_tools
-from producers.gateway.openai.tools.tool_call_parser import CALLED, CallingChoice, ToolCallParser, deltas, message
+from producers.gateway.openai.tool_call_parser import CALLED, CallingChoice, ToolCallParser, deltas, message
+from producers.gateway.openai.tools import OWN, Calling, Tools, format_of, make_calling, read_tools, schemas
 from producers.gateway.tasks.foreground import Foreground, keyed
 
 router = APIRouter(prefix="/v1/chat", tags=["openai"])

@@ -17,8 +17,7 @@ from starlette.responses import Response
 from producers.contract.stream import End, Event, Prompt, Token
 from producers.gateway.context import Gateway
 from producers.gateway.openai.answer import Output, OutputBatch, made, usage_of
-from producers.gateway.openai.arrays import Arrays, dumps
-from producers.gateway.openai.logprobs import Lists
+from producers.gateway.openai.logprobs import Arrays, Lists, dumps
 from producers.gateway.tasks import large
 from producers.gateway.tasks.foreground import Foreground, answered
 

@@ -1,35 +1,205 @@
-"""The routes of `/v1/tasks`: submit, list, get, stream, cancel, retry, delete."""
+"""The routes of `/v1/tasks`: submit, list, get, stream, cancel, retry, delete.
+
+Also the parameters of a list, and the header `Prefer: wait=N` (RFC 7240): the answer waits for the task's end, up to N
+seconds.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import math
+import re
 from collections.abc import Mapping
-from contextlib import suppress
-from typing import Any, Final
+from contextlib import aclosing, suppress
+from typing import Any, Final, get_args
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 
-from producers.client.listing import list_tasks
+from producers.client.aio import AsyncHandle
+from producers.client.listing import (
+    DEFAULT_LIMIT,
+    MAX_LIMIT,
+    MAX_SCANNED,
+    UNREADABLE,
+    Listed,
+    Order,
+    Query,
+    Status,
+    list_tasks,
+)
 from producers.client.operations import repeated
 from producers.client.steps import FAILURES
 from producers.client.submission import TASK
-from producers.contract.task import Task
-from producers.errors import PenstockError
-from producers.gateway.context import gateway_of
+from producers.connection.log_throttle import warn_throttled
+from producers.contract import keys
+from producers.contract.record import Record
+from producers.contract.task import MAX_TENANT, Task
+from producers.errors import PenstockError, shown
+from producers.gateway.context import Gateway, gateway_of
+from producers.gateway.fair_share import measured
 from producers.gateway.http import idempotency
-from producers.gateway.http.authorization import CANCELS, READS, SUBMITS_TASKS, principal_of
+from producers.gateway.http.authorization import CANCELS, READS, SUBMITS_TASKS, principal_of, same
 from producers.gateway.http.authorization import PARAMETER as TENANT_PARAMETER
-from producers.gateway.http.errors import Problem
-from producers.gateway.http.request_body import read_task
-from producers.gateway.tasks import listing, outcome, wait
+from producers.gateway.http.errors import Problem, invalid_value
+from producers.gateway.http.request_body import query_parameters, query_schema, read_task
+from producers.gateway.http.sse import watch
+from producers.gateway.http.streams import why_stopped
+from producers.gateway.tasks import outcome
 from producers.gateway.tasks.ownership import cancelled, owned, task_of
 from producers.gateway.tasks.submit import encoded, made, submitted
 from producers.gateway.tasks.views import Cancelled, Deleted, TaskList, TaskView, errors
+from producers.store.access.principal import Principal
 
+log = logging.getLogger(__name__)
+
+_NAME: Final = {"type": "string", "minLength": 1, "maxLength": MAX_TENANT}
+_TIME: Final = {"type": "number", "minimum": 0, "maximum": 10**12}
+#: Parameter -> its JSON schema and what it says.
+_ABOUT: Final[dict[str, tuple[dict[str, Any], str]]] = {
+    "status": ({"enum": list(get_args(Status))}, ""),
+    "model": (_NAME, ""),
+    "tier": ({"enum": list(keys.TIERS)}, ""),
+    "tenant": (_NAME, ""),
+    "created_after": (_TIME, "unix seconds; later tasks alone"),
+    "created_before": (_TIME, "unix seconds; earlier tasks alone"),
+    "limit": (
+        {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
+        "most tasks in the answer",
+    ),
+    "order": ({"enum": list(get_args(Order)), "default": "desc"}, "by time of submission; desc: the latest first"),
+    "after": (
+        {"type": "string", "minLength": 1, "maxLength": 128},
+        "the `last_id` of an earlier answer, or a task's id",
+    ),
+}
+_PAIRS: Final = {
+    "type": "object",
+    "maxProperties": 16,
+    "propertyNames": {"minLength": 1, "maxLength": 64},
+    "additionalProperties": {"type": "string", "maxLength": 512},
+}
+#: The parameters for OpenAPI.
+LIST_PARAMETERS: Final[list[dict[str, Any]]] = [
+    *(query_schema(name, about, **schema) for name, (schema, about) in _ABOUT.items()),
+    {
+        "name": "metadata",
+        "in": "query",
+        "style": "deepObject",
+        "explode": True,
+        "schema": _PAIRS,
+        "description": f"metadata[name]=value: tasks with this pair. "
+        f"One call looks at some {MAX_SCANNED} tasks at most.",
+    },
+]
+#: Longest wait (s); who asks for more waits for this long.
+LONGEST_S: Final = 60
+_PREFERENCE: Final = re.compile(r"\s*wait\s*=\s*\"?([0-9]{1,200})\"?\s*(;.*)?", re.IGNORECASE)
+#: The header for OpenAPI.
+PREFER: Final[dict[str, Any]] = {
+    "name": "Prefer",
+    "in": "header",
+    "description": f"`wait=N`: answer at the task's end, or after N seconds, {LONGEST_S} at most",
+    "schema": {"type": "string", "maxLength": 200},
+}
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"])
-
 #: The answer to a submit that waited for the task's end (`Prefer: wait`), for OpenAPI.
 ENDED: Final[dict[str, Any]] = {"model": TaskView, "description": "The task ended while its caller waited."}
+
+
+def read_query(request: Request, principal: Principal) -> Query:
+    """What the caller asks for, of what it may see.
+
+    Raises Problem or InvalidQuery, also for a parameter that does not exist or is given twice.
+    """
+    query = query_parameters(request, _ABOUT, "metadata")
+    values: dict[str, Any] = {name: value for name, value in query.items() if name in _ABOUT}
+    metadata = {name[len("metadata[") : -1]: value for name, value in query.items() if name not in _ABOUT}
+    for name in ("created_after", "created_before", "limit"):
+        if name in values:
+            values[name] = _read_number(name, values[name])
+    if not principal.sees_all:
+        same(principal, values.get("tenant"), "tenant")
+        values["tenant"] = principal.tenant
+    return Query(**values, metadata=metadata)
+
+
+def _read_number(name: str, value: str) -> int | float:
+    try:
+        if name == "limit" and value.isascii() and value.isdecimal() and len(value) < 10:
+            return int(value)
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if name == "limit" or not math.isfinite(number):
+        expected = f"an integer from 1 to {MAX_LIMIT}" if name == "limit" else "a time in unix seconds"
+        raise invalid_value(name, f"{name} is {shown(value)}; it must be {expected}.")
+    return number
+
+
+def list_view(listed: Listed) -> TaskList:
+    ids = [record.id for record in listed.records]
+    return TaskList(
+        data=[task for task in map(_readable, listed.records) if task is not None],
+        first_id=ids[0] if ids else None,
+        last_id=listed.next or (ids[-1] if ids else None),
+        has_more=listed.more,
+    )
+
+
+def _readable(record: Record) -> TaskView | None:
+    try:
+        return TaskView.of(record)
+    except ValueError as error:
+        warn_throttled(log, UNREADABLE, record.id, error)
+        return None
+
+
+def preferred_wait(headers: Headers) -> int | None:
+    """For how long (s) the answer is to wait. A preference that cannot be read is none, says the RFC."""
+    for part in ",".join(headers.getlist("prefer")).split(","):
+        if match := _PREFERENCE.fullmatch(part):
+            return min(int(match[1]), LONGEST_S)
+    return None
+
+
+async def enter_wait(request: Request, gateway: Gateway) -> int | None:
+    """As `wished`; a request that waits is one of the gateway's streams from now on. Raises Problem where it has as
+    many as it takes, and as `Streams.enter`."""
+    seconds = preferred_wait(request.headers)
+    if seconds is not None:
+        await gateway.streams.enter(request.scope, "answer")
+    return seconds
+
+
+def wait_headers(seconds: int | None) -> dict[str, str]:
+    """The headers that say for how long the answer was to wait."""
+    return {} if seconds is None else {"preference-applied": f"wait={seconds}"}
+
+
+async def wait_for_end(request: Request, gateway: Gateway, handle: AsyncHandle, seconds: int) -> None:
+    """Wait for the task's end, `seconds` at most; less if the caller leaves, the gateway stops or the store fails.
+    Raises Problem if the caller's key ends."""
+    stop = await gateway.streams.enter(request.scope, "answer")
+    leaving = asyncio.create_task(watch(request.receive, stop))
+    end = asyncio.create_task(measured(_read_to_end, handle))
+    try:
+        await asyncio.wait((end, stop), timeout=seconds, return_when="FIRST_COMPLETED")
+    finally:
+        leaving.cancel()
+        if end.cancel():
+            await asyncio.wait((end,))
+    if (problem := why_stopped(stop)) is not None:
+        raise problem
+
+
+async def _read_to_end(handle: AsyncHandle) -> None:
+    with suppress(PenstockError, *FAILURES):
+        async with aclosing(handle.batches()) as batches:
+            async for _ in batches:
+                pass
 
 
 @router.post(
@@ -39,14 +209,14 @@ ENDED: Final[dict[str, Any]] = {"model": TaskView, "description": "The task ende
     response_model=TaskView,
     responses={200: ENDED, **errors(404, 413, 415, 422, 429)},
     openapi_extra={
-        "parameters": [idempotency.PARAMETER, wait.PARAMETER, TENANT_PARAMETER],
+        "parameters": [idempotency.PARAMETER, PREFER, TENANT_PARAMETER],
         "requestBody": {"required": True, "content": {"application/json": {"schema": Task.model_json_schema()}}},
     },
 )
 async def submit(request: Request) -> Response:
     """Submit a task. It is durable once this answers."""
     gateway = gateway_of(request)
-    seconds = await wait.entered(request, gateway)
+    seconds = await enter_wait(request, gateway)
     task = owned(request, await read_task(request, gateway.settings.max_body))
     request.state.tier = task.tier
     return await _accepted(request, await encoded(request, gateway, task), TASK, seconds)
@@ -57,15 +227,13 @@ async def submit(request: Request) -> Response:
     dependencies=READS,
     response_model=TaskList,
     responses=errors(404),
-    openapi_extra={"parameters": listing.PARAMETERS},
+    openapi_extra={"parameters": LIST_PARAMETERS},
 )
 async def list_all(request: Request) -> Response:
     """List tasks that were submitted here or by the Python client, without their outputs; the latest first."""
     gateway = gateway_of(request)
-    page = await gateway.client.run(
-        list_tasks(listing.read_query(request, principal_of(request)), gateway.settings.patience)
-    )
-    return _json(listing.view(page))
+    page = await gateway.client.run(list_tasks(read_query(request, principal_of(request)), gateway.settings.patience))
+    return _json(list_view(page))
 
 
 @router.get(
@@ -73,19 +241,19 @@ async def list_all(request: Request) -> Response:
     dependencies=READS,
     response_model=TaskView,
     responses=errors(404),
-    openapi_extra={"parameters": [wait.PARAMETER]},
+    openapi_extra={"parameters": [PREFER]},
 )
 async def look(request: Request, task_id: str) -> Response:
     """Get a task's state, and its outputs once it is final."""
     gateway = gateway_of(request)
-    seconds = await wait.entered(request, gateway)
+    seconds = await enter_wait(request, gateway)
     handle = await task_of(request, task_id)
     record = await handle.status()
     if seconds is not None and not record.final:
-        await wait.wait(request, gateway, handle, seconds)
+        await wait_for_end(request, gateway, handle, seconds)
         record = await handle.status()
     answer = await outcome.answer(gateway, handle, record) if record.final else _json(TaskView.of(record))
-    answer.headers.update(wait.applied(seconds))
+    answer.headers.update(wait_headers(seconds))
     return answer
 
 
@@ -95,11 +263,11 @@ async def look(request: Request, task_id: str) -> Response:
     status_code=202,
     response_model=TaskView,
     responses={200: ENDED, **errors(404, 409, 422, 429)},
-    openapi_extra={"parameters": [idempotency.PARAMETER, wait.PARAMETER]},
+    openapi_extra={"parameters": [idempotency.PARAMETER, PREFER]},
 )
 async def retry(request: Request, task_id: str) -> Response:
     """Submit a task that has ended once more, as a new task with the same fields, seed and webhook."""
-    seconds = await wait.entered(request, gateway_of(request))
+    seconds = await enter_wait(request, gateway_of(request))
     task, more = repeated(await (await task_of(request, task_id)).status())
     request.state.tier = task.tier
     idempotency.note_body(request, b"")
@@ -141,8 +309,8 @@ async def _accepted(request: Request, task: Task, more: Mapping[str, str | int],
     headers = {"location": f"/v1/tasks/{task_id}"} | (idempotency.REPLAYED if record is not None else {})
     if seconds is not None:
         handle = gateway.client.get(task_id)
-        await wait.wait(request, gateway, handle, seconds)
-        headers |= wait.applied(seconds)
+        await wait_for_end(request, gateway, handle, seconds)
+        headers |= wait_headers(seconds)
         with suppress(Problem, PenstockError, *FAILURES):  # it is submitted, whatever the store answers now
             record = await handle.status()
             if record.final:

@@ -26,8 +26,7 @@ from producers.gateway.http.authorization import principal_of, tenant_of
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.request_state import Work
 from producers.gateway.openai.parameters import check_chats
-from producers.gateway.openai.responses.items import Item
-from producers.gateway.openai.responses.request import ResponseRequest
+from producers.gateway.openai.responses.request import Item, ResponseRequest
 from producers.gateway.openai.responses.view import PREFIX, ResponseMetadata
 from producers.gateway.tasks.ownership import task_of
 

@@ -28,17 +28,16 @@ from producers.gateway.openai.answer import respond
 from producers.gateway.openai.logprobs import ChatLogprobs
 from producers.gateway.openai.parameters import refusal, refused
 from producers.gateway.openai.responses import conversation
-from producers.gateway.openai.responses.items import Item
 from producers.gateway.openai.responses.request import (
     INCLUDABLE,
     PARAMETERS,
+    Item,
     ResponseRequest,
     bounded,
     included,
     read_response,
 )
-from producers.gateway.openai.responses.stream import ResponseStream, Story
-from producers.gateway.openai.responses.view import PREFIX, Output, ResponseMetadata
+from producers.gateway.openai.responses.view import PREFIX, Output, ResponseMetadata, ResponseStream, Story
 from producers.gateway.tasks import outcome
 from producers.gateway.tasks.foreground import Foreground, answered
 from producers.gateway.tasks.ownership import cancelled

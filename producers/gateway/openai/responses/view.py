@@ -1,4 +1,14 @@
-"""Builds the JSON of a response from its task's record and what its stream has.
+"""Builds the JSON of a response, and its events, from its task's record and stream: pure functions of both.
+
+    created ─▶ queued ─▶ in_progress ─▶ item, part ─▶ delta ... ─▶ done ... ─▶ end     (foreground: not queued)
+
+So any gateway sends the same events with the same `sequence_number`, live or afterwards, and reads them from the
+beginning, since each number counts those before. Nothing but the task's own entries is stored for it. For each token
+with text there is one delta (for each token, where it has log probabilities). A background response is in progress from
+its first entry; a task that ended without a token never was.
+
+A cancelled response ends with `response.incomplete` and has the status `cancelled`: clients know no event of that
+name.
 
 All is in ASCII, as streams need it. Text and log probabilities are JSON already: they may have tens of megabytes.
 """
@@ -6,19 +16,37 @@ All is in ASCII, as streams need it. Text and log probabilities are JSON already
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any, Final, Self
 
+from starlette.types import Receive, Scope, Send
+
+from producers.client.aio import AsyncHandle
 from producers.contract.record import Record
-from producers.contract.stream import Event, Token
+from producers.contract.stream import End, Event, Token
+from producers.errors import TaskNotFound
+from producers.gateway.context import Gateway
+from producers.gateway.http.errors import Problem, problem_of
+from producers.gateway.http.sse import LiveStream
+from producers.gateway.openai.answer import made, weight
 from producers.gateway.openai.logprobs import ChatLogprobs
 from producers.gateway.openai.parameters import worded
-from producers.gateway.openai.responses.items import Item
-from producers.gateway.openai.responses.request import NAMES
+from producers.gateway.openai.responses.request import NAMES, Item
+from producers.gateway.tasks.foreground import Foreground, stopping
 
 PREFIX: Final = "resp_"
+#: Status of an ended response -> its last event.
+LAST: Final = {
+    "completed": "response.completed",
+    "incomplete": "response.incomplete",
+    "cancelled": "response.incomplete",
+    "failed": "response.failed",
+}
+EMPTY_PART: Final = '{"type": "output_text", "annotations": [], "text": "", "logprobs": []}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,3 +195,138 @@ def _usage(record: Record) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + output,
     }
+
+
+class Story:
+    """One telling. `after`: the last `sequence_number` that the reader has; -1: none. `number`: the next one."""
+
+    def __init__(self, metadata: ResponseMetadata, output: Output, after: int = -1) -> None:
+        self.metadata = metadata
+        self.output = output
+        self.after = after
+        self.number = 0
+        self._place = f'"item_id": "{metadata.item_id}", "output_index": 0, "content_index": 0'
+
+    def opening(self) -> bytes:
+        """The events before the first entry of the stream."""
+        status = "queued" if self.metadata.background else "in_progress"
+        response = f'"response": {json.dumps(self.metadata.open(status))}'
+        return self._event("response.created", response) + self._event(f"response.{status}", response)
+
+    def told(self, events: Iterable[Event]) -> bytes:
+        """The events for entries of the stream, without its end."""
+        return b"".join(self._token(event) for event in events if isinstance(event, Token))
+
+    def end(self, record: Record) -> Iterator[bytes]:
+        """The last events, one at a time: each may have the whole output. `record`: the final one."""
+        metadata, output = self.metadata, self.output
+        status = status_of(record)
+        if output.shown(record):
+            if not output.begun:
+                yield self._begin()
+            yield self._event(
+                "response.output_text.done",
+                f'{self._place}, "text": "',
+                output.text,
+                '", "logprobs": [',
+                output.logprobs,
+                "]",
+            )
+            yield self._event("response.content_part.done", f'{self._place}, "part": ', *output.part())
+            yield self._event(
+                "response.output_item.done", '"output_index": 0, "item": ', *output.item(metadata, status)
+            )
+        yield self._event(LAST[status], '"response": ', *output.pieces(metadata, record))
+
+    def _token(self, token: Token) -> bytes:
+        begin = b"" if self.output.begun else self._begin()
+        text, logprobs = self.output.add(token)
+        if not text and token.logprobs is None:
+            return begin
+        delta = f'{self._place}, "delta": "{text}", "logprobs": [{logprobs}]'
+        return begin + self._event("response.output_text.delta", delta)
+
+    def _begin(self) -> bytes:
+        """The events before the output's first delta."""
+        began = b""
+        if self.metadata.background:
+            began = self._event("response.in_progress", f'"response": {json.dumps(self.metadata.open("in_progress"))}')
+        item = opened_item(self.metadata.item_id, "in_progress")
+        began += self._event("response.output_item.added", f'"output_index": 0, "item": {item}')
+        return began + self._event("response.content_part.added", f'{self._place}, "part": {EMPTY_PART}')
+
+    def _event(self, kind: str, *fields: str | bytes | bytearray) -> bytes:
+        """One event's lines, or nothing if the reader has it. `fields`: the JSON of its other fields, in pieces."""
+        number, self.number = self.number, self.number + 1
+        if number <= self.after:
+            return b""
+        head = f'event: {kind}\ndata: {{"type": "{kind}", "sequence_number": {number}, '
+        return b"".join(part.encode() if isinstance(part, str) else part for part in (head, *fields, "}\n\n"))
+
+
+class ResponseStream(LiveStream):
+    """One response's events. With a `foreground`, its task ends with the stream.
+
+    An error comes as the event `error`. Its sequence number is that of the last event before it, with which the stream
+    is taken up again.
+    """
+
+    def __init__(
+        self, story: Story, handle: AsyncHandle, gateway: Gateway, foreground: Foreground | None = None
+    ) -> None:
+        batches = handle.batches() if foreground is None else foreground.only()
+        settings = gateway.settings
+        super().__init__(
+            self._frames(batches, handle), gateway.streams, heartbeat=settings.heartbeat, stall=settings.stall
+        )
+        self._story = story
+        self._foreground = foreground
+        self._told = story.after
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            if self._foreground is not None:
+                await self._foreground.close()
+
+    def cut(self) -> bytes:
+        if self._foreground is not None:
+            return self.broken(stopping())
+        return self.broken(
+            Problem(
+                503,
+                "This gateway is stopping; the response goes on. Take the stream up again with starting_after.",
+                code="stopping",
+            )
+        )
+
+    def broken(self, error: Exception) -> bytes:
+        problem = problem_of(error)
+        problem_fields = {"code": problem.code, "message": problem.message, "param": problem.param}
+        event = {"type": "error", "sequence_number": self._told, **problem_fields}
+        return f"event: error\ndata: {json.dumps(event)}\n\n".encode()
+
+    async def _frames(self, batches: AsyncGenerator[list[Event]], handle: AsyncHandle) -> AsyncGenerator[bytes]:
+        async with aclosing(self._events(batches, handle)) as chunks:
+            try:
+                async for chunk in chunks:
+                    number = self._story.number - 1
+                    if chunk:
+                        yield chunk
+                        self._told = max(self._told, number)
+            except TaskNotFound:
+                raise Problem(404, "The response was deleted.", code="response_not_found") from None
+
+    async def _events(self, batches: AsyncGenerator[list[Event]], handle: AsyncHandle) -> AsyncGenerator[bytes]:
+        story = self._story
+        yield story.opening()
+        async with aclosing(batches):
+            async for events in batches:
+                effort = weight(event.logprobs for event in events if isinstance(event, Token))
+                yield await made(effort, partial(story.told, events))
+                if isinstance(events[-1], End):
+                    record = await handle.status()
+                    for event in story.end(record):
+                        yield event
+                    return

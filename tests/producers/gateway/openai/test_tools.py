@@ -20,18 +20,19 @@ from engine.params import SamplingParams
 from engine.text import Tokenizer
 from producers.contract.stream import Token
 from producers.errors import InvalidTask
-from producers.gateway.openai.tools.grammar import (
+from producers.gateway.openai.tool_call_parser import CallArguments, CallStart, ParsedPart, ToolCallParser
+from producers.gateway.openai.tools import (
     HERMES,
     LLAMA,
     MISTRAL,
     NEMO,
     CallFormat,
     Calling,
+    Tools,
     format_of,
     make_calling,
+    read_tools,
 )
-from producers.gateway.openai.tools.request import Tools, read_tools
-from producers.gateway.openai.tools.tool_call_parser import CallArguments, CallStart, ParsedPart, ToolCallParser
 from tests.producers.gateway.conftest import TINY
 
 WEATHER = {

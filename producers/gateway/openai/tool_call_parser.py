@@ -12,7 +12,7 @@ from producers.contract.stream import Token
 from producers.gateway.openai.answer import Output
 from producers.gateway.openai.complete import Choice, Scorer
 from producers.gateway.openai.logprobs import CHAT
-from producers.gateway.openai.tools.grammar import Calling
+from producers.gateway.openai.tools import Calling
 
 #: The finish reason of an output that ends with calls.
 CALLED = "tool_calls"
