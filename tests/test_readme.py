@@ -64,7 +64,7 @@ def test_the_parameters_are_those_of_the_engine() -> None:
 
 
 def test_what_openai_clients_may_send_is_taken() -> None:
-    taken = {*parameters.SAME, *PARAMETERS.own, *PARAMETERS.renamed, "service_tier"}
+    taken = {*parameters.SAME, *PARAMETERS.endpoint_schemas, *PARAMETERS.renamed, "service_tier"}
     assert {name for name in code(row("OpenAI")) if name not in ("openai", "lm-eval")} <= taken
 
 

@@ -69,7 +69,7 @@ EXPOSED: Final = (
     "preference-applied",
     "retry-after",
     "retry-after-ms",
-    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+    *(f"x-ratelimit-{part}-{of}" for part in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
     "x-request-id",
     "x-should-retry",
 )

@@ -50,7 +50,7 @@ BROKEN: Final = Problem(500, "Something went wrong here; the sweeper's log says 
 
 
 class LineEndpoints:
-    """Answers as the endpoints do, without HTTP. `close` it."""
+    """Answers as the endpoints do, without HTTP. Call `close` after use."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -75,12 +75,12 @@ class LineEndpoints:
         tenant: str | None = None,
         prices: Prices | None = None,
     ) -> list[PlannedTask | Answer]:
-        known: dict[str, ResolvedModel | UnknownModel] = {}
+        models: dict[str, ResolvedModel | UnknownModel] = {}
         for model in {str(body["model"]) for body in bodies}:
             try:
-                known[model] = await self._client.resolve(model)
+                models[model] = await self._client.resolve(model)
             except UnknownModel as error:
-                known[model] = error
+                models[model] = error
         accounts = await self._accounts(principal.key, tenant)
         if any(self._used_up.charge_of(account) is not None for account in accounts):
             return []
@@ -95,7 +95,7 @@ class LineEndpoints:
                     break
                 forms = _LineForms(self._forms, first=not planned)
                 try:
-                    plan = _planned(path, body, known[str(body["model"])], forms, principal, tenant)
+                    plan = _planned(path, body, models[str(body["model"])], forms, principal, tenant)
                 except _Later:
                     break
                 planned.append(plan)
@@ -105,8 +105,8 @@ class LineEndpoints:
         if not accounts:
             return planned
         return [
-            one if isinstance(one, Answer) else await self._within(accounts, one, prices, path, body)
-            for one, body in zip(planned, bodies, strict=False)
+            entry if isinstance(entry, Answer) else await self._within(accounts, entry, prices, path, body)
+            for entry, body in zip(planned, bodies, strict=False)
         ]
 
     async def charge_refused(self, requests: int, principal: Principal, tenant: str | None) -> None:
@@ -174,12 +174,12 @@ class LineEndpoints:
 
 
 class _Later(Exception):
-    """The line's form has to be tried out, which may take seconds: it begins a block of its own."""
+    """The line's form needs a trial, which may take seconds: it begins the next block."""
 
 
 class _LineForms:
-    """Checks the form of a line. Trials of lines that a limit keeps off would be for nothing, and not counted: so only
-    that of a block's `first` line is tried out. `worked`: it was."""
+    """Checks the form of a line. A trial for a line that a limit refuses would be wasted, and not counted. So only the
+    form of a block's `first` line is tried. `worked`: it was tried."""
 
     def __init__(self, forms: Forms, *, first: bool) -> None:
         self._forms = forms
@@ -188,7 +188,7 @@ class _LineForms:
 
     def check(self, task: Task) -> None:
         """Raises InvalidTask, and _Later."""
-        if not self._forms.known(task):
+        if not self._forms.needs_no_trial(task):
             if not self._first:
                 raise _Later
             self.worked = True
@@ -205,7 +205,7 @@ def _work(accounts: Sequence[Account], tenant: str | None) -> Work:
 
 
 def _usual(body: Mapping[str, Any], limits: Sequence[Limits]) -> Mapping[str, Any]:
-    """A completion's body. One that names no largest output gets the usual one, as far as the limits allow."""
+    """Returns a completion's body. Without max_tokens it gets the default, as far as the limits allow."""
     max_output = min((limit.max_output for limit in limits if limit.max_output is not None), default=MAX_TOKENS)
     return body if body.get("max_tokens") is not None else {**body, "max_tokens": min(MAX_TOKENS, max_output)}
 
@@ -213,29 +213,29 @@ def _usual(body: Mapping[str, Any], limits: Sequence[Limits]) -> Mapping[str, An
 def _planned(
     path: str,
     body: Mapping[str, Any],
-    known: ResolvedModel | UnknownModel,
+    model: ResolvedModel | UnknownModel,
     forms: _LineForms,
     principal: Principal,
     tenant: str | None,
 ) -> PlannedTask | Answer:
-    if isinstance(known, UnknownModel):
-        return _refused(known, principal)
+    if isinstance(model, UnknownModel):
+        return _refused(model, principal)
     fields = {"tier": TIER} if body.get("service_tier") in (None, "auto") else {}
     try:
-        task, more = read_line(path, body, known.card, known.now_ms(), forms.check, **fields, tenant=tenant)
+        task, more = read_line(path, body, model.card, model.now_ms(), forms.check, **fields, tenant=tenant)
         check_may_use(principal, task)
     except (Problem, InvalidTask) as error:
         return replace(_refused(error), worked=forms.worked)
     except _Later:
         raise
-    except Exception:  # a fault of ours is the line's error: it must not hold up the batch for ever
+    except Exception:  # a bug here is the line's error: it must not hold up the batch for ever
         logger.exception("a line of a batch for %s cannot be read", path)
         return _refused(BROKEN)
-    return PlannedTask(task, known, more)
+    return PlannedTask(task, model, more)
 
 
 def _answer(path: str, finished: Finished, tokenizer: Tokenizer | Answer | None) -> Answer:
-    """`tokenizer`: where the task has log probabilities."""
+    """Returns the answer to a line. `tokenizer`: given if the task has log probabilities."""
     end = finished.events[-1]
     try:
         if isinstance(end, End) and (problem := problem_of_end(end)) is not None:

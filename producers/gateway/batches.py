@@ -19,10 +19,11 @@ from producers.contract import keys
 from producers.errors import shown
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.files import file_of
-from producers.gateway.http import idempotency, request_state
+from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import CANCELS, PARAMETER, READS, SUBMITS, principal_of, tenant_of
 from producers.gateway.http.errors import ONCE, Problem, check_given, gone, invalid_value, unknown_parameter, wrong
 from producers.gateway.http.request_body import SETTINGS, read_object
+from producers.gateway.http.request_state import current_trace
 from producers.gateway.tasks.ownership import sees
 from producers.gateway.tasks.views import Named, Page, errors
 from producers.gateway.uploads import EXPIRES_AFTER, expires_after
@@ -209,7 +210,7 @@ async def create(request: Request, response: Response) -> BatchView:
         fields["prices"] = gateway.prices.to_json()
     max_batches = (await gateway.accounts.kept(owner)).max_batches
     answer = await arun(
-        gateway.client.store, batches.create(new_id, window_s, {**fields, **request_state.current_trace()}, max_batches)
+        gateway.client.store, batches.create(new_id, window_s, {**fields, **current_trace()}, max_batches)
     )
     if text(answer) == "full":
         kept = f"{max_batches} batches of this tenant have not ended, the most"

@@ -80,21 +80,21 @@ class Executor:
         work: Callable[[], T],
         *,
         tenant: str = "",
-        most: int | None = None,
+        max_jobs: int | None = None,
         patience: float | None = None,
         limit: float | None = None,
     ) -> T:
         """Run `work` on a thread. Returns or raises what it does.
 
-        Raises ExecutorFull if `most` jobs wait and run already, unless another tenant has more of them waiting: then
-        the last of those is refused in its place. Raises ExecutorBusy if it has not begun after `patience` seconds,
-        TimeoutError `limit` seconds after it began (the work itself goes on), and ExecutorClosed.
+        Raises ExecutorFull if `max_jobs` jobs wait and run already, unless another tenant has more of them waiting:
+        then the last of those is refused in its place. Raises ExecutorBusy if it has not begun after `patience`
+        seconds, TimeoutError `limit` seconds after it began (the work itself goes on), and ExecutorClosed.
         """
         if self._closed:
             raise ExecutorClosed
         loop = self._loop = asyncio.get_running_loop()
         job = _Job(work, tenant, loop.create_future(), share=SHARE.get())
-        if most is not None and self.waiting >= most:
+        if max_jobs is not None and self.waiting >= max_jobs:
             self._make_room(tenant)
         if self._free and not self._queues:
             self._begin(job)
@@ -104,11 +104,11 @@ class Executor:
             return await job.done  # type: ignore[no-any-return]
 
     async def run_killable(
-        self, work: Callable[[], T], kill: Callable[[], None], left: Callable[[], Awaitable[None]], **turn: Any
+        self, work: Callable[[], T], kill: Callable[[], None], caller_left: Callable[[], Awaitable[None]], **turn: Any
     ) -> T:
-        """As `run`, which `turn` is for, with work that `kill` ends. It is ended if it runs when its caller is
-        cancelled, or when `left` returns: then this raises CallerLeft. The executor has one thread, or `kill` ends no
-        other work than this."""
+        """Run work that `kill` ends. `turn`: arguments of `run`. The work is killed if it runs when its caller is
+        cancelled, or when `caller_left` returns: then this raises CallerLeft. The executor has one thread, or `kill`
+        ends no other work than this."""
         began, ended = False, False
 
         def noted() -> T:
@@ -120,7 +120,7 @@ class Executor:
                 ended = True
 
         running = asyncio.ensure_future(self.run(noted, **turn))
-        leaving = asyncio.ensure_future(left())
+        leaving = asyncio.ensure_future(caller_left())
         try:
             await asyncio.wait((running, leaving), return_when="FIRST_COMPLETED")
             if not running.done():

@@ -81,7 +81,20 @@ def equal_part(demands: Sequence[float], together: float) -> float:
 class Share:
     """The time of one caller."""
 
-    __slots__ = ("_all", "at", "before", "counted", "debt", "first", "line", "open", "running", "seen", "step", "used")
+    __slots__ = (
+        "_all",
+        "at",
+        "before",
+        "counted",
+        "debt",
+        "first",
+        "last_request_at",
+        "line",
+        "open",
+        "running",
+        "step",
+        "used",
+    )
 
     def __init__(self, fair_share: FairShare) -> None:
         self._all = fair_share
@@ -98,7 +111,7 @@ class Share:
         """What runs now."""
         self.line: deque[asyncio.Future[bool]] = deque()
         """Requests that wait, the next one first."""
-        self.seen = float("-inf")
+        self.last_request_at = float("-inf")
         """When (monotonic) it asked for anything but this process's health."""
         self.debt = self.counted = self.at = 0.0
         """Seconds by which it has used more than the cap, of `counted` used ones, at a time (monotonic)."""
@@ -131,17 +144,17 @@ SHARE: Final[ContextVar[Share | None]] = ContextVar("share", default=None)
 class Measured(Generator[Any, Any, T]):
     """A coroutine, each step of which is charged to a caller."""
 
-    __slots__ = ("_goes_on", "_known", "_steps", "share", "used")
+    __slots__ = ("_goes_on", "_reported", "_steps", "share", "used")
 
     def __init__(self, steps: Coroutine[Any, Any, T], share: Share) -> None:
         self._steps = steps
         self.share = share
-        self.used = self._known = 0.0
+        self.used = self._reported = 0.0
         self._goes_on = False
 
     def since(self) -> float:
         """Seconds that it has used since this was last asked."""
-        used, self._known = self.used - self._known, self.used
+        used, self._reported = self.used - self._reported, self.used
         return used
 
     def move(self, share: Share) -> None:
@@ -260,9 +273,9 @@ class FairShare:
                 share = self._shares[caller] = Share(self)
         return share
 
-    def seen(self, caller: Hashable, now: float) -> None:
+    def note_request(self, caller: Hashable, now: float) -> None:
         """Count a caller as one of the callers from now (monotonic) on, for a while."""
-        self.of(caller).seen = now
+        self.of(caller).last_request_at = now
 
     def may(self, share: Share, now: float) -> bool:
         """Whether a caller's next request may begin. Without a cap it waits for no line that one has left."""
@@ -321,7 +334,7 @@ class FairShare:
         tenants, addresses = list[float](), list[float]()
         for caller, share in list(self._shares.items()):
             used = (share.used - share.before) / (now - self._swept)
-            if share.open or share.seen >= now - KEPT_S or used > LITTLE_S:
+            if share.open or share.last_request_at >= now - KEPT_S or used > LITTLE_S:
                 (tenants if is_tenant(caller) else addresses).append(used)
             else:
                 del self._shares[caller]

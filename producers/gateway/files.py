@@ -40,7 +40,7 @@ from producers.gateway.http.edge import HEAD
 from producers.gateway.http.errors import Problem, gone, unavailable
 from producers.gateway.tasks.ownership import sees
 from producers.gateway.tasks.views import Named, Page, errors
-from producers.gateway.uploads import EXPIRES_AFTER, Asked, Upload
+from producers.gateway.uploads import EXPIRES_AFTER, FileSettings, Upload
 from producers.store import files
 from producers.store.blobs import BlobNotFound, Blobs
 from producers.store.files import BATCH, File
@@ -236,13 +236,13 @@ async def create(request: Request, response: Response) -> FileView:
             if entry is not None and entry.state == "made":
                 response.headers.update(idempotency.REPLAYED)
                 return await _original(gateway, entry)
-            file = await _made(gateway, upload, settings, owner, new_id if entry is None else entry.id)
+            file = await _make_file(gateway, upload, settings, owner, new_id if entry is None else entry.id)
     if entry is not None:
-        await idempotency.made(gateway.client, entry)
+        await idempotency.mark_made(gateway.client, entry)
     return FileView.of(file)
 
 
-async def _made(gateway: Gateway, upload: Upload, settings: Asked, owner: str | None, file_id: str) -> File:
+async def _make_file(gateway: Gateway, upload: Upload, settings: FileSettings, owner: str | None, file_id: str) -> File:
     """Make the file; or find it, where an equal request did at the same time. Raises Problem."""
     now, store = int(time.time()), gateway.client.store
     file = File(

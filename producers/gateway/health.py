@@ -38,15 +38,15 @@ AGE_S: Final = 0.5
 class Readiness:
     """The latest answer: its JSON, status and headers."""
 
-    made: asyncio.Task[Answer] | None = None
+    latest: asyncio.Task[Answer] | None = None
     at: float = float("-inf")
-    """When it was asked for, by the event loop's clock."""
+    """When the answer was begun, by the event loop's clock."""
 
     async def answer(self, gateway: Gateway, behind: bool) -> Answer:
         now = asyncio.get_running_loop().time()
-        if self.made is None or not behind or now - self.at >= AGE_S:
-            self.made, self.at = asyncio.create_task(_looked(gateway)), now
-        return await asyncio.shield(self.made)
+        if self.latest is None or not behind or now - self.at >= AGE_S:
+            self.latest, self.at = asyncio.create_task(_looked(gateway)), now
+        return await asyncio.shield(self.latest)
 
 
 @router.get("/livez")
@@ -139,8 +139,8 @@ def _not_ready(why: str, checks: dict[str, str]) -> Answer:
 
 
 async def _fault(ping: Callable[[], Awaitable[object]]) -> str:
-    """What is wrong with a server; empty if nothing is. One that cannot write its files refuses PING, too: `_storage`
-    tells of it."""
+    """Returns a server's fault; empty if it has none. A server that cannot write its files refuses PING, too:
+    `_storage` reports it."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             await ping()

@@ -83,8 +83,8 @@ BEGINNING: Final = re.compile(f"(?:{api_keys.PREFIX})?[0-9a-z]{{0,16}}")
 PAGE, MAX_PAGE = 100, 1000
 
 
-def _names(maximum: int, description: str, known: tuple[str, ...] = ()) -> dict[str, Any]:
-    items: dict[str, Any] = {"type": "string", "enum": list(known)} if known else {"type": "string", "minLength": 1}
+def _names(maximum: int, description: str, allowed: tuple[str, ...] = ()) -> dict[str, Any]:
+    items: dict[str, Any] = {"type": "string", "enum": list(allowed)} if allowed else {"type": "string", "minLength": 1}
     return {"type": "array", "minItems": 1, "maxItems": maximum, "items": items, "description": description}
 
 

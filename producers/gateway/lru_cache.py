@@ -14,11 +14,11 @@ V = TypeVar("V")
 
 
 class LruCache(Generic[K, V]):
-    """Keeps at most `most` values, each for `fresh` seconds from when its load began. `dropped` is called with each
+    """Keeps at most `size` values, each for `fresh` seconds from when its load began. `dropped` is called with each
     value that makes room for others. Use it from one event loop."""
 
     def __init__(self, size: int, dropped: Callable[[V], None] | None = None, fresh: float = math.inf) -> None:
-        self._most = size
+        self._size = size
         self._dropped = dropped
         self._fresh = fresh
         # Each load is a task that all its callers await, so that it happens once; and when it is too old.
@@ -46,7 +46,7 @@ class LruCache(Generic[K, V]):
         task.add_done_callback(lambda done: self._forget_failed(key, done))
         if before is not None:
             before.add_done_callback(self._drop)
-        elif len(self._loads) > self._most:
+        elif len(self._loads) > self._size:
             _, (oldest, _) = self._loads.popitem(last=False)
             oldest.add_done_callback(self._drop)
         return task

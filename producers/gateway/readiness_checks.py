@@ -27,7 +27,7 @@ LOOK_S: Final = 0.2
 
 
 class Reach:
-    """Looks when it is asked, once at a time."""
+    """Checks the store of files' content on request, one check at a time."""
 
     def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
@@ -69,7 +69,7 @@ class Awaited:
         self._unread = set(names)
 
     async def unserved(self) -> list[str]:
-        """Those that nobody has published, and no worker has served yet.
+        """Returns the models that nobody has published, and no worker has served yet.
 
         A model without workers takes tasks, which wait in its queue, also one that lost its workers later. Raises
         redis.RedisError and OSError.
@@ -84,7 +84,7 @@ class Awaited:
 
     @property
     def unread(self) -> list[str]:
-        """Those whose tokenizer and chat template are not loaded yet."""
+        """The models whose tokenizer and chat template are not loaded yet."""
         return sorted(self._unread)
 
     async def run(self) -> None:

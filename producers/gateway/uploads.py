@@ -199,7 +199,7 @@ def _broken(why: str) -> Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class FileSettings:
     """The settings of a new file. `kept_s`: seconds from now until its end."""
 
     filename: str
@@ -210,12 +210,12 @@ class Asked:
 class Room:
     """The room that an upload has reserved among its tenant's files. `most`: bytes that it may need in the end."""
 
-    def __init__(self, gateway: Gateway, upload: str, tenant: str, limits: Limits, most: int) -> None:
+    def __init__(self, gateway: Gateway, upload: str, tenant: str, limits: Limits, max_size: int) -> None:
         self._store = gateway.client.store
         self._upload = upload
         self._tenant = tenant
         self._limits = limits
-        self._most = most
+        self._max_size = max_size
         self._bytes = -1
         self._renew_at = 0.0
 
@@ -225,7 +225,7 @@ class Room:
         if size <= self._bytes and time.monotonic() < self._renew_at:
             return
         enough = max(size, self._bytes)
-        target = max(enough, min(size + STEP, self._most))
+        target = max(enough, min(size + STEP, self._max_size))
         answer = await self._reserved(target)
         if answer.reached == "bytes" and target > enough:
             target = enough
@@ -287,7 +287,7 @@ class Upload(AbstractAsyncContextManager["Upload"]):
         self.writer: BlobWriter = self._blobs.writer(self.name)
         return self
 
-    async def receive(self) -> Asked:
+    async def receive(self) -> FileSettings:
         """Write the whole file. Raises Problem, and OSError where it cannot be written."""
         pieces: list[bytes] = []
         size = 0
@@ -309,9 +309,13 @@ class Upload(AbstractAsyncContextManager["Upload"]):
         await self._write(pieces)
         return _checked(self._form)
 
-    def digest(self, settings: Asked) -> str | None:
+    def digest(self, settings: FileSettings) -> str | None:
         """The digest that an Idempotency-Key compares; None without a key."""
-        return None if self._hash is None else digest(self._hash.digest(), repr(settings).encode())
+        if self._hash is None:
+            return None
+        # Written as earlier releases wrote it: what they kept under a key is compared with this for a day.
+        text = f"Asked(filename={settings.filename!r}, purpose={settings.purpose!r}, kept_s={settings.kept_s!r})"
+        return digest(self._hash.digest(), text.encode())
 
     async def _write(self, pieces: list[bytes]) -> None:
         def write() -> None:
@@ -330,7 +334,7 @@ class Upload(AbstractAsyncContextManager["Upload"]):
             await self._room.give_up()
 
 
-def _checked(form: Form) -> Asked:
+def _checked(form: Form) -> FileSettings:
     """The settings that a whole form gives. Raises Problem."""
     if not form.ended:
         raise Problem(400, "The form ends early: its last boundary is missing.", code="invalid_form")
@@ -344,7 +348,7 @@ def _checked(form: Form) -> Asked:
     filename = form.filename or "upload"
     if len(filename) > MAX_FILENAME:
         raise invalid_value(FILE, f"the file's name has {len(filename)} characters; at most {MAX_FILENAME} are taken")
-    return Asked(filename, purpose, _kept(form.fields))
+    return FileSettings(filename, purpose, _kept(form.fields))
 
 
 def _kept(fields: dict[str, str]) -> int:

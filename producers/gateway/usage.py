@@ -19,7 +19,7 @@ router = APIRouter(prefix="/v1/usage", tags=["usage"])
 
 CSV: Final = "text/csv"
 _SPAN: Final = {"type": "string", "minLength": 1, "maxLength": 40}
-_ABOUT: Final[dict[str, tuple[dict[str, Any], str]]] = {
+_QUERY: Final[dict[str, tuple[dict[str, Any], str]]] = {
     "by": (_SPAN, f"what to group by, with commas between: {', '.join(PARTS)}; unset: one line for all"),
     "since": (_SPAN, "a date or time (UTC); unset: the beginning of this month"),
     "until": (_SPAN, "a date, which is included, or a time, which is not; unset: now"),
@@ -42,11 +42,13 @@ class Usage(BaseModel):
     dependencies=READS,
     response_model=Usage,
     responses={200: {"content": {CSV: {"schema": {"type": "string"}}}}},
-    openapi_extra={"parameters": [query_schema(name, about, **schema) for name, (schema, about) in _ABOUT.items()]},
+    openapi_extra={
+        "parameters": [query_schema(name, description, **schema) for name, (schema, description) in _QUERY.items()]
+    },
 )
 async def usage(request: Request) -> Response:
     """Add up what was used: by the caller's tenant, or by all for a key of the scope admin and where there are none."""
-    query = query_parameters(request, _ABOUT)
+    query = query_parameters(request, _QUERY)
     if query.get("format", "json") not in ("json", "csv"):
         raise invalid_value("format", f"format is {shown(query['format'])}; it must be json or csv.")
     try:

@@ -149,7 +149,7 @@ async def create(request: Request, response: Response) -> EndpointWithSecret:
     if entry is not None:
         endpoint_id = entry.id
         if entry.state == "made":  # its answer may have been lost, and the secret with it
-            endpoint = _found(await endpoints.get(gateway.client.store, endpoint_id), endpoint_id)
+            endpoint = _existing(await endpoints.get(gateway.client.store, endpoint_id), endpoint_id)
             response.headers.update(idempotency.REPLAYED)
             return EndpointWithSecret.of(endpoint, signing_secret=endpoint.secrets.plain())
     endpoint = Endpoint(id=endpoint_id, name=name, secrets=Secrets.new(), created_at=now, updated_at=now, **fields)
@@ -165,7 +165,7 @@ async def create(request: Request, response: Response) -> EndpointWithSecret:
         )
         raise Problem(400, f"{whose}, the most; delete one first.", code="too_many_endpoints") from None
     if entry is not None:
-        await idempotency.made(gateway.client, entry)
+        await idempotency.mark_made(gateway.client, entry)
     return EndpointWithSecret.of(endpoint, signing_secret=endpoint.secrets.plain())
 
 
@@ -190,7 +190,7 @@ async def listed(
 @router.get("/webhook_endpoints/{endpoint_id}", dependencies=READS, response_model=EndpointView, responses=errors(404))
 async def look(request: Request, endpoint_id: str) -> EndpointView:
     """Get an endpoint, without its secret."""
-    return EndpointView.of(await _own(request, endpoint_id))
+    return EndpointView.of(await _endpoint_of_caller(request, endpoint_id))
 
 
 @router.post(
@@ -203,7 +203,7 @@ async def look(request: Request, endpoint_id: str) -> EndpointView:
 async def update(request: Request, endpoint_id: str) -> EndpointView:
     """Change an endpoint's fields that are given. Another URL, or `enabled`, enables one that was disabled."""
     gateway = gateway_of(request)
-    existing = await _own(request, endpoint_id)
+    existing = await _endpoint_of_caller(request, endpoint_id)
     fields = await _fields(request, UPDATE)
     if "url" in fields:
         await gateway.destinations.check(fields["url"], "url")
@@ -217,7 +217,7 @@ async def update(request: Request, endpoint_id: str) -> EndpointView:
 
     audit = actor_of(request).did("endpoint.update", endpoint_id, existing.tenant)
     new = await endpoints.change(gateway.client.store, endpoint_id, changed, audit)
-    return EndpointView.of(_found(new, endpoint_id))
+    return EndpointView.of(_existing(new, endpoint_id))
 
 
 @router.delete(
@@ -225,7 +225,9 @@ async def update(request: Request, endpoint_id: str) -> EndpointView:
 )
 async def delete(request: Request, endpoint_id: str) -> EndpointDeleted:
     """Delete an endpoint. Its deliveries that wait are given up."""
-    audit = actor_of(request).did("endpoint.delete", endpoint_id, (await _own(request, endpoint_id)).tenant)
+    audit = actor_of(request).did(
+        "endpoint.delete", endpoint_id, (await _endpoint_of_caller(request, endpoint_id)).tenant
+    )
     if not await endpoints.remove(gateway_of(request).client.store, endpoint_id, audit):
         raise _missing(endpoint_id)
     return EndpointDeleted(id=endpoint_id)
@@ -240,7 +242,9 @@ async def delete(request: Request, endpoint_id: str) -> EndpointDeleted:
 )
 async def rotate_secret(request: Request, endpoint_id: str) -> EndpointWithSecret:
     """Give an endpoint a new secret, shown this once. The old one goes on for 24 hours, unless told not to."""
-    audit = actor_of(request).did("endpoint.rotate_secret", endpoint_id, (await _own(request, endpoint_id)).tenant)
+    audit = actor_of(request).did(
+        "endpoint.rotate_secret", endpoint_id, (await _endpoint_of_caller(request, endpoint_id)).tenant
+    )
     fields = await _fields(request, ROTATE, optional=True)
     keep = fields.get("keep_old_secret_active_for_24_hours") is not False
     now = int(time.time())
@@ -248,7 +252,7 @@ async def rotate_secret(request: Request, endpoint_id: str) -> EndpointWithSecre
     def rotated(endpoint: Endpoint) -> Endpoint:
         return replace(endpoint, secrets=endpoint.secrets.rotated(now, keep_old=keep), updated_at=now)
 
-    rotated_endpoint = _found(
+    rotated_endpoint = _existing(
         await endpoints.change(gateway_of(request).client.store, endpoint_id, rotated, audit), endpoint_id
     )
     return EndpointWithSecret.of(rotated_endpoint, signing_secret=rotated_endpoint.secrets.plain())
@@ -266,7 +270,7 @@ async def test(request: Request, endpoint_id: str) -> EndpointTested:
     gateway = gateway_of(request)
     await gateway.streams.enter(request.scope, "answer")
     event_type = (await _fields(request, TEST))["event_type"]
-    endpoint = await _own(request, endpoint_id)
+    endpoint = await _endpoint_of_caller(request, endpoint_id)
     row = await endpoints.tested(gateway.client.store, endpoint, event_type, TEST_S)
     if row is None:
         message = f"Nobody delivered the test event within {TEST_S:g} s: start `penstock webhooks run`."
@@ -279,15 +283,15 @@ async def test(request: Request, endpoint_id: str) -> EndpointTested:
     return EndpointTested(webhook_endpoint_id=endpoint_id, event_type=event_type, status_code=tried.status)
 
 
-async def _own(request: Request, endpoint_id: str) -> Endpoint:
+async def _endpoint_of_caller(request: Request, endpoint_id: str) -> Endpoint:
     """An endpoint of the caller's tenant. Raises Problem."""
     principal = principal_of(request)
     whose = None if principal.sees_all else principal.tenant
     endpoint = await endpoints.get(gateway_of(request).client.store, endpoint_id, whose)
-    return _found(endpoint if endpoint is not None and principal.sees(endpoint.tenant) else None, endpoint_id)
+    return _existing(endpoint if endpoint is not None and principal.sees(endpoint.tenant) else None, endpoint_id)
 
 
-def _found(endpoint: Endpoint | None, endpoint_id: str) -> Endpoint:
+def _existing(endpoint: Endpoint | None, endpoint_id: str) -> Endpoint:
     if endpoint is None:
         raise _missing(endpoint_id)
     return endpoint

@@ -47,14 +47,14 @@ from producers.store.usage.prices import Prices
 
 #: Most accounts that are noted; the one noted first makes room.
 MAX_NOTED: Final = 10_000
-#: What a request asks of a minute's tokens that is refused before it is read.
+#: The charge of a request that is refused before it is read: none of a minute's tokens.
 NO_TOKENS: Final = json.dumps({"tokens": 0})
 
 
 @dataclass(frozen=True, slots=True)
 class _Minute:
-    """An account's minute, until `until` (monotonic). `requests`: so many were charged. `tokens`: what was left of a
-    minute's tokens, and of how many; -1: no such limit."""
+    """An account's minute, until `until` (monotonic). `requests`: how many were charged. `tokens`: the remaining tokens
+    of a minute, and the limit; -1: no such limit."""
 
     until: float
     requests: int
@@ -72,7 +72,7 @@ class Spent:
         return len(self._noted)
 
     def note(self, charge: Charge | None) -> None:
-        """Take what the store answered about a request's accounts, if it says which of them is used up."""
+        """Note the store's answer about a request's accounts, if it says which of them is used up."""
         if charge is None or not charge.answer or charge.answer[3] != 0 or (account := charge.used_up) is None:
             return
         _, _, wait_ms, _, _, *tokens = charge.answer
@@ -83,7 +83,7 @@ class Spent:
             self._noted.popitem(last=False)
 
     def charge_of(self, account: Account) -> Charge | None:
-        """What ADMIT would say of one more task of this account, if that is noted: a charge that was `told` so."""
+        """Returns the charge that ADMIT would refuse for one more task of this account, if that is noted; else None."""
         minute = self._noted.get(account.name)
         if minute is None:
             return None
@@ -140,9 +140,9 @@ class Accounts:
                 self.spent.note(charge)
 
     async def sized(self, connection: HTTPConnection, tasks: Sequence[Task]) -> list[Task]:
-        """The tasks within their key's and tenant's largest prompt and output, before their Idempotency-Key is taken.
+        """Fit tasks within their key's and tenant's largest prompt and output, before their Idempotency-Key is taken.
         They are charged to the accounts of both. A task that names no largest output may be shortened by a budget.
-        Those that an earlier request of the key made pass as they are: they are not made again.
+        Tasks that an earlier request of the key made pass unchanged: they are not made again.
 
         Raises Problem (400, 403), redis.exceptions.RedisError or OSError, and what `AsyncClient.resolve` does.
         """
@@ -160,7 +160,7 @@ class Accounts:
         accounts = there(principal_of(connection).account, tenants.account(tenant or "", limits))
         if not accounts:
             return [*tasks]
-        context = 0  # it is asked for where it is needed, since each request would pay for it
+        context = 0  # looked up only if it is needed, since each request would pay for it
         if tasks[0].max_tokens is None and any(limited.limits.max_output is not None for limited in accounts):
             context = int((await resolve(connection, self._client, tasks[0].model)).card["context_length"])
         charge: Charge | None = state.get("charge")
@@ -202,14 +202,14 @@ class Accounts:
 
 
 def there(key: Account | None, tenant: Account | None) -> list[Account]:
-    """Those of a key's account and its tenant's that have limits, the one of the smaller output first."""
+    """Returns the accounts of a key and its tenant that have limits, the one of the smaller output first."""
     accounts = [account for account in (key, tenant) if account is not None]
     return sorted(accounts, key=lambda account: account.limits.max_output or 2**62) if len(accounts) > 1 else accounts
 
 
 def rates(prices: Prices | None, model: str, tier: str) -> tuple[tuple[int, ...], str]:
-    """What a token of a task costs that is charged to a budget in money, and in which currency. Raises Problem where
-    nobody has said it: nothing runs for free by mistake."""
+    """Returns the cost of a task's tokens that are charged to a budget in money, and its currency. Raises Problem if
+    there is no price: nothing runs for free by mistake."""
     if prices is not None and (token_rates := prices.rates(model, tier)) is not None:
         return token_rates, prices.currency
     message = f"The budget is in money, and this gateway has no price of {shown(model)} in the tier {tier}"
@@ -241,7 +241,7 @@ def check_number(account: Account, tasks: int) -> None:
 def check_sum(charge: Charge, tasks: Sequence[Task], card: Mapping[str, Any]) -> None:
     """Raise Problem (400) for tasks each of which fits into a minute's or a month's tokens, and all together never.
 
-    The charge is told what they need together, for what is left of the month's.
+    The charge gets their sum, for the remainder of the month's tokens.
     """
     minute = [task.kv_tokens(int(card["context_length"])) for task in tasks]
     parts = [needed(task, card, charge.shortens) for task in tasks]

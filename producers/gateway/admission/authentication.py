@@ -33,7 +33,7 @@ from producers.store.access.api_keys import Key
 from producers.store.access.principal import Principal
 
 T = TypeVar("T")
-#: Asks the store for a key by its id: the key, if there is one, and when (monotonic) the store was asked.
+#: Reads a key by its id: the key, if there is one, and when (monotonic) the read began.
 Get = Callable[[str], Awaitable[tuple[Key | None, float]]]
 
 #: Time (s) for which a key counts as the store last had it.
@@ -58,13 +58,13 @@ PAUSED_IN_ALL: Final = 512
 #: Commands that look for keys which have not opened here, at once; and keys that one of them asks for.
 LOOKS: Final = 4
 LOOKED_FOR: Final = 500
-#: Whom an unknown key lets in.
+#: The principal of an unknown key, and until when it holds.
 NOBODY: Final = (None, 0.0)
 
 
 @dataclass(slots=True)
-class _Known:
-    """A key as the store had it at `at`. `opened`: when it last let somebody in."""
+class _CachedKey:
+    """A key as the store had it at `at`. `opened`: when it last let a caller in."""
 
     key: Key
     principal: Principal
@@ -73,7 +73,7 @@ class _Known:
 
     @property
     def until(self) -> float:
-        """Until when (monotonic) it goes on while the store is away."""
+        """The time (monotonic) until which the key works while the store is away."""
         return self.opened + (OBSERVED_S if self.principal.scopes == {"metrics"} else REMEMBERED_S)
 
 
@@ -83,11 +83,11 @@ class Callers:
     def __init__(self, store: Redis, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
         self._store = store
         self._sleep = sleep
-        self._known: dict[str, _Known] = {}
+        self._keys: dict[str, _CachedKey] = {}
         # Whole keys that let somebody in a moment ago, and until when (monotonic) they do so again. A dict finds them
         # by a hash that nobody outside can foretell, so its time says nothing of a secret.
         self._recent: dict[str, tuple[Principal | None, float]] = {}
-        self._looks: LruCache[str, _Known | None] = LruCache(KEPT, fresh=FRESH_S)
+        self._looks: LruCache[str, _CachedKey | None] = LruCache(KEPT, fresh=FRESH_S)
         self._wrong: dict[str, tuple[int, float]] = {}
         self._paused: Counter[str] = Counter()
         # Keys that the next command is to look for; and how many commands are under way.
@@ -96,28 +96,28 @@ class Callers:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def again(self, token: str | None) -> Principal | None:
-        """The holder of a key that has opened, if the store's last word on it is fresh: most requests' way."""
+        """Returns the holder of a key that has opened, if the store's last answer about it is fresh: the usual case."""
         principal, until = self._recent.get(token or "", NOBODY)
         return principal if time.monotonic() < until else None
 
     def tenant_before(self, token: str | None) -> str | None:
-        """The tenant of a key that has let somebody in here, maybe long ago: it may not work any more."""
+        """Returns the tenant of a key that has let a caller in here, maybe long ago: it may not work any more."""
         principal, _ = self._recent.get(token or "", NOBODY)
         return None if principal is None else principal.tenant
 
     async def principal(self, token: str | None, address: str) -> Principal:
-        """The holder of a key. Raises Problem (401) for a wrong or missing key, and redis.exceptions.RedisError or
-        OSError where that cannot be told now. Of all who come with a key that opened a while ago, one looks it up."""
+        """Returns the holder of a key. Raises Problem (401) for a wrong or missing key, and redis.exceptions.RedisError
+        or OSError if the store does not answer. Of all requests with a key that opened a while ago, one looks it up."""
         if token in self._recent:
-            opened = await self._looks.get(token, partial(self._opened, token, self._one))
+            opened = await self._looks.get(token, partial(self._opened, token, self._read_key))
         else:
             opened = await self._opened(token or "", self._with_others)
         if opened is None or opened.key.state(time.time()) != "active":
             raise await self._refusal(address, missing=not token)
         return opened.principal
 
-    async def _opened(self, token: str, get: Get) -> _Known | None:
-        """The key that this opens; `get` asks the store for it.
+    async def _opened(self, token: str, get: Get) -> _CachedKey | None:
+        """Returns the key that a token opens; `get` reads it from the store.
 
         A secret that opens none is looked up anew each time: so every refusal takes the same time, and a secret that
         was made just now works at once.
@@ -125,46 +125,46 @@ class Callers:
         if (read := api_keys.read_token(token)) is None:
             return None
         key_id, secret = read
-        known = self._known.get(key_id)
-        if known is None or time.monotonic() - known.at >= FRESH_S or not known.key.opens(secret, time.time()):
-            known = await self._look(key_id, get)
-        if known is None or not known.key.opens(secret, time.time()):
+        cached = self._keys.get(key_id)
+        if cached is None or time.monotonic() - cached.at >= FRESH_S or not cached.key.opens(secret, time.time()):
+            cached = await self._look(key_id, get)
+        if cached is None or not cached.key.opens(secret, time.time()):
             self._recent.pop(token, None)
             return None
-        known.opened = known.at
-        seconds = FRESH_S if known.key.expires_at is None else min(FRESH_S, known.key.expires_at - time.time())
-        _put(self._recent, token, (known.principal, known.at + seconds))
-        return known
+        cached.opened = cached.at
+        seconds = FRESH_S if cached.key.expires_at is None else min(FRESH_S, cached.key.expires_at - time.time())
+        _put(self._recent, token, (cached.principal, cached.at + seconds))
+        return cached
 
-    async def _look(self, key_id: str, get: Get) -> _Known | None:
-        """The key as the store has it now. What a later look has found meanwhile goes before that, and while the store
-        is away, what the last one found counts."""
+    async def _look(self, key_id: str, get: Get) -> _CachedKey | None:
+        """Returns the key as the store has it now. The result of a later look goes before that. While the store is
+        away, the last result counts."""
         began = time.monotonic()
         try:
             key, began = await get(key_id)
         except FAILURES:
-            known = self._known.get(key_id)
-            if known is None or began > known.until:
+            cached = self._keys.get(key_id)
+            if cached is None or began > cached.until:
                 raise
-            return known
-        known = self._known.get(key_id)
-        if known is not None and known.at > began:
-            return known
+            return cached
+        cached = self._keys.get(key_id)
+        if cached is not None and cached.at > began:
+            return cached
         if key is None:
-            self._known.pop(key_id, None)
+            self._keys.pop(key_id, None)
             return None
-        fresh = _Known(key, key.principal(), began, float("-inf") if known is None else known.opened)
-        _put(self._known, key_id, fresh)
+        fresh = _CachedKey(key, key.principal(), began, float("-inf") if cached is None else cached.opened)
+        _put(self._keys, key_id, fresh)
         return fresh
 
-    async def _one(self, key_id: str) -> tuple[Key | None, float]:
-        """A key, and when the store was asked for it. Raises redis.exceptions.RedisError or OSError."""
+    async def _read_key(self, key_id: str) -> tuple[Key | None, float]:
+        """Returns a key, and when its read began. Raises redis.exceptions.RedisError or OSError."""
         began = time.monotonic()
         async with asyncio.timeout(SILENT_S):
             return await api_keys.get(self._store, key_id), began
 
     async def _with_others(self, key_id: str) -> tuple[Key | None, float]:
-        """As `_one`, by a command that also looks for what others ask for meanwhile."""
+        """Read a key as `_read_key` does, by a command that is shared with other requests at this time."""
         if (sought := self._sought.get(key_id)) is None:
             sought = self._sought[key_id] = asyncio.get_running_loop().create_future()
             if self._looking < LOOKS:
@@ -192,12 +192,12 @@ class Callers:
                         future.set_result((keys_by_id[key_id], began))
                 finally:
                     for future in sought:
-                        future.cancel()  # of those that are done, none
+                        future.cancel()  # does nothing to those that are done
         finally:
             self._looking -= 1
 
     async def _refusal(self, address: str, *, missing: bool = False) -> Problem:
-        """What a caller without a good key is told, and how soon."""
+        """Returns the answer to a caller without a good key, after a pause for wrong keys."""
         if not missing:
             return await self._wrong_key(network_of(address))
         message = "A key is missing: send it in the header `Authorization: Bearer psk_...`."

@@ -58,19 +58,19 @@ FRESH_S: Final = 0.05
 #: Shortest and longest wait (s) that a refused caller is told. Without a worker it is the longest.
 SHORTEST_S, LONGEST_S = 0.25, 30.0
 #: Bound -> the code of a refusal, and whose tasks are too many.
-SAID: Final = {
+QUEUE_FULL: Final = {
     "all": ("queue_full", "of all models"),
     "pool": ("queue_full", "of this model"),
     "tenant": ("tenant_queue_full", "of this tenant"),
     "key": ("key_queue_full", "of this key"),
 }
 #: The code of a refusal by what all callers share.
-SHARED: Final = SAID["pool"][0]
+SHARED: Final = QUEUE_FULL["pool"][0]
 
 
 @dataclass(slots=True)
 class _Queue:
-    """What is known of a queue. `line`: when the last refused caller gets a place, at the current rate."""
+    """A queue's last look. `line`: when the last refused caller gets a place, at the current rate."""
 
     pressure: Pressure = field(default_factory=Pressure)
     at: float = -math.inf
@@ -90,7 +90,7 @@ class Overload:
         self._queues: dict[str, _Queue] = {}
 
     async def look(self, queue: str, store: Redis | None = None) -> Pressure:
-        """The pressure of a queue, at most FRESH_S old. While the store is away, there is none: ADMIT will say so.
+        """Returns the pressure of a queue, at most FRESH_S old. While the store is away it is none: ADMIT will fail.
 
         `store`: another connection to the store than that for callers' requests.
         """
@@ -110,8 +110,8 @@ class Overload:
         return state.pressure
 
     async def all(self, store: Redis) -> dict[str, Pressure]:
-        """Queue -> its pressure, of those where something waits and those that are degraded. While the store is away,
-        none. `store`: as of `look`."""
+        """Returns queue -> pressure, for queues with waiting tasks and degraded ones; empty while the store is away.
+        `store`: as in `look`."""
         try:
             async with asyncio.timeout(SILENT_S):
                 names = {split(queue)[0] for queue in await waiting.queues(store)} - {""} if self._bounded else set()
@@ -121,7 +121,7 @@ class Overload:
         return {queue: await self.look(queue, store) for queue in sorted(names)}
 
     def check(self, pressure: Pressure, queue: str, tier: str) -> None:
-        """Raise Problem (429) where a tier's tasks may not come under this pressure."""
+        """Raise Problem (429) if a tier's tasks are refused under this pressure."""
         if pressure.stage < REFUSED[tier]:
             return
         share_after = LEAVES_AT[REFUSED[tier]]
@@ -131,17 +131,17 @@ class Overload:
         )
 
     async def full(self, error: QueueFull, queue: str, tier: str, tokens: int) -> Problem:
-        """The refusal for what ADMIT refused. `tokens`: KV tokens that the task may need."""
+        """Returns the answer for a task that ADMIT refused. `tokens`: KV tokens that the task may need."""
         pressure = await self._look(queue)  # a key or tenant may have a bound where the gateway has none
         size = pressure.tokens / pressure.tasks if pressure.tasks else tokens
-        code, whose = SAID[error.bound]
+        code, whose = QUEUE_FULL[error.bound]
         there = f" for the tier {tier}" if code == SHARED else ""
         message = f"The queue is full{there}: of tasks {whose}, {error.limit} may wait"
         return self._refusal(queue, (error.waiting + 1 - error.limit) * size, message, code)
 
     def _refusal(self, queue: str, tokens: float, message: str, code: str) -> Problem:
-        """`tokens`: those that have to be started before there is a place. Whoever has reached a bound of its own
-        stands in nobody's way."""
+        """Returns the answer that names the time of the next try. `tokens`: those that have to be started before there
+        is a place. A caller at its own bound delays no other caller."""
         state, now, seconds = self._queues.setdefault(queue, _Queue()), time.monotonic(), LONGEST_S
         if state.pressure.served:
             line = max(state.line, now) if code == SHARED else now
@@ -173,7 +173,7 @@ class Entered:
 
 
 class Admission:
-    """The admission of one gateway's callers. `spent`: hears what ADMIT says of accounts. `max_wait`: as of
+    """The admission of one gateway's callers. `spent`: notes ADMIT's answers about accounts. `max_wait`: as in
     `Overload`."""
 
     def __init__(self, client: AsyncClient, bounds: Bounds, spent: Spent, max_wait: float = 0.0) -> None:
@@ -223,9 +223,9 @@ class Admission:
         except QueueFull as error:
             if error.bound == "kept":
                 raise _too_much_kept(error) from None
-            known = await resolve(request, self._client, task.model)
-            tokens = task.kv_tokens(int(known.card["context_length"]))
-            raise await self.overload.full(error, known.queue, task.tier, tokens) from None
+            model = await resolve(request, self._client, task.model)
+            tokens = task.kv_tokens(int(model.card["context_length"]))
+            raise await self.overload.full(error, model.queue, task.tier, tokens) from None
         finally:
             self._spent.note(charge)
 
@@ -261,8 +261,8 @@ def _shortened(tasks: Sequence[Task], to: int, context: int) -> Entered:
 
 
 def check_may_use(principal: Principal, task: Task, tier: str = "service_tier") -> None:
-    """Raise Problem where a request's tasks, all of one model and tier, are not the caller's to submit. `tier`: the
-    parameter that names the tier."""
+    """Raise Problem if the caller may not submit a request's tasks, all of one model and tier. `tier`: the parameter
+    that names the tier."""
     if not principal.may_use(task.model):
         raise Problem(
             403, f"This key may not use the model {shown(task.model)}.", code="model_not_allowed", param="model"

@@ -147,13 +147,13 @@ SUBMITS_TASKS: Final = [Depends(Needs("submit", tasks=True))]
 
 
 def principal_of(connection: HTTPConnection) -> Principal:
-    """Who asks, at an endpoint that needs a scope."""
+    """Returns the caller, at an endpoint that needs a scope."""
     principal: Principal = connection.state.principal
     return principal
 
 
 def actor_of(connection: HTTPConnection) -> Actor:
-    """Who asks, for the audit log."""
+    """Returns the caller, for the audit log."""
     return Actor(principal_of(connection).key or "local", _address(connection))
 
 
@@ -164,19 +164,19 @@ def tenant_of(connection: HTTPConnection) -> str | None:
 
 
 def marks(connection: HTTPConnection) -> dict[str, str]:
-    """The fields of a record that say whose key made it."""
+    """Returns the fields of a record that name the key which made it."""
     principal = principal_of(connection)
     return {} if principal.key is None else {"key": principal.key}
 
 
 def charge_of(connection: HTTPConnection) -> Charge | None:
-    """The accounts that the request's tasks are charged to (`producers.gateway.admission.accounts`), if any. The edge
-    tells the caller what is left of them."""
+    """Returns the charge of the request's tasks to accounts (`producers.gateway.admission.accounts`), if there is one.
+    The edge puts the remainder into headers of the answer."""
     return getattr(connection.state, "charge", None)
 
 
 def same(principal: Principal, named: str | None, param: str) -> None:
-    """Raise Problem where a key's holder names another tenant than its own."""
+    """Raise Problem if a key's holder names another tenant than its own."""
     if principal.key is not None and named is not None and named != principal.tenant:
         raise Problem(
             403, f"{param} is {shown(named)}, and this key another tenant's.", code="wrong_tenant", param=param

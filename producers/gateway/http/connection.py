@@ -99,7 +99,7 @@ _LARGE_HEAD: Final = Problem(
 
 
 class Callbacks(Protocol):
-    """What a parser calls (httptools)."""
+    """The callbacks of a parser (httptools)."""
 
     def on_message_begin(self) -> None: ...
     def on_url(self, url: bytes) -> None: ...
@@ -110,7 +110,7 @@ class Callbacks(Protocol):
 
 
 def invalid_http(message: str) -> Problem:
-    """The error for what is no request in HTTP/1.1, or a doubtful one."""
+    """Returns the error for bytes that are no request in HTTP/1.1, or a doubtful one."""
     return Problem(400, message, code="invalid_http")
 
 
@@ -187,7 +187,7 @@ def same_body(headers: Headers, keep_alive: bool) -> bytes:
 
 
 class BehindHead:
-    """Passes on what a parser calls, but not for the head that it is fed first."""
+    """Passes a parser's calls on, except those for the head that it is fed first."""
 
     def __init__(self, callbacks: Callbacks) -> None:
         self._callbacks = callbacks
@@ -281,7 +281,7 @@ class Connection(HttpToolsProtocol):
     """The request whose body is still being received."""
     share: Share | None = None
     """The share to which the time for what comes in is charged: of its address, then of the latest request's caller."""
-    _known = False
+    _has_caller = False
     """Whether `share` is that of the latest request's caller: a proxy's connection carries those of many."""
     lost = False
     """Whether it is closed, so that nobody reads an answer."""
@@ -313,7 +313,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
-        self._came()
+        self._stop_timer()
         self.peers.leave(self)
         super().connection_lost(exc)
         for cycle in self._open:
@@ -333,7 +333,7 @@ class Connection(HttpToolsProtocol):
         self._take(data)
         if share is not None:
             share.used += time.perf_counter() - began + COPIED_S * len(data)
-            reading = self._coming is not None and self._known and not self._waits_to_read
+            reading = self._coming is not None and self._has_caller and not self._waits_to_read
             if reading and not self.fair_share.may(share, time.monotonic()):
                 self._wait_to_read(share)
 
@@ -358,7 +358,7 @@ class Connection(HttpToolsProtocol):
 
     def belongs_to(self, share: Share) -> None:
         """Take the share of the latest request's caller."""
-        self.share, self._known = share, True
+        self.share, self._has_caller = share, True
 
     def _wait_to_read(self, share: Share) -> None:
         """Take more of a body when it is the turn of its caller."""
@@ -443,7 +443,7 @@ class Connection(HttpToolsProtocol):
         if self.scope["http_version"] == "1.0":
             _end_by_closing(self.cycle)
         self.headers = []  # the scope has the request's; a trailer is none of them (RFC 9110, 6.5.1)
-        self._known = False
+        self._has_caller = False
         self._coming = self.cycle
         self._open.append(self.cycle)
 
@@ -460,7 +460,7 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade() and not self._should_upgrade():
             return  # llhttp says so behind the head; `data_received` goes on with the body
-        self._came()
+        self._stop_timer()
         self._coming = None
         super().on_message_complete()
 
@@ -490,11 +490,11 @@ class Connection(HttpToolsProtocol):
         return is_handshake(self.parser.get_method(), self.parser.get_http_version(), self.headers)
 
     def _wait(self) -> None:
-        self._came()
+        self._stop_timer()
         self._received = 0
         self._late = self.loop.call_later(self.receive, self._is_late)
 
-    def _came(self) -> None:
+    def _stop_timer(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None

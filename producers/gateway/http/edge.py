@@ -21,10 +21,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from producers.connection.hosts import network_of
 from producers.connection.turns import OWNER
 from producers.gateway.fair_share import IDLE_TALK, SHARE, FairShare, Measured
-from producers.gateway.http import request_state
 from producers.gateway.http.authorization import caller_of
 from producers.gateway.http.connection import PRIVATE, STATIC, connection_of
 from producers.gateway.http.errors import Problem, problem_of, response_of, too_many_open, too_many_waiting
+from producers.gateway.http.request_state import begin_trace, log_suffix
 from producers.gateway.http.streams import STOP, Streams
 from producers.gateway.metrics import Metrics
 
@@ -49,14 +49,14 @@ REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:/+=-]{1,128}")
 CLIENT: Final = re.compile(r"[A-Za-z0-9_.:%-]{1,64}")
 #: The place in ADMIT's answer (`Charge.answer`) of what is left of a minute's requests, and tokens; then the names of
 #: three headers: the limit, what is left of it, and when the minute ends.
-LEFT: Final = tuple(
+RATE_LIMITS: Final = tuple(
     (
         at,
-        f"x-ratelimit-limit-{what}".encode(),
-        f"x-ratelimit-remaining-{what}".encode(),
-        f"x-ratelimit-reset-{what}".encode(),
+        f"x-ratelimit-limit-{kind}".encode(),
+        f"x-ratelimit-remaining-{kind}".encode(),
+        f"x-ratelimit-reset-{kind}".encode(),
     )
-    for at, what in ((3, "requests"), (5, "tokens"))
+    for at, kind in ((3, "requests"), (5, "tokens"))
 )
 #: Most parameters of a URL's query.
 MAX_PARAMETERS: Final = 256
@@ -109,8 +109,8 @@ class InTurn:
                 request.share.learn(request.since(), IDLE_TALK if idle_talk else 1)
         finally:
             share.open -= counts
-            if counts:  # now it is known whose a key is that came for the first time
-                self._fair_share.seen(caller_of(scope), time.monotonic())
+            if counts:  # a key that came for the first time has its tenant now
+                self._fair_share.note_request(caller_of(scope), time.monotonic())
 
 
 def _is_page(path: str) -> bool:
@@ -138,7 +138,7 @@ class Edge:
         share.running += 1
         OWNER.set((network_of((scope.get("client") or NOBODY)[0]),))  # until it is known whose key this is
         headers = Headers(scope=scope)
-        request_state.begin_trace(headers)
+        begin_trace(headers)
         header = headers.get("x-request-id", "")
         request_id = header if REQUEST_ID.fullmatch(header) else uuid.uuid4().hex
         begun = False
@@ -158,7 +158,7 @@ class Edge:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
                 message["headers"] += STATIC if scope["path"].startswith(ASSETS) else PRIVATE
                 if (charge := state.get("charge")) is not None and charge.answer:
-                    message["headers"] += left(charge.answer)
+                    message["headers"] += rate_limit_headers(charge.answer)
                 message["headers"].extend(overload(state))
                 route = getattr(scope.get("route"), "path", "unmatched")
                 self._metrics.answered(method, route, message.get("status", 101), time.perf_counter() - arrived)
@@ -172,7 +172,7 @@ class Edge:
         except ClientDisconnect:
             logger.info("request %s: its client (%s) left before it was read", request_id, _client(scope))
         except Exception as error:
-            request_log = (request_id, method, scope["path"], _client(scope), request_state.log_suffix())
+            request_log = (request_id, method, scope["path"], _client(scope), log_suffix())
             logger.exception("request %s (%s %s of %s) failed%s", *request_log)
             if begun:
                 raise
@@ -210,17 +210,17 @@ def _without_body(send: Send) -> Send:
     return send_head
 
 
-def left(answer: Sequence[Any]) -> list[tuple[bytes, bytes]]:
-    """The headers of OpenAI's answers that say what is left of limits a minute. `answer`: as of `Charge`, not empty."""
+def rate_limit_headers(answer: Sequence[Any]) -> list[tuple[bytes, bytes]]:
+    """Returns OpenAI's headers for the remainder of limits a minute. `answer`: as in `Charge`, not empty."""
     reset, headers = b"%gs" % (answer[2] / 1000), []
-    for at, limit, remaining, until in LEFT:
+    for at, limit, remaining, until in RATE_LIMITS:
         if answer[at + 1] >= 0:
             headers += [(limit, b"%d" % answer[at + 1]), (remaining, b"%d" % answer[at]), (until, reset)]
     return headers
 
 
 def overload(state: Mapping[str, Any]) -> Iterator[tuple[bytes, bytes]]:
-    """The headers that tell the caller of a request of overload, and of what it did to the request."""
+    """Yields the headers that tell the caller of overload, and of its effect on the request."""
     if (stage := state.get("degraded")) is not None:
         yield b"penstock-degraded", stage.encode()
     if (to := state.get("shortened_to")) is not None:

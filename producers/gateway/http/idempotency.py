@@ -55,13 +55,13 @@ async def first(
     max_keys = (await request.app.state.gateway.accounts.kept(tenant)).max_idempotency_keys
     bound = None if max_keys is None else KeyBound(tenant or "", max_keys)
     try:
-        found = await client.run(stored(entry, same, new_id, client.patience, bound=bound))
+        existing = await client.run(stored(entry, same, new_id, client.patience, bound=bound))
     except TooManyKeys as error:
         message = f"This tenant has used {error.kept} idempotency keys within a day, the most; send it without one."
         raise Problem(429, message, code="too_many_idempotency_keys", param="Idempotency-Key", headers=ONCE) from None
-    if found is None:
+    if existing is None:
         raise _reused(key)
-    return found
+    return existing
 
 
 def _reused(key: str) -> Problem:
@@ -113,7 +113,7 @@ async def made_prompts(
 
 
 async def _made_id(request: HTTPConnection, client: AsyncClient, key: str, tenant: str | None) -> str | None:
-    """The id of what an earlier request of the same key and body has made, if it has."""
+    """Returns the id that an earlier request of the same key and body has made, if it has."""
     entry, same = _named(request, key, tenant)
     answer = await client.run(persistently(Read(idempotency.look(entry)), client.patience))
     return idempotency.made_id(same, answer)
@@ -148,8 +148,8 @@ def _digest(request: HTTPConnection, body: str) -> str:
     return idempotency.digest(request.url.path.encode(), body.encode())
 
 
-async def made(client: AsyncClient, entry: Entry) -> None:
-    """Say that what the key names was made, for what ADMIT does not make. Raises as `first`; may be repeated."""
+async def mark_made(client: AsyncClient, entry: Entry) -> None:
+    """Note that the entry's object was made, if it is not ADMIT that makes it. Raises as `first`; may be repeated."""
     await client.run(persistently(idempotency.mark_made(entry.name), client.patience))
 
 

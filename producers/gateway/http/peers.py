@@ -30,7 +30,7 @@ SHARE: Final = 4
 #: Most bytes of complete answers that their readers have yet to take, in all.
 UNSENT: Final = 128 << 20
 #: Addresses whose names are kept at hand: a name takes as long to find as all the rest.
-KNOWN: Final = 1024
+CACHED_NAMES: Final = 1024
 
 
 class Peer(Protocol):
@@ -57,18 +57,18 @@ class _Address:
 class Peers:
     """The open connections of one gateway.
 
-    `most`: most of all. `per_address`: most of one address, of IPv6 of 64 bits; 0: any number. `proxies`: addresses and
-    networks, or `*`, that carry many callers each, as loopback does. `closed`: called for each connection that had to
-    make room.
+    `max_open`: most of all. `per_address`: most of one address, of IPv6 of 64 bits; 0: any number. `proxies`:
+    addresses and networks, or `*`, that carry many callers each, as loopback does. `closed`: called for each connection
+    that had to make room.
     """
 
-    def __init__(self, most: int, per_address: int, proxies: Collection[str], closed: Callable[[], None]) -> None:
-        self.most = most
+    def __init__(self, max_open: int, per_address: int, proxies: Collection[str], closed: Callable[[], None]) -> None:
+        self.max_open = max_open
         self._closed = closed
         self._per_address = per_address
         self._all_shared = "*" in proxies
         self._proxies = _networks(proxies)
-        self._name = lru_cache(KNOWN)(self._named)
+        self._name = lru_cache(CACHED_NAMES)(self._named)
         self._addresses: dict[str, _Address] = {}
         self._of: dict[Peer, tuple[str, _Address]] = {}
         self._idle: OrderedDict[Peer, None] = OrderedDict()
@@ -83,7 +83,7 @@ class Peers:
         return len(self._of)
 
     def enter(self, peer: Peer, host: str | None) -> Problem | None:
-        """Let a new connection in, idle; or tell why not. `host`: its address; None: it has none."""
+        """Let a new connection in, idle; or return the reason why not. `host`: its address; None: it has none."""
         name, shared = self._name(host)
         address = self._addresses.get(name) or _Address(shared)
         if not address.shared and 0 < self._per_address <= address.open and not self._close_oldest(address.idle):
@@ -95,12 +95,12 @@ class Peers:
                 headers=RETRY_AFTER,
             )
         if (
-            len(self._of) >= self.most - self.most // SPARE
+            len(self._of) >= self.max_open - self.max_open // SPARE
             and not self._close_oldest(self._idle)
-            and len(self._of) >= self.most
+            and len(self._of) >= self.max_open
         ):
             message = (
-                f"This gateway has {self.most} connections open, which is all that it takes; try again in a moment."
+                f"This gateway has {self.max_open} connections open, which is all that it takes; try again in a moment."
             )
             return unavailable(message, code="too_many_connections")
         self._addresses[name] = address
@@ -129,8 +129,8 @@ class Peers:
         self._unsent_of[peer] = caller
         self._unsent_bytes += size
         while self._unsent_bytes > UNSENT:
-            most = max(self._unsent_by, key=self._unsent_by.__getitem__)
-            oldest = next(iter(self._unsent[most]))
+            max_open = max(self._unsent_by, key=self._unsent_by.__getitem__)
+            oldest = next(iter(self._unsent[max_open]))
             self.sent(oldest)
             oldest.cut()
 
@@ -178,7 +178,7 @@ class Peers:
 
 
 def _networks(texts: Collection[str]) -> list[Network]:
-    """Those of `--proxy-headers` that are addresses or networks."""
+    """Returns the addresses and networks among the texts of `--proxy-headers`."""
     networks = []
     for text in texts:
         with suppress(ValueError):

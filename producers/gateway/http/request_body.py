@@ -63,24 +63,24 @@ class BodyRoom:
 
     def __init__(self, in_all: int, each: int) -> None:
         self._free, self._each = in_all, each
-        self._held: Counter[Hashable] = Counter()
+        self._reserved: Counter[Hashable] = Counter()
 
     def take(self, owner: Hashable, size: int) -> None:
         """Raises Problem where there is no room."""
-        if size > self._free or self._held[owner] + size > self._each:
+        if size > self._free or self._reserved[owner] + size > self._each:
             raise _busy("As many large bodies and results are under way as this gateway holds for you, or for all")
         self._free -= size
-        self._held[owner] += size
+        self._reserved[owner] += size
 
     def give(self, owner: Hashable, size: int) -> None:
         self._free += size
-        self._held[owner] -= size
-        if not self._held[owner]:
-            del self._held[owner]
+        self._reserved[owner] -= size
+        if not self._reserved[owner]:
+            del self._reserved[owner]
 
 
-class _Held:
-    """The part of the room that one body holds, beyond INLINE."""
+class _Reservation:
+    """The part of the room that one body has reserved, beyond INLINE."""
 
     __slots__ = ("_owner", "_room", "_size")
 
@@ -88,7 +88,7 @@ class _Held:
         self._room, self._owner, self._size = room, OWNER.get(), 0
 
     def grow(self, size: int) -> None:
-        """Hold so many bytes. Raises Problem."""
+        """Reserve so many bytes. Raises Problem."""
         if size > INLINE:
             self._room.take(self._owner, size - self._size)
             self._size = size
@@ -117,27 +117,27 @@ async def _parsed(request: Request, limit: int, parse: Callable[[bytes], T]) -> 
         text = f"it has {shown(kind)}" if kind else "it has none"
         raise media_type(f"The request must have the content type application/json; {text}.", accept="application/json")
     unpack = _unpacking(request)
-    room = _Held(request.app.state.gateway.body_room)
+    room = _Reservation(request.app.state.gateway.body_room)
     try:
         body = await _read(request, limit, room)
         work = work_of(request)
         if unpack is not None:
-            body = await aside(request, work, partial(unpack, body, limit))
+            body = await on_thread(request, work, partial(unpack, body, limit))
         note_body(request, body)
         work.size = len(body)
         if len(body) <= INLINE:
             return parse(body)
-        return await aside(request, work, partial(_parse_large, body, parse))
+        return await on_thread(request, work, partial(_parse_large, body, parse))
     finally:
         room.give_up()
 
 
-async def aside(request: Request, work: Work, do: Callable[[], T]) -> T:
-    """Run `do` on a thread, for what a large body makes long, and return or raise what it does. Raises Problem if too
+async def on_thread(request: Request, work: Work, do: Callable[[], T]) -> T:
+    """Run `do` on a thread, since a large body makes it slow. Returns or raises what it does. Raises Problem if too
     many bodies wait."""
     try:
         result: T = await request.app.state.gateway.bodies.run(
-            do, tenant=work.tenant, most=WAITING, patience=PATIENCE_S
+            do, tenant=work.tenant, max_jobs=WAITING, patience=PATIENCE_S
         )
     except (ExecutorFull, ExecutorBusy):
         raise _busy("Too many large bodies wait to be read here") from None
@@ -152,10 +152,10 @@ async def aside(request: Request, work: Work, do: Callable[[], T]) -> T:
 
 async def checked(request: Request, check: Callable[[], T]) -> T:
     """What `check` makes of a body that was read: of a large one on a thread, since that takes as long as to parse it.
-    Returns or raises what it does, and raises Problem as `aside`."""
+    Returns or raises what it does, and raises Problem as `on_thread`."""
     work = work_of(request)
     large = work.size is not None and work.size > INLINE
-    return await aside(request, work, check) if large else check()
+    return await on_thread(request, work, check) if large else check()
 
 
 def _parse_large(body: bytes, parse: Callable[[bytes], T]) -> T:
@@ -214,7 +214,7 @@ def _busy(why: str) -> Problem:
     return Problem(429, f"{why}; try again in a moment.", code="body_busy", headers=RETRY_AFTER)
 
 
-async def _read(request: Request, limit: int, room: _Held) -> bytes:
+async def _read(request: Request, limit: int, room: _Reservation) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
@@ -301,7 +301,7 @@ def _check_text(name: str, value: str, schema: Mapping[str, Any]) -> None:
 
 
 def query_parameters(request: Request, names: Collection[str], pairs: str = "") -> dict[str, str]:
-    """The parameters: of these names, or `pairs[...]`, each once. Raises Problem for others."""
+    """Read the parameters of a URL's query: of these names, or `pairs[...]`, each once. Raises Problem for others."""
     values: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         if name not in names and not (pairs and re.fullmatch(rf"{pairs}\[.+\]", name, re.DOTALL)):

@@ -51,14 +51,14 @@ async def _disconnected(receive: Receive) -> None:
 
 @dataclass(slots=True)
 class Work:
-    """`tenant`: who takes a turn; "" where none is named. `limited`: the accounts of its key and tenant. `size`: the
-    texts of the request have no more bytes (UTF-8); None if nobody has measured that. `left`: returns once the caller
-    has left, and is for after the body was read. `done`: some work was done."""
+    """Work for one request. `tenant`: who takes a turn; "" if none is named. `limited`: the accounts of its key and
+    tenant. `size`: the texts of the request have no more bytes (UTF-8); None if nobody has measured that.
+    `caller_left`: returns once the caller has left, and is for after the body was read. `done`: some work was done."""
 
     tenant: str = ""
     limited: Callable[[], Awaitable[Sequence[Account]]] = _none
     size: int | None = None
-    left: Callable[[], Awaitable[None]] = _never
+    caller_left: Callable[[], Awaitable[None]] = _never
     done: bool = False
 
 
@@ -72,7 +72,7 @@ def work_of(connection: HTTPConnection, tenant: str | None = None) -> Work:
     if work is None:
         state["work"] = work = Work()
         if isinstance(connection, Request):
-            work.left = partial(_disconnected, connection.receive)
+            work.caller_left = partial(_disconnected, connection.receive)
         _belong(work, connection, tenant or tenant_of(connection))
     elif tenant is not None and tenant != work.tenant:
         _belong(work, connection, tenant)
@@ -85,7 +85,7 @@ def _belong(work: Work, connection: HTTPConnection, tenant: str | None) -> None:
 
 
 async def resolve(connection: HTTPConnection, client: AsyncClient, model: str) -> ResolvedModel:
-    """A request's model, as this request found it first. Raises as `AsyncClient.resolve`."""
+    """Returns a model as this request resolved it first. Raises as `AsyncClient.resolve`."""
     state = connection.scope["state"]
     resolved: dict[str, ResolvedModel] = state.setdefault("models", {})
     if model not in resolved:
@@ -100,7 +100,7 @@ def begin_trace(headers: Headers) -> None:
 
 
 def current_trace() -> Mapping[str, str]:
-    """The fields of the current request's trace, for what makes tasks later."""
+    """Returns the fields of the current request's trace, for tasks that are made later."""
     return _trace.get()
 
 

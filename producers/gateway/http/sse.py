@@ -84,9 +84,9 @@ def encode(event: Event) -> str:
 
 
 class Feed:
-    """Chunks as they come, or a heartbeat after so many seconds without, until they end or `stop` is set.
+    """Gives chunks as they come, or a heartbeat after some silence (s), until they end or `stop` is set.
 
-    One task asks for them all, and one timer runs: a task and a timer for each chunk took as long as all the rest.
+    One task reads all chunks, and one timer runs: a task and a timer for each chunk took as long as all other work.
     A chunk waits for its caller's turn here, so that heartbeats go on meanwhile.
     """
 
@@ -94,16 +94,16 @@ class Feed:
         self._stop = stop
         self._heartbeat = heartbeat
         self._ready: bytes | None = None
-        self._given = True
-        """Whether the last chunk was taken, so that the next one may be asked for."""
+        self._delivered = True
+        """Whether the last chunk was taken, so that the next one may be read."""
         self._quiet = False
-        self._news, self._taken = asyncio.Event(), asyncio.Event()
+        self._wakeup, self._requested = asyncio.Event(), asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._heard = self._loop.time()
+        self._last_read_at = self._loop.time()
         self._timer = self._loop.call_later(heartbeat, self._beat)
         self._task = asyncio.create_task(measured(self._pump, chunks))
         for end in (stop, self._task):
-            end.add_done_callback(self._tell)
+            end.add_done_callback(self._wake)
 
     @property
     def ended(self) -> bool:
@@ -111,13 +111,13 @@ class Feed:
 
     async def next(self) -> bytes | None:
         """The next chunk; None at the end. Raises what the chunks raise. The reader has taken the one before."""
-        self._heard = self._loop.time()
-        if self._given:
-            self._given = False
-            self._taken.set()
+        self._last_read_at = self._loop.time()
+        if self._delivered:
+            self._delivered = False
+            self._requested.set()
         while True:
             if self._ready is not None:
-                chunk, self._ready, self._given = self._ready, None, True
+                chunk, self._ready, self._delivered = self._ready, None, True
                 return chunk
             if self._task.done():
                 self._task.result()
@@ -127,8 +127,8 @@ class Feed:
             if self._quiet:
                 self._quiet = False
                 return HEARTBEAT
-            self._news.clear()
-            await self._news.wait()
+            self._wakeup.clear()
+            await self._wakeup.wait()
 
     async def close(self) -> None:
         self._timer.cancel()
@@ -139,23 +139,23 @@ class Feed:
 
     async def _pump(self, chunks: AsyncGenerator[bytes]) -> None:
         while True:
-            await self._taken.wait()
-            self._taken.clear()
+            await self._requested.wait()
+            self._requested.clear()
             chunk = await anext(chunks, None)
             if chunk is None:
                 return
             await turn()
             self._ready = chunk
-            self._news.set()
+            self._wakeup.set()
 
-    def _tell(self, _: object) -> None:
-        self._news.set()
+    def _wake(self, _: object) -> None:
+        self._wakeup.set()
 
     def _beat(self) -> None:
-        remaining_s = self._heard + self._heartbeat - self._loop.time()
+        remaining_s = self._last_read_at + self._heartbeat - self._loop.time()
         if remaining_s <= 0:
             self._quiet, remaining_s = True, self._heartbeat
-            self._news.set()
+            self._wakeup.set()
         self._timer = self._loop.call_later(remaining_s, self._beat)
 
 

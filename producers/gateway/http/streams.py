@@ -97,7 +97,7 @@ class Streams:
         return len(self._open)
 
     def open(self, kind: Stream) -> int:
-        """How many streams of a kind are open."""
+        """Returns the number of open streams of a kind."""
         return self._kinds[kind]
 
     def end(self) -> None:
@@ -204,5 +204,5 @@ def ended() -> Problem:
 
 
 def why_stopped(stop: Stop) -> Problem | None:
-    """What to tell the client of a stream that stops; None where nothing of its own ended it."""
+    """Returns the error for the client of a stream that stops; None unless the end of its key stopped it."""
     return stop.result() if stop.done() else None

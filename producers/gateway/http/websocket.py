@@ -32,20 +32,20 @@ _log.setLevel(logging.WARNING)
 
 
 class Allowance:
-    """So many at once, and `more` further ones each second."""
+    """A token bucket: `burst` at once, and `rate` more each second."""
 
-    __slots__ = ("_at", "_left", "_more", "_most")
+    __slots__ = ("_at", "_burst", "_rate", "_tokens")
 
-    def __init__(self, most: int, more: int, now: float) -> None:
-        self._left = float(most)
-        self._most, self._more, self._at = most, more, now
+    def __init__(self, burst: int, rate: int, now: float) -> None:
+        self._tokens = float(burst)
+        self._burst, self._rate, self._at = burst, rate, now
 
     def take(self, number: int, now: float) -> int:
         """Take so many at a time (s). Returns how many of them are allowed."""
-        self._left = min(self._most, self._left + self._more * (now - self._at))
+        self._tokens = min(self._burst, self._tokens + self._rate * (now - self._at))
         self._at = now
-        allowed = min(number, int(self._left))
-        self._left -= allowed
+        allowed = min(number, int(self._tokens))
+        self._tokens -= allowed
         return allowed
 
 

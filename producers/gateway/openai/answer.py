@@ -29,8 +29,8 @@ DONE: Final = b"data: [DONE]\n\n"
 INLINE: Final = 1000
 #: Finish reasons that OpenAI knows, too; a failed task's choice has none of them.
 REASONS: Final = ("stop", "length")
-#: Finish reason that only `/v1/tasks` has -> OpenAI's name: `deadline` is a limit of time.
-WORDS: Final = {"deadline": "length"}
+#: Finish reason that only `/v1/tasks` has -> OpenAI's name of it: `deadline` is a limit of time.
+FINISH_REASONS: Final = {"deadline": "length"}
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class OutputBatch:
                 # A choice without a token has its finish reason only here.
                 for choice, reason in enumerate(event.reasons):
                     if reason is not None:
-                        self.output(number * n + choice).reason = WORDS.get(reason, reason)
+                        self.output(number * n + choice).reason = FINISH_REASONS.get(reason, reason)
 
     def output(self, choice: int) -> Output:
         return self.outputs.setdefault(choice, Output())
@@ -85,8 +85,8 @@ def weight(logprobs: Iterable[Logprobs | None]) -> int:
     return sum(1 if entry is None else 2 + len(entry[1]) for entry in logprobs)
 
 
-async def news(events: AsyncGenerator[list[tuple[int, Event]]], n: int) -> AsyncGenerator[OutputBatch]:
-    """The outputs of each batch, for a stream."""
+async def output_batches(events: AsyncGenerator[list[tuple[int, Event]]], n: int) -> AsyncGenerator[OutputBatch]:
+    """Yields the outputs of each batch of events, for a stream."""
     async with aclosing(events):
         async for batch in events:
             fresh = OutputBatch()
@@ -131,7 +131,7 @@ async def respond(
             raise
 
 
-async def made(weight: int, make: Callable[[], T]) -> T:
+async def run_by_weight(weight: int, make: Callable[[], T]) -> T:
     """Call `make`, in a thread if its `weight` is large, so that the event loop serves others."""
     return make() if weight <= INLINE else await in_thread(make)
 
@@ -169,27 +169,27 @@ class Chunks:
         # If usage is requested, OpenAI has the field in every chunk.
         self._end = ', "usage": null}' if text_request.include_usage else "}"
         self._prompts = prompts if text_request.continuous_usage else ()
-        self._made = [0] * len(prompts)
+        self._output_tokens = [0] * len(prompts)
 
     def count(self, index: int, tokens: int) -> None:
         """Add tokens to a choice's usage, which its next chunk reports."""
-        self._made[index] += tokens
+        self._output_tokens[index] += tokens
 
     def of(self, choice: dict[str, Any]) -> bytes:
-        """One choice's chunk."""
-        return f'data: {self._begin}, "choices": [{json.dumps(choice)}]{self._rest(choice["index"])}\n\n'.encode()
+        """Returns the chunk of a choice."""
+        return f'data: {self._begin}, "choices": [{json.dumps(choice)}]{self._tail(choice["index"])}\n\n'.encode()
 
     def alike(self, indexes: Iterable[int], remainder: str) -> Iterator[bytes]:
         """Equal chunks for several choices. `remainder`: their JSON after the index."""
         for index in indexes:
             begin = f'data: {self._begin}, "choices": [{{"index": {index}'
-            yield f"{begin}, {remainder}]{self._rest(index)}\n\n".encode()
+            yield f"{begin}, {remainder}]{self._tail(index)}\n\n".encode()
 
-    def _rest(self, index: int) -> str:
+    def _tail(self, index: int) -> str:
         """The JSON of a chunk after its choice."""
         if not self._prompts:
             return self._end
-        prompt, output = self._prompts[index], self._made[index]
+        prompt, output = self._prompts[index], self._output_tokens[index]
         used = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
         return f', "usage": {json.dumps(used)}}}'
 

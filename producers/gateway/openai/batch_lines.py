@@ -84,8 +84,8 @@ def in_words_of(url: str, body: Mapping[str, Any], error: Problem | InvalidTask)
     try:
         with text_request.in_its_words():
             raise error
-    except (Problem, InvalidTask) as worded:
-        return worded
+    except (Problem, InvalidTask) as renamed:
+        return renamed
 
 
 def answer_line(url: str, record: Record, events: Iterable[Event], tokenizer: Tokenizer | None = None) -> bytes:

@@ -31,9 +31,9 @@ from producers.gateway.openai.answer import (
     Output,
     OutputBatch,
     head,
-    made,
-    news,
+    output_batches,
     respond,
+    run_by_weight,
 )
 from producers.gateway.openai.complete import Choice, Whole, whole_answer
 from producers.gateway.openai.logprobs import CHAT, ChatLogprobs, ScoredPrompt, joined
@@ -49,14 +49,14 @@ from producers.gateway.openai.parameters import (
 )
 from producers.gateway.openai.response_format import NESTED, TEXT, formed
 from producers.gateway.openai.tool_call_parser import CALLED, CallingChoice, ToolCallParser, deltas, message
-from producers.gateway.openai.tools import OWN, Calling, Tools, format_of, make_calling, read_tools, schemas
+from producers.gateway.openai.tools import TOOL_PARAMETERS, Calling, Tools, format_of, make_calling, read_tools, schemas
 from producers.gateway.tasks.foreground import Foreground, keyed
 
 router = APIRouter(prefix="/v1/chat", tags=["openai"])
 
 MAX_TOP_LOGPROBS: Final = 20
 PARAMETERS: Final = Parameters(
-    own={
+    endpoint_schemas={
         "messages": {"type": "array", "minItems": 1, "items": MESSAGE},
         "logprobs": {"type": "boolean"},
         "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS},
@@ -64,7 +64,7 @@ PARAMETERS: Final = Parameters(
         "continue_final_message": {"type": "boolean"},
         "chat_template_kwargs": {"type": "object"},
         "response_format": NESTED,
-        **OWN,
+        **TOOL_PARAMETERS,
     },
     renamed={
         "max_completion_tokens": "max_tokens",
@@ -72,10 +72,10 @@ PARAMETERS: Final = Parameters(
         "prompt_logprobs": "prompt_logprobs",
     },
     required="messages",
-    not_offered={name: nothing for name, nothing in NOT_OFFERED.items() if name not in OWN},
+    not_offered={name: nothing for name, nothing in NOT_OFFERED.items() if name not in TOOL_PARAMETERS},
 )
 #: Template variables that `chat_template_kwargs` may not set: other parameters do.
-TAKEN: Final = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
+RESERVED_VARIABLES: Final = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +145,12 @@ async def create(request: Request) -> Response:
 def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
     """The chat request in a body. Raises Problem and InvalidTask."""
     text_request = PARAMETERS.read(body, tenant)
-    own = text_request.own
-    scored, top = flag(own, "logprobs"), count(own, "top_logprobs", 0, MAX_TOP_LOGPROBS)
+    values = text_request.endpoint_values
+    scored, top = flag(values, "logprobs"), count(values, "top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top and not scored:
         raise invalid_value("top_logprobs", "top_logprobs is given without logprobs: true")
-    going_on = flag(own, "continue_final_message")
-    prompting = flag(own, "add_generation_prompt", not going_on)
+    going_on = flag(values, "continue_final_message")
+    prompting = flag(values, "add_generation_prompt", not going_on)
     if going_on and prompting:
         raise invalid_value(
             "add_generation_prompt",
@@ -161,24 +161,24 @@ def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
         raise invalid_value(
             "prompt_logprobs", "prompt_logprobs is for answers in one piece; leave it out, or ask for stream: false"
         )
-    variables = own.get("chat_template_kwargs", {})
+    variables = values.get("chat_template_kwargs", {})
     if not isinstance(variables, dict):
         raise refusal("chat_template_kwargs", variables, "an object", code="invalid_type")
-    for name in TAKEN:
+    for name in RESERVED_VARIABLES:
         if name in variables:
             raise invalid_value("chat_template_kwargs", f"chat_template_kwargs may not have {name}")
     if top is not None:
         text_request = replace(text_request, names=text_request.names | {"logprobs": "top_logprobs"})
-    text_request = formed(text_request, "response_format", own.get("response_format", TEXT))
+    text_request = formed(text_request, "response_format", values.get("response_format", TEXT))
     template = variables | {"add_generation_prompt": prompting, "continue_final_message": going_on}
-    tools = read_tools(own)
+    tools = read_tools(values)
     if tools is not None:
         template["tools"] = tools.shown
         if form := next((name for name in FORMS if name in text_request.fields), None):
             parameter = text_request.names.get(form, form)
             raise invalid_value(parameter, f"tools and {parameter} are both given; an output has one form")
         text_request = replace(text_request, names=text_request.names | {"grammar": "tools"})
-    return _Chat(text_request, read_messages(own["messages"]), template, (top or 0) if scored else None, tools)
+    return _Chat(text_request, read_messages(values["messages"]), template, (top or 0) if scored else None, tools)
 
 
 async def _calling(gateway: Gateway, card: Mapping[str, Any], tools: Tools, work: Work) -> Calling:
@@ -236,10 +236,10 @@ class _Stream:
         self._task_id = foreground.ids[0]
         with self._chat.text_request.in_its_words():
             ends: dict[int, End] = {}
-            async with aclosing(news(foreground.events(), self._chat.n)) as batches:
+            async with aclosing(output_batches(foreground.events(), self._chat.n)) as batches:
                 async for batch in batches:
                     ends |= batch.ends
-                    if batch.outputs and (chunk := await made(batch.weight, partial(self._of, batch))):
+                    if batch.outputs and (chunk := await run_by_weight(batch.weight, partial(self._of, batch))):
                         yield chunk
             if self._chat.text_request.include_usage:
                 yield self._chunks.usage(ends.values())
@@ -266,7 +266,7 @@ class _Stream:
         return b"".join(chunks)
 
     def _deltas(self, index: int, output: Output, ending: bool, scored: bool) -> list[dict[str, Any]]:
-        """The deltas of a choice's news; at least one if its tokens are `scored`."""
+        """Returns the deltas of a choice's new output; at least one if its tokens are `scored`."""
         if self._calling is None:
             return [{"content": output.text}] if output.text or scored else []
         parts = self._parsers[index].feed(output.tokens)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from producers.contract.stream import End, Event, Prompt, Token
 from producers.gateway.context import Gateway
-from producers.gateway.openai.answer import Output, OutputBatch, made, usage_of
+from producers.gateway.openai.answer import Output, OutputBatch, run_by_weight, usage_of
 from producers.gateway.openai.logprobs import Arrays, Lists, dumps
 from producers.gateway.tasks import large
 from producers.gateway.tasks.foreground import Foreground, answered
@@ -93,7 +93,7 @@ class Whole:
     async def take(self, batch: Sequence[tuple[int, Event]]) -> None:
         outputs = OutputBatch()
         outputs.take(batch, self.n)
-        await made(outputs.weight, lambda: self.add(outputs))
+        await run_by_weight(outputs.weight, lambda: self.add(outputs))
 
     def add(self, batch_output: OutputBatch) -> None:
         self._ends += batch_output.ends.values()

@@ -40,9 +40,9 @@ from producers.gateway.openai.answer import (
     ChunkStream,
     OutputBatch,
     head,
-    made,
-    news,
+    output_batches,
     respond,
+    run_by_weight,
     weight,
 )
 from producers.gateway.openai.complete import Choice, Whole, whole_answer
@@ -64,7 +64,7 @@ _IDS: Final = {
     "items": {"type": "integer", "minimum": 0, "maximum": MAX_INT32},
 }
 PARAMETERS: Final = Parameters(
-    own={
+    endpoint_schemas={
         "prompt": {
             "description": "text, a list of texts, token ids, or a list of lists of token ids",
             "anyOf": [
@@ -137,18 +137,18 @@ class Completion:
         return [prompt if isinstance(prompt, str) else decoded[at] for at, prompt in enumerate(self.prompts)]
 
     async def _each(self, prompts: Mapping[int, P], work: Callable[[Sequence[P]], Awaitable[list[T]]]) -> dict[int, T]:
-        """Place -> result of `work` for each prompt. Its errors name the prompt's place."""
-        places = list(prompts)
+        """Returns index -> result of `work` for each prompt. Its errors name the prompt's index."""
+        indexes = list(prompts)
         try:
             results = await work(list(prompts.values()))
         except InvalidPrompt as error:
-            with self._words(places[error.at]).in_its_words():
+            with self._named_for(indexes[error.at]).in_its_words():
                 raise
-        return dict(zip(places, results, strict=True))
+        return dict(zip(indexes, results, strict=True))
 
     def _checked(self, card: Mapping[str, Any], at: int, task: Task, ids: tuple[int, ...] | None, usual: int) -> Task:
         """A task ready to submit. `ids`: the token ids of a text prompt, else None. `usual`: its output, if unsaid."""
-        with self._words(at).in_its_words():
+        with self._named_for(at).in_its_words():
             if ids is None and not self.prompts[at]:
                 ids = _beginning(card)
             if ids is not None:
@@ -188,9 +188,9 @@ class Completion:
         if self.echo and self.logprobs:
             fields["prompt_logprobs"] = self.text_request.fields["logprobs"]
         # The model's card says which token an empty text means; until then, a token that every model has.
-        return self._words(at).task([0] if prompt == "" else prompt, **fields)
+        return self._named_for(at).task([0] if prompt == "" else prompt, **fields)
 
-    def _words(self, at: int) -> TextRequest:
+    def _named_for(self, at: int) -> TextRequest:
         """The request, with the caller's names for the fields of the task of prompt `at`."""
         names = self.text_request.names | {"prompt_logprobs": "logprobs"}
         if len(self.prompts) > 1:
@@ -201,7 +201,7 @@ class Completion:
 def read_completion(body: Mapping[str, Any], tenant: str | None) -> Completion:
     """The completions request in a body. Raises Problem."""
     text_request = PARAMETERS.read(body, tenant)
-    text_request = formed(text_request, "response_format", text_request.own.get("response_format", TEXT))
+    text_request = formed(text_request, "response_format", text_request.endpoint_values.get("response_format", TEXT))
     n, best_of = text_request.fields.get("n", 1), text_request.fields.get("best_of")
     if text_request.stream and best_of is not None and best_of != n:
         raise invalid_value(
@@ -210,9 +210,9 @@ def read_completion(body: Mapping[str, Any], tenant: str | None) -> Completion:
         )
     return Completion(
         text_request,
-        _prompts(text_request.own["prompt"]),
-        flag(text_request.own, "echo"),
-        flag(text_request.own, "add_special_tokens", True),
+        _prompts(text_request.endpoint_values["prompt"]),
+        flag(text_request.endpoint_values, "echo"),
+        flag(text_request.endpoint_values, "add_special_tokens", True),
     )
 
 
@@ -251,7 +251,7 @@ class Echo:
         self.scored = tokenizer is not None
         self._tokens = tokens
         self._logprobs = None if tokenizer is None else PromptLogprobs(tokenizer, text)
-        self._given = 0
+        self._sent = 0
         self.arrays = Arrays(COMPLETION)
 
     @property
@@ -280,7 +280,7 @@ class Echo:
         lists = self._lists(part)
         last = part.first + len(part.token_ids) >= self._tokens
         end = len(self.text) if last or self._logprobs is None else self._logprobs.offset
-        text, self._given = self.text[self._given : end], end
+        text, self._sent = self.text[self._sent : end], end
         return echoed(text, lists)
 
     def _lists(self, part: Prompt) -> dict[str, list[Any]]:
@@ -307,8 +307,8 @@ async def create(request: Request) -> Response:
     body, tenant = await read_object(request, gateway.settings.max_body), tenant_of(request)
 
     def read() -> tuple[Completion, list[Task]]:
-        found = read_completion(body, tenant)
-        return found, found.tasks()
+        completion = read_completion(body, tenant)
+        return completion, completion.tasks()
 
     completion, tasks = await checked(request, read)
     text_request, work = completion.text_request, work_of(request)
@@ -410,15 +410,17 @@ class _Stream:
                 if echo.text and not echo.scored:
                     for chunk in self._of_all(number, echoed(echo.text, None)):
                         yield chunk
-            async with aclosing(news(foreground.events(), self._completion.n)) as batches:
+            async with aclosing(output_batches(foreground.events(), self._completion.n)) as batches:
                 async for batch in batches:
                     ends |= batch.ends
                     for number, parts in batch.prompts.items():
                         for part in parts:
-                            choice = await made(weight(part.logprobs), partial(self._echoes[number].choice, part))
+                            choice = await run_by_weight(
+                                weight(part.logprobs), partial(self._echoes[number].choice, part)
+                            )
                             for chunk in self._of_all(number, choice):
                                 yield chunk
-                    if batch.outputs and (chunk := await made(batch.weight, partial(self._of, batch))):
+                    if batch.outputs and (chunk := await run_by_weight(batch.weight, partial(self._of, batch))):
                         yield chunk
             if self._completion.text_request.include_usage:
                 yield self._chunks.usage(ends.values())

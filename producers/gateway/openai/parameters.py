@@ -88,12 +88,12 @@ OBFUSCATION: Final = "include_obfuscation"
 class TextRequest:
     """A request, checked as far as possible without its model.
 
-    `own`: the endpoint's own parameters. `fields`: the task's fields without the prompt. `names`: a task's field -> the
-    caller's name for it, where they differ.
+    `endpoint_values`: the endpoint's own parameters. `fields`: the task's fields without the prompt. `names`: a task's
+    field -> the caller's name for it, where they differ.
     """
 
     model: str
-    own: dict[str, Any]
+    endpoint_values: dict[str, Any]
     fields: dict[str, Any]
     names: dict[str, str]
     stream: bool
@@ -110,10 +110,10 @@ class TextRequest:
         except UnknownModel:
             raise
         except InvalidTask as error:
-            message, param = worded(self.names, str(error), error.param)
+            message, param = in_callers_names(self.names, str(error), error.param)
             raise InvalidTask(message, param=param, code=error.code) from None
         except Problem as error:
-            error.message, error.param = worded(self.names, error.message, error.param)
+            error.message, error.param = in_callers_names(self.names, error.message, error.param)
             raise
 
     def task(self, prompt: Any, **fields: Any) -> Task:
@@ -122,8 +122,8 @@ class TextRequest:
             return Task(**({"model": self.model, "prompt": prompt, "ttl": KEPT_S} | self.fields | fields))
 
 
-def worded(names: Mapping[str, str], message: str, param: str | None) -> tuple[str, str | None]:
-    """An error's message and parameter in the caller's words. `names`: a task's field -> the caller's name for it."""
+def in_callers_names(names: Mapping[str, str], message: str, param: str | None) -> tuple[str, str | None]:
+    """Returns an error's message and parameter in the caller's names. `names`: a task's field -> the caller's name."""
     for ours, theirs in names.items():
         if ours not in ("prompt", "messages"):
             message = re.sub(rf"\b{ours}\b", theirs, message)
@@ -136,11 +136,11 @@ def worded(names: Mapping[str, str], message: str, param: str | None) -> tuple[s
 class Parameters:
     """The parameters of an endpoint; a null one counts as missing.
 
-    `own`: the endpoint's own, with their JSON schemas. `renamed`: its parameter -> a task's field. `required`: the one
-    that must be given, beside the model.
+    `endpoint_schemas`: the endpoint's own, with their JSON schemas. `renamed`: its parameter -> a task's field.
+    `required`: the one that must be given, beside the model.
     """
 
-    own: Mapping[str, Mapping[str, Any]]
+    endpoint_schemas: Mapping[str, Mapping[str, Any]]
     renamed: dict[str, str]
     required: str
     same: Sequence[str] = SAME
@@ -154,7 +154,7 @@ class Parameters:
             "model": task["model"],
             **{name: {"type": _KINDS[kind], "description": "taken, and not used"} for name, kind in HINTS.items()},
             **{name: {"enum": [None, *nothing]} for name, nothing in self.not_offered.items()},
-            **self.own,
+            **self.endpoint_schemas,
             **{name: task[name] for name in self.same},
             **{name: task[ours] for name, ours in (OTHER_NAMES | self.renamed).items()},
             "seed": {"type": "integer", "minimum": MIN_SEED, "maximum": MAX_SEED},
@@ -208,7 +208,7 @@ class Parameters:
         include_usage = options.get("include_usage", False)
         return TextRequest(
             model=values["model"],
-            own={name: values[name] for name in self.own if name in values},
+            endpoint_values={name: values[name] for name in self.endpoint_schemas if name in values},
             fields=fields | {"tier": ours},
             names=dict.fromkeys(("prompt", "prompt_ids"), self.required) | theirs,
             stream=stream,
@@ -219,7 +219,16 @@ class Parameters:
         )
 
     def _check_known(self, values: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
-        offered = {"model", "stream", "stream_options", "service_tier", "seed", *self.same, *self.own, *renamed}
+        offered = {
+            "model",
+            "stream",
+            "stream_options",
+            "service_tier",
+            "seed",
+            *self.same,
+            *self.endpoint_schemas,
+            *renamed,
+        }
         recognised = {*offered, *HINTS, *self.not_offered}
         for name, value in values.items():
             if name not in recognised:

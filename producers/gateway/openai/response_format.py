@@ -15,7 +15,7 @@ from producers.gateway.openai.parameters import TextRequest, flag, refusal
 TEXT: Final = {"type": "text"}
 _NAME: Final = re.compile("[a-zA-Z0-9_-]{1,64}")
 #: Members that describe a schema.
-_ABOUT: Final = ("name", "description", "schema", "strict")
+_SCHEMA_MEMBERS: Final = ("name", "description", "schema", "strict")
 #: JSON schemas of the members that describe something.
 DESCRIBED: Final[dict[str, Any]] = {
     "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},
@@ -78,9 +78,9 @@ def schema_of(parameter: str, value: Any) -> dict[str, Any] | None:
         parameter, value = f"{parameter}.json_schema", value.get("json_schema")
         if not isinstance(value, dict):
             raise refusal(parameter, value, "an object with name and schema", code="invalid_type")
-        check_known(parameter, value, _ABOUT)
+        check_known(parameter, value, _SCHEMA_MEMBERS)
     else:
-        check_known(parameter, value, ("type", *_ABOUT))
+        check_known(parameter, value, ("type", *_SCHEMA_MEMBERS))
     return _schema(parameter, value)
 
 

@@ -31,7 +31,7 @@ _CHOICES: Final = ("none", "auto", "required")
 _NOTHING: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 _FUNCTION: Final = ("name", "description", "parameters", "strict")
 #: The parameters' JSON schemas.
-OWN: Final[dict[str, Any]] = {
+TOOL_PARAMETERS: Final[dict[str, Any]] = {
     "tools": {
         "type": "array",
         "maxItems": MAX_TOOLS,
@@ -54,18 +54,18 @@ OWN: Final[dict[str, Any]] = {
     "tool_choice": {"anyOf": [{"enum": list(_CHOICES)}, {"type": "object", "required": ["type", "function"]}]},
     "parallel_tool_calls": {"type": "boolean"},
 }
-#: Members of a schema for readers alone.
-_WORDS: Final = ("title", "description", "examples", "$comment")
+#: Members of a schema that only describe it.
+_ANNOTATIONS: Final = ("title", "description", "examples", "$comment")
 #: Members that have schemas by names of the caller's own.
 _BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """`place`: where it stands in the request. `parameters`: the JSON schema of its arguments. `strict`: whether that
-    must be followed to the letter."""
+    """A function that a model may call. `path`: its parameter in the request, such as `tools[0].function`.
+    `parameters`: the JSON schema of its arguments. `strict`: whether that must be followed to the letter."""
 
-    place: str
+    path: str
     name: str
     parameters: dict[str, Any]
     strict: bool
@@ -90,8 +90,8 @@ def read_tools(values: Mapping[str, Any]) -> Tools | None:
     tools = values.get("tools", [])
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise refusal("tools", tools, f"a list of at most {MAX_TOOLS} tools", code="invalid_type")
-    functions = [_function(f"tools[{at}]", one) for at, one in enumerate(tools)]
-    names = [one.name for one in functions]
+    functions = [_function(f"tools[{at}]", tool) for at, tool in enumerate(tools)]
+    names = [function.name for function in functions]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise refusal("tools", twice, "functions of different names")
     choice = values.get("tool_choice", "auto")
@@ -100,8 +100,8 @@ def read_tools(values: Mapping[str, Any]) -> Tools | None:
         return None
     if not functions:
         raise refusal("tool_choice", choice, "none or auto, unless there are tools")
-    chosen = [one for one in functions if named in (None, one.name)]
-    return Tools(_shown(tools), chosen, choice != "auto", many and named is None)
+    called = [function for function in functions if named in (None, function.name)]
+    return Tools(_shown(tools), called, choice != "auto", many and named is None)
 
 
 def _function(parameter: str, tool: Any) -> Function:
@@ -290,12 +290,12 @@ def _call(key: str, function: Function, judge: Judge) -> str:
 
 
 def _lean(schema: Any) -> Any:
-    """A schema without its words for readers, which a prompt has and a grammar has no use for."""
+    """Returns a schema without annotations, which a prompt has and a grammar has no use for."""
     if isinstance(schema, list):
         return [_lean(element) for element in schema]
     if not isinstance(schema, dict):
         return schema
-    return {name: _part(name, value) for name, value in schema.items() if name not in _WORDS}
+    return {name: _part(name, value) for name, value in schema.items() if name not in _ANNOTATIONS}
 
 
 def _part(name: str, value: Any) -> Any:
@@ -314,7 +314,7 @@ def _followed(function: Function, judge: Judge) -> dict[str, object]:
     except RequestError as error:
         if not function.strict and error.code != STOPPED:
             return {"type": "object"}
-        parameter = f"{function.place}.parameters"
+        parameter = f"{function.path}.parameters"
         raise InvalidTask(str(error).replace("json_schema", parameter), param=parameter, code=error.code) from None
     return function.parameters
 

@@ -107,7 +107,7 @@ async def follow_on_socket(websocket: WebSocket, task_id: str) -> None:
         await response_of(problem_of(error))(websocket.scope, websocket.receive, websocket.send)
         return
     await websocket.accept()
-    leaving = asyncio.create_task(_left(websocket, stop))
+    leaving = asyncio.create_task(_watch_client(websocket, stop))
     stall = gateway.settings.stall
     try:
         async with aclosing(handle.batches(start)) as batches:
@@ -160,7 +160,7 @@ async def _send(websocket: WebSocket, events: Sequence[tuple[str, str]], stall: 
             await websocket.send_text(f'{{"event":"{name}","data":{data}}}')
 
 
-async def _left(websocket: WebSocket, stop: Stop) -> None:
+async def _watch_client(websocket: WebSocket, stop: Stop) -> None:
     """Wait until the client has gone or says something, then set `stop`."""
     await websocket.receive()
     if not stop.done():

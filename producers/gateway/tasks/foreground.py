@@ -63,7 +63,7 @@ class Foreground:
         self._more = {**(more or {}), **marks(request)}
         self.ids: Final = ids or [str(uuid.uuid4()) for _ in tasks]
         self._open = set(self.ids)
-        self._held: list[str] = []
+        self._leased: list[str] = []
         self._entry = entry
         #: Whether an earlier request submitted some of them.
         self.replayed = False
@@ -72,7 +72,7 @@ class Foreground:
 
     @property
     def created(self) -> float:
-        """When they were asked for first (unix seconds)."""
+        """When the tasks were first requested (unix seconds)."""
         return time.time() if self._entry is None else self._entry.at / 1000
 
     async def submit(self) -> None:
@@ -83,7 +83,7 @@ class Foreground:
             self._tasks, self._more = entered.tasks, {**self._more, **entered.more}
             self.shortened = {} if entered.to is None else {"shortened_to": entered.to}
         await self._gateway.readers.enter(self.ids)
-        self._held = list(self.ids)
+        self._leased = list(self.ids)
         try:
             answers = await self._admitted()
             existing = {name for name, answer in zip(self.ids, answers, strict=True) if isinstance(answer, TaskExists)}
@@ -163,7 +163,7 @@ class Foreground:
                 warn_throttled(logger, "task %s of a caller who left is not cancelled yet: %s", name, error)
                 missed.add(name)
         self._open.clear()
-        leased, self._held = self._held, []
+        leased, self._leased = self._leased, []
         await self._gateway.readers.leave(leased, lapse=missed)
 
 
@@ -176,7 +176,7 @@ async def keyed(request: Request, gateway: Gateway, tasks: Sequence[Task]) -> Fo
     await gateway.forms.check(tasks[0], work_of(request, tasks[0].tenant))  # the others have the same form
     tasks = await gateway.accounts.sized(request, tasks)
     if idempotency.HEADER in request.headers:
-        for task in tasks:  # a request to be refused takes no key
+        for task in tasks:  # a refused request takes no key
             task.check((await resolve(request, gateway.client, task.model)).card)
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=tasks[0].tenant)
     if entry is None:

@@ -1,6 +1,6 @@
-"""What is the caller's: another tenant's things are answered exactly as unknown ones, after the same look at the store.
+"""Hides other tenants' objects: they are answered exactly as unknown ones, after the same look at the store.
 
-sees ─▶ one field of the thing's hash, its tenant ─▶ only then is the thing itself read
+sees ─▶ one field of the object's hash, its tenant ─▶ only then is the object itself read
 """
 
 from __future__ import annotations

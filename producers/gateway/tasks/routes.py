@@ -49,7 +49,7 @@ from producers.gateway.http.sse import watch
 from producers.gateway.http.streams import why_stopped
 from producers.gateway.tasks import outcome
 from producers.gateway.tasks.ownership import cancelled, owned, task_of
-from producers.gateway.tasks.submit import encoded, made, submitted
+from producers.gateway.tasks.submit import encoded, submitted, submitted_view
 from producers.gateway.tasks.views import Cancelled, Deleted, TaskList, TaskView, errors
 from producers.store.access.principal import Principal
 
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 _NAME: Final = {"type": "string", "minLength": 1, "maxLength": MAX_TENANT}
 _TIME: Final = {"type": "number", "minimum": 0, "maximum": 10**12}
 #: Parameter -> its JSON schema and what it says.
-_ABOUT: Final[dict[str, tuple[dict[str, Any], str]]] = {
+_QUERY: Final[dict[str, tuple[dict[str, Any], str]]] = {
     "status": ({"enum": list(get_args(Status))}, ""),
     "model": (_NAME, ""),
     "tier": ({"enum": list(keys.TIERS)}, ""),
@@ -83,7 +83,7 @@ _PAIRS: Final = {
 }
 #: The parameters for OpenAPI.
 LIST_PARAMETERS: Final[list[dict[str, Any]]] = [
-    *(query_schema(name, about, **schema) for name, (schema, about) in _ABOUT.items()),
+    *(query_schema(name, description, **schema) for name, (schema, description) in _QUERY.items()),
     {
         "name": "metadata",
         "in": "query",
@@ -110,13 +110,13 @@ ENDED: Final[dict[str, Any]] = {"model": TaskView, "description": "The task ende
 
 
 def read_query(request: Request, principal: Principal) -> Query:
-    """What the caller asks for, of what it may see.
+    """Returns the caller's query, restricted to tasks that it may see.
 
     Raises Problem or InvalidQuery, also for a parameter that does not exist or is given twice.
     """
-    query = query_parameters(request, _ABOUT, "metadata")
-    values: dict[str, Any] = {name: value for name, value in query.items() if name in _ABOUT}
-    metadata = {name[len("metadata[") : -1]: value for name, value in query.items() if name not in _ABOUT}
+    query = query_parameters(request, _QUERY, "metadata")
+    values: dict[str, Any] = {name: value for name, value in query.items() if name in _QUERY}
+    metadata = {name[len("metadata[") : -1]: value for name, value in query.items() if name not in _QUERY}
     for name in ("created_after", "created_before", "limit"):
         if name in values:
             values[name] = _read_number(name, values[name])
@@ -158,7 +158,7 @@ def _readable(record: Record) -> TaskView | None:
 
 
 def preferred_wait(headers: Headers) -> int | None:
-    """For how long (s) the answer is to wait. A preference that cannot be read is none, says the RFC."""
+    """Returns how long (s) the answer is to wait; None without a preference. The RFC says to ignore a bad one."""
     for part in ",".join(headers.getlist("prefer")).split(","):
         if match := _PREFERENCE.fullmatch(part):
             return min(int(match[1]), LONGEST_S)
@@ -166,8 +166,8 @@ def preferred_wait(headers: Headers) -> int | None:
 
 
 async def enter_wait(request: Request, gateway: Gateway) -> int | None:
-    """As `wished`; a request that waits is one of the gateway's streams from now on. Raises Problem where it has as
-    many as it takes, and as `Streams.enter`."""
+    """Returns the preferred wait, as `preferred_wait`. A request that waits is one of the gateway's streams from now
+    on. Raises Problem if the gateway has no room for it, and as `Streams.enter`."""
     seconds = preferred_wait(request.headers)
     if seconds is not None:
         await gateway.streams.enter(request.scope, "answer")
@@ -175,7 +175,7 @@ async def enter_wait(request: Request, gateway: Gateway) -> int | None:
 
 
 def wait_headers(seconds: int | None) -> dict[str, str]:
-    """The headers that say for how long the answer was to wait."""
+    """Returns the headers that name the wait that was applied."""
     return {} if seconds is None else {"preference-applied": f"wait={seconds}"}
 
 
@@ -318,7 +318,7 @@ async def _accepted(request: Request, task: Task, more: Mapping[str, str | int],
                 answer.headers.update(headers)
                 return answer
     view = (
-        made(task_id, task, more, getattr(request.state, "shortened_to", None))
+        submitted_view(task_id, task, more, getattr(request.state, "shortened_to", None))
         if record is None
         else TaskView.of(record)
     )

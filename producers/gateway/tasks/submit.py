@@ -75,8 +75,10 @@ async def submitted(
     return task_id, None
 
 
-def made(task_id: str, task: Task, more: Mapping[str, str | int], shortened_to: int | None = None) -> TaskView:
-    """The view of a task that was just submitted. `shortened_to`: output tokens that overload has left it."""
+def submitted_view(
+    task_id: str, task: Task, more: Mapping[str, str | int], shortened_to: int | None = None
+) -> TaskView:
+    """Returns the view of a task that was just submitted. `shortened_to`: output tokens to which overload cut it."""
     fields: dict[str, Any] = {
         "tenant": task.tenant,
         "order_key": task.order_key,

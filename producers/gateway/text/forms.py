@@ -41,14 +41,15 @@ TURN_S: Final = 10.0
 
 @dataclass(slots=True)
 class _Turn:
-    """A tenant's turn. `wanted`: the number of its requests that have it or wait for it."""
+    """A tenant's turn. `requests`: the number of its requests that have it or wait for it."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    wanted: int = 0
+    requests: int = 0
 
 
 class Forms:
-    """Judges the forms of tasks. Use it from one event loop, but for `known` and `check_now`; `close` it after use."""
+    """Judges the forms of tasks. Use it from one event loop, but for `needs_no_trial` and `check_now`.
+    Call `close` after use."""
 
     def __init__(self, trials: Trials | None = None) -> None:
         #: Where llguidance is not installed, the worker alone judges.
@@ -67,7 +68,7 @@ class Forms:
         except RequestError as error:
             raise _invalid(error) from None
 
-    def known(self, task: Task) -> bool:
+    def needs_no_trial(self, task: Task) -> bool:
         """Whether `check_now` needs no trial. Raises InvalidTask for a form of too many parts."""
         form = _form(task)
         return form is None or not self._installed or self._trials.is_judged(*form)
@@ -91,14 +92,14 @@ class Forms:
             return await in_thread(judging, self._trials.check)
         tenant = work.tenant
         turn = self._turns.setdefault(tenant, _Turn())
-        if turn.wanted > WAITING:
+        if turn.requests > WAITING:
             raise _busy(f"{WAITING} requests of this tenant with large or unusual forms wait already")
-        turn.wanted += 1
+        turn.requests += 1
         work.done = True
-        taken = asyncio.create_task(self._in_turn(tenant, turn, forms[0][0], judging))
+        judged = asyncio.create_task(self._in_turn(tenant, turn, forms[0][0], judging))
         # A caller who leaves does not end the turn: the work goes on until its limits.
-        taken.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await asyncio.shield(taken)
+        judged.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(judged)
 
     async def _in_turn(self, tenant: str, turn: _Turn, name: str, judging: Callable[[Judge], T]) -> T:
         given_up = threading.Event()
@@ -116,8 +117,8 @@ class Forms:
         except (TimeoutError, ExecutorBusy):
             raise _busy(f"others' forms took longer than {PATIENCE_S:g} s") from None
         finally:
-            turn.wanted -= 1
-            if not turn.wanted:
+            turn.requests -= 1
+            if not turn.requests:
                 del self._turns[tenant]
 
     def _judge(self, given_up: threading.Event, name: str, text: str) -> None:

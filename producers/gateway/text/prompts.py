@@ -173,13 +173,13 @@ class _Encoder:
 
     async def each(self, prompts: Sequence[P], do: Callable[[Tokenizer, P], T], work: Work) -> list[T]:
         given_up = threading.Event()
-        turn: dict[str, Any] = {"tenant": work.tenant, "most": WAITING, "patience": PATIENCE_S, "limit": LIMIT_S}
-        with _told(work, "this model's tokenizer", WAITING, PATIENCE_S):
+        turn: dict[str, Any] = {"tenant": work.tenant, "max_jobs": WAITING, "patience": PATIENCE_S, "limit": LIMIT_S}
+        with _translated_errors(work, "this model's tokenizer", WAITING, PATIENCE_S):
             try:
                 return await self._executor.run(partial(self._each, prompts, do, given_up), **turn)
             except TimeoutError:
                 raise InvalidTask(
-                    f"the model's tokenizer was not done with {_what(len(prompts))} within {LIMIT_S:g} s",
+                    f"the model's tokenizer was not done with {_described(len(prompts))} within {LIMIT_S:g} s",
                     param="prompt",
                 ) from None
             finally:
@@ -240,20 +240,20 @@ class _LargeTexts:
         def read() -> bytes:
             return asyncio.run_coroutine_threadsafe(self._read(card), loop).result()
 
-        turn: dict[str, Any] = {"tenant": work.tenant, "most": WAITING_LARGE, "patience": PATIENCE_LARGE_S}
-        with _told(work, "the tokenizer of large texts", WAITING_LARGE, PATIENCE_LARGE_S):
+        turn: dict[str, Any] = {"tenant": work.tenant, "max_jobs": WAITING_LARGE, "patience": PATIENCE_LARGE_S}
+        with _translated_errors(work, "the tokenizer of large texts", WAITING_LARGE, PATIENCE_LARGE_S):
             try:
                 return await self._executor.run_killable(
                     partial(self._work, do, _digest(card), work.tenant, read, request),
                     partial(self._kill, request),
-                    work.left,
+                    work.caller_left,
                     **turn,
                 )
             except CallerLeft:
                 raise Problem(CLIENT_LEFT, "The client left before its text was read.", code="client_left") from None
             except Stopped as error:
                 raise InvalidTask(
-                    f"the model's tokenizer was stopped on {_what(count)}: {error}",
+                    f"the model's tokenizer was stopped on {_described(count)}: {error}",
                     param="prompt",
                     code="tokenizer_stopped",
                 ) from None
@@ -335,15 +335,15 @@ class _LargeTexts:
 
 @dataclass(slots=True)
 class _Request:
-    """One request's large texts. `process`: what works on them now. `given_up`: nobody waits for them."""
+    """One request's large texts. `process`: the process that works on them now. `given_up`: nobody waits for them."""
 
     process: _Process | None = None
     given_up: bool = False
 
 
 @contextmanager
-def _told(work: Work, subject: str, waiting: int, patience_s: float) -> Iterator[None]:
-    """Errors of an executor become the caller's. Work that began is noted as done."""
+def _translated_errors(work: Work, subject: str, waiting: int, patience_s: float) -> Iterator[None]:
+    """Translate errors of an executor into those that callers see. Work that began is noted as done."""
     try:
         yield
     except ExecutorFull:
@@ -366,7 +366,7 @@ def _digest(card: Mapping[str, Any]) -> str:
     return digest
 
 
-def _what(count: int) -> str:
+def _described(count: int) -> str:
     return "the prompt" if count == 1 else f"the {count} prompts"
 
 

@@ -101,10 +101,10 @@ class _Renderer:
     async def render(self, messages: Sequence[dict[str, Any]], work: Work, large: bool, /, **options: Any) -> str:
         template, executor = self._large if large else self._small
         render = partial(template.render, messages, **options)
-        turn: dict[str, Any] = {"tenant": work.tenant, "most": WAITING, "patience": PATIENCE_S}
+        turn: dict[str, Any] = {"tenant": work.tenant, "max_jobs": WAITING, "patience": PATIENCE_S}
         try:
             if large:
-                text = await executor.run_killable(render, template.kill, work.left, **turn)
+                text = await executor.run_killable(render, template.kill, work.caller_left, **turn)
             else:
                 text = await executor.run(render, **turn)
         except ExecutorFull:

@@ -119,9 +119,9 @@ async def test_where_too_much_waits_whoever_has_most_of_it_is_refused() -> None:
     seen: list[str] = []
 
     def ask(tenant: str) -> asyncio.Task[None]:
-        return asyncio.create_task(executor.run(lambda: seen.append(tenant), tenant=tenant, most=5))
+        return asyncio.create_task(executor.run(lambda: seen.append(tenant), tenant=tenant, max_jobs=5))
 
-    held = asyncio.create_task(executor.run(go.wait, tenant="greedy", most=5))
+    held = asyncio.create_task(executor.run(go.wait, tenant="greedy", max_jobs=5))
     await asyncio.sleep(0)
     greedy = [ask("greedy") for _ in range(6)]
     await asyncio.sleep(0)

@@ -59,7 +59,7 @@ class Loop:
 
     def asks(self, caller: str, probes: bool = False) -> Share:
         if not probes:
-            self.fair.seen(caller, self.now)
+            self.fair.note_request(caller, self.now)
         return self.fair.of(caller)
 
     def looks(self, seconds: float = 2, uses: Mapping[str, float] = NOTHING, **shown: float) -> Loop:
@@ -144,7 +144,7 @@ def test_callers_are_not_told_apart_without_bound() -> None:
 def test_addresses_do_not_make_the_part_of_a_tenant_small() -> None:
     loop = Loop(*map(str, range(300)))
     for tenant in ("acme", "other"):
-        loop.fair.seen(("tenant", tenant), loop.now)
+        loop.fair.note_request(("tenant", tenant), loop.now)
     loop.shares["acme"] = loop.fair.of(("tenant", "acme"))
     assert loop.looks(5, uses={"acme": 0.5}, **LATE).fair.cap == SHARED
     flood = dict.fromkeys(map(str, range(300)), 0.01)

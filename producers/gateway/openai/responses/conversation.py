@@ -104,11 +104,13 @@ async def fitted(
         if response_request.previous is not None:
             work.size = None  # the body is not all of it
 
-        def left(at: int) -> list[Item]:
+        def from_start(at: int) -> list[Item]:
             return [*items[:stay], *items[starts[at] :]]
 
         async def filled(at: int) -> Task:
-            full = task.model_copy(update={"prompt": await _prompt(gateway, card, response_request, left(at), work)})
+            full = task.model_copy(
+                update={"prompt": await _prompt(gateway, card, response_request, from_start(at), work)}
+            )
             full.check(card)
             if full.max_tokens is None and at < len(starts) - 1:
                 full.model_copy(update={"max_tokens": int(card["context_length"]) // ROOM}).check(card)
@@ -116,7 +118,7 @@ async def fitted(
 
         first = 0 if len(starts) == 1 else _first_of_size(response_request, items, stay, starts)
         full, at = await _first_that_fits(filled, first, len(starts))
-        return full, left(at)
+        return full, from_start(at)
 
 
 def _first_of_size(response_request: ResponseRequest, items: Sequence[Item], stay: int, starts: Sequence[int]) -> int:

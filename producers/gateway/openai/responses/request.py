@@ -68,7 +68,7 @@ INCLUDABLE: Final = (
 )
 TRUNCATIONS: Final = ("auto", "disabled")
 PARAMETERS: Final = Parameters(
-    own={
+    endpoint_schemas={
         "input": INPUT,
         "instructions": {"type": "string"},
         "previous_response_id": {"type": "string"},
@@ -247,7 +247,7 @@ class ResponseRequest:
 def read_response(body: Mapping[str, Any], tenant: str | None) -> ResponseRequest:
     """The request in a body. Raises Problem and InvalidTask."""
     text_request = PARAMETERS.read(body, tenant)
-    values = text_request.own
+    values = text_request.endpoint_values
     background, store = flag(values, "background"), flag(values, "store", True)
     if background and not store:
         raise invalid_value(

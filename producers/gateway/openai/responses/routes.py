@@ -37,7 +37,7 @@ from producers.gateway.openai.responses.request import (
     included,
     read_response,
 )
-from producers.gateway.openai.responses.view import PREFIX, Output, ResponseMetadata, ResponseStream, Story
+from producers.gateway.openai.responses.view import PREFIX, EventWriter, Output, ResponseMetadata, ResponseStream
 from producers.gateway.tasks import outcome
 from producers.gateway.tasks.foreground import Foreground, answered
 from producers.gateway.tasks.ownership import cancelled
@@ -58,7 +58,7 @@ RESPONSE: Final = {
 }
 _JSON: Final = {"application/json": {"schema": RESPONSE}}
 _BOTH: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {**_JSON, "text/event-stream": {}}}}
-_ONE: Final = {200: {"content": _JSON}, **errors(404)}
+_ANSWERS: Final = {200: {"content": _JSON}, **errors(404)}
 #: Most items in one page, and how many unless asked.
 MAX_PAGE, PAGE = 100, 20
 #: Largest sequence number that is taken.
@@ -146,20 +146,20 @@ async def retrieve(request: Request, response_id: str, after: Annotated[int | No
     gateway = gateway_of(request)
     if after is not None:
         await gateway.streams.enter(request.scope, "events")
-    handle, record, metadata = await _found(request, response_id)
+    handle, record, metadata = await _stored_response(request, response_id)
     if after is None:
         return await answer(gateway, handle, record, metadata)
     scorer = await scorer_of(gateway, record)
-    return ResponseStream(Story(metadata, Output(scorer), after), handle, gateway)
+    return ResponseStream(EventWriter(metadata, Output(scorer), after), handle, gateway)
 
 
 @router.post(
-    "/{response_id}/cancel", dependencies=CANCELS, response_class=JSONResponse, response_model=None, responses=_ONE
+    "/{response_id}/cancel", dependencies=CANCELS, response_class=JSONResponse, response_model=None, responses=_ANSWERS
 )
 async def cancel(request: Request, response_id: str) -> Response:
     """Cancel a response, and answer with it. One that has ended stays as it is."""
     gateway = gateway_of(request)
-    handle, _, metadata = await _found(request, response_id)
+    handle, _, metadata = await _stored_response(request, response_id)
     _, record = await cancelled(handle)
     if record.final and not principal_of(request).may("read"):
         return JSONResponse(metadata.ended(record) | {"output": []})
@@ -171,11 +171,11 @@ async def cancel(request: Request, response_id: str) -> Response:
     dependencies=CANCELS,
     response_class=JSONResponse,
     response_model=None,
-    responses={**_ONE, 200: {}},
+    responses={**_ANSWERS, 200: {}},
 )
 async def delete(request: Request, response_id: str) -> Response:
     """Delete a response and all that is stored of it; one that has not ended is cancelled."""
-    handle, _, _ = await _found(request, response_id)
+    handle, _, _ = await _stored_response(request, response_id)
     with suppress(TaskNotFound):  # another request deletes it at the same time
         await handle.delete()
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
@@ -196,11 +196,11 @@ async def input_items(
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="most items")] = PAGE,
 ) -> Response:
     """The items that a response was made from: those of the responses before it, and its own."""
-    _, _, metadata = await _found(request, response_id)
+    _, _, metadata = await _stored_response(request, response_id)
     return JSONResponse(item_page(metadata.items, order, after, limit))
 
 
-async def _found(request: Request, response_id: str) -> tuple[AsyncHandle, Record, ResponseMetadata]:
+async def _stored_response(request: Request, response_id: str) -> tuple[AsyncHandle, Record, ResponseMetadata]:
     """A stored response of the caller. Raises Problem, redis.exceptions.RedisError or OSError."""
     stored = await conversation.find(request, response_id)
     if stored is None:
@@ -259,7 +259,7 @@ async def _background(
         return await _again(gateway, response_request, earlier)
     metadata = ResponseMetadata.of(task_id, more["response"])
     if response_request.text_request.stream:
-        return ResponseStream(Story(metadata, output), gateway.client.get(task_id), gateway)
+        return ResponseStream(EventWriter(metadata, output), gateway.client.get(task_id), gateway)
     return opened(metadata, "queued")
 
 
@@ -287,7 +287,7 @@ async def _foreground(
         kept = (await original(gateway, name)).fields["response"] if foreground.replayed else more["response"]
         metadata = ResponseMetadata.of(name, kept)
         if response_request.text_request.stream:
-            return ResponseStream(Story(metadata, output), gateway.client.get(name), gateway, foreground)
+            return ResponseStream(EventWriter(metadata, output), gateway.client.get(name), gateway, foreground)
         return await waited(request, gateway, metadata, foreground)
 
     return await respond(response_request.text_request, foreground, answer)
@@ -298,7 +298,7 @@ async def _again(gateway: Gateway, response_request: ResponseRequest, record: Re
     handle, metadata = gateway.client.get(record.id), ResponseMetadata.of(record.id, record.fields["response"])
     response: Response
     if response_request.text_request.stream:
-        response = ResponseStream(Story(metadata, Output(await scorer_of(gateway, record))), handle, gateway)
+        response = ResponseStream(EventWriter(metadata, Output(await scorer_of(gateway, record))), handle, gateway)
     else:
         response = await answer(gateway, handle, record, metadata)
     response.headers.update(idempotency.REPLAYED)

@@ -32,9 +32,9 @@ from producers.errors import TaskNotFound
 from producers.gateway.context import Gateway
 from producers.gateway.http.errors import Problem, problem_of
 from producers.gateway.http.sse import LiveStream
-from producers.gateway.openai.answer import made, weight
+from producers.gateway.openai.answer import run_by_weight, weight
 from producers.gateway.openai.logprobs import ChatLogprobs
-from producers.gateway.openai.parameters import worded
+from producers.gateway.openai.parameters import in_callers_names
 from producers.gateway.openai.responses.request import NAMES, Item
 from producers.gateway.tasks.foreground import Foreground, stopping
 
@@ -181,7 +181,7 @@ def _error(record: Record) -> dict[str, Any] | None:
     error = record.json("error")
     if not error:
         return None
-    message, param = worded(NAMES, error["message"], error.get("param"))
+    message, param = in_callers_names(NAMES, error["message"], error.get("param"))
     return {"code": error["code"], "message": message, "param": param}
 
 
@@ -197,15 +197,16 @@ def _usage(record: Record) -> dict[str, Any]:
     }
 
 
-class Story:
-    """One telling. `after`: the last `sequence_number` that the reader has; -1: none. `number`: the next one."""
+class EventWriter:
+    """Writes the events of a response. `after`: the last `sequence_number` that the reader has; -1: none. `number`: the
+    next one."""
 
     def __init__(self, metadata: ResponseMetadata, output: Output, after: int = -1) -> None:
         self.metadata = metadata
         self.output = output
         self.after = after
         self.number = 0
-        self._place = f'"item_id": "{metadata.item_id}", "output_index": 0, "content_index": 0'
+        self._part_fields = f'"item_id": "{metadata.item_id}", "output_index": 0, "content_index": 0'
 
     def opening(self) -> bytes:
         """The events before the first entry of the stream."""
@@ -213,7 +214,7 @@ class Story:
         response = f'"response": {json.dumps(self.metadata.open(status))}'
         return self._event("response.created", response) + self._event(f"response.{status}", response)
 
-    def told(self, events: Iterable[Event]) -> bytes:
+    def deltas(self, events: Iterable[Event]) -> bytes:
         """The events for entries of the stream, without its end."""
         return b"".join(self._token(event) for event in events if isinstance(event, Token))
 
@@ -226,13 +227,13 @@ class Story:
                 yield self._begin()
             yield self._event(
                 "response.output_text.done",
-                f'{self._place}, "text": "',
+                f'{self._part_fields}, "text": "',
                 output.text,
                 '", "logprobs": [',
                 output.logprobs,
                 "]",
             )
-            yield self._event("response.content_part.done", f'{self._place}, "part": ', *output.part())
+            yield self._event("response.content_part.done", f'{self._part_fields}, "part": ', *output.part())
             yield self._event(
                 "response.output_item.done", '"output_index": 0, "item": ', *output.item(metadata, status)
             )
@@ -243,7 +244,7 @@ class Story:
         text, logprobs = self.output.add(token)
         if not text and token.logprobs is None:
             return begin
-        delta = f'{self._place}, "delta": "{text}", "logprobs": [{logprobs}]'
+        delta = f'{self._part_fields}, "delta": "{text}", "logprobs": [{logprobs}]'
         return begin + self._event("response.output_text.delta", delta)
 
     def _begin(self) -> bytes:
@@ -253,7 +254,7 @@ class Story:
             began = self._event("response.in_progress", f'"response": {json.dumps(self.metadata.open("in_progress"))}')
         item = opened_item(self.metadata.item_id, "in_progress")
         began += self._event("response.output_item.added", f'"output_index": 0, "item": {item}')
-        return began + self._event("response.content_part.added", f'{self._place}, "part": {EMPTY_PART}')
+        return began + self._event("response.content_part.added", f'{self._part_fields}, "part": {EMPTY_PART}')
 
     def _event(self, kind: str, *fields: str | bytes | bytearray) -> bytes:
         """One event's lines, or nothing if the reader has it. `fields`: the JSON of its other fields, in pieces."""
@@ -272,16 +273,16 @@ class ResponseStream(LiveStream):
     """
 
     def __init__(
-        self, story: Story, handle: AsyncHandle, gateway: Gateway, foreground: Foreground | None = None
+        self, writer: EventWriter, handle: AsyncHandle, gateway: Gateway, foreground: Foreground | None = None
     ) -> None:
         batches = handle.batches() if foreground is None else foreground.only()
         settings = gateway.settings
         super().__init__(
             self._frames(batches, handle), gateway.streams, heartbeat=settings.heartbeat, stall=settings.stall
         )
-        self._story = story
+        self._writer = writer
         self._foreground = foreground
-        self._told = story.after
+        self._last_sent = writer.after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -304,29 +305,29 @@ class ResponseStream(LiveStream):
     def broken(self, error: Exception) -> bytes:
         problem = problem_of(error)
         problem_fields = {"code": problem.code, "message": problem.message, "param": problem.param}
-        event = {"type": "error", "sequence_number": self._told, **problem_fields}
+        event = {"type": "error", "sequence_number": self._last_sent, **problem_fields}
         return f"event: error\ndata: {json.dumps(event)}\n\n".encode()
 
     async def _frames(self, batches: AsyncGenerator[list[Event]], handle: AsyncHandle) -> AsyncGenerator[bytes]:
         async with aclosing(self._events(batches, handle)) as chunks:
             try:
                 async for chunk in chunks:
-                    number = self._story.number - 1
+                    number = self._writer.number - 1
                     if chunk:
                         yield chunk
-                        self._told = max(self._told, number)
+                        self._last_sent = max(self._last_sent, number)
             except TaskNotFound:
                 raise Problem(404, "The response was deleted.", code="response_not_found") from None
 
     async def _events(self, batches: AsyncGenerator[list[Event]], handle: AsyncHandle) -> AsyncGenerator[bytes]:
-        story = self._story
-        yield story.opening()
+        writer = self._writer
+        yield writer.opening()
         async with aclosing(batches):
             async for events in batches:
                 effort = weight(event.logprobs for event in events if isinstance(event, Token))
-                yield await made(effort, partial(story.told, events))
+                yield await run_by_weight(effort, partial(writer.deltas, events))
                 if isinstance(events[-1], End):
                     record = await handle.status()
-                    for event in story.end(record):
+                    for event in writer.end(record):
                         yield event
                     return

@@ -28,7 +28,7 @@ def codes_of(path: Path) -> set[str]:
     if path.suffix == ".lua":
         return set(re.findall(r'"code":"(\w+)"', source))
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)) if re.search("code|CODES|FAULTS|SAID|error_json", source) else ():
+    for node in ast.walk(ast.parse(source)) if re.search("code|CODES|FAULTS|QUEUE_FULL|error_json", source) else ():
         for value in values(node):
             found |= {one.value for one in ast.walk(value) if isinstance(one, ast.Constant) and one.value is not None}
     return {code for code in found if isinstance(code, str) and re.fullmatch("[a-z][a-z0-9_]+", code)}
@@ -47,7 +47,7 @@ def values(node: ast.AST) -> Iterator[ast.expr]:
             yield from (key for key in keys if key is not None)
         case ast.AnnAssign(target=ast.Name(id="CODES"), value=ast.Dict(values=found)):
             yield from found
-        case ast.AnnAssign(target=ast.Name(id="SAID"), value=ast.Dict(values=found)):
+        case ast.AnnAssign(target=ast.Name(id="QUEUE_FULL"), value=ast.Dict(values=found)):
             yield from (said.elts[0] for said in found if isinstance(said, ast.Tuple))
         case ast.Dict(keys=keys, values=found):
             for key, value in zip(keys, found, strict=True):

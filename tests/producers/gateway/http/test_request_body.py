@@ -142,7 +142,7 @@ def test_large_bodies_that_do_not_end_are_bounded(open_door: Open, model: str, m
     head = b"POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
     with socket.create_connection(("127.0.0.1", door.port), timeout=60) as first:
         first.sendall(head + b" " * 200_000)
-        assert until(lambda: room._held.total() == 200_000)
+        assert until(lambda: room._reserved.total() == 200_000)
         with socket.create_connection(("127.0.0.1", door.port), timeout=60) as second:
             second.sendall(head + b" " * 200_000)
             answer = b""
@@ -153,14 +153,14 @@ def test_large_bodies_that_do_not_end_are_bounded(open_door: Open, model: str, m
             assert b"body_busy" in answer
         small = httpx.post(f"{door.url}/v1/tasks", json={"model": model, "prompt": "x"}, timeout=60)
         assert small.status_code == 202
-    assert until(lambda: room._held.total() == 0)
+    assert until(lambda: room._reserved.total() == 0)
     large = json.dumps({"model": model, "prompt": "x"}).encode().ljust(200_000)
     answers = [
         httpx.post(f"{door.url}/v1/tasks", content=large, headers={"content-type": "application/json"}, timeout=60)
         for _ in range(3)
     ]
     assert [one.status_code for one in answers] == [202] * 3
-    assert room._held.total() == 0
+    assert room._reserved.total() == 0
 
 
 @pytest.fixture

@@ -180,7 +180,7 @@ def test_bodies_that_come_in_from_an_ipv6_host_are_of_one_address(
     head = b"POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 90000\r\n"
     with socket.create_connection(("127.0.0.1", door.port), timeout=60) as slow:
         slow.sendall(head + b"X-Forwarded-For: 2001:db8:0:1::1\r\n\r\n" + b" " * 80_000)
-        until(lambda: door.app.state.gateway.body_room._held.total() >= 80_000)
+        until(lambda: door.app.state.gateway.body_room._reserved.total() >= 80_000)
         large = json.dumps(TASK).encode().ljust(80_000)
         statuses = [
             door.http.post("/v1/tasks", content=large, headers={"content-type": "application/json"} | whose).status_code

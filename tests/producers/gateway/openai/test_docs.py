@@ -25,7 +25,7 @@ def test_limits_are_those_of_a_task(name: str) -> None:
 
 
 NAMED = [
-    *(name for one in (CHAT, COMPLETIONS) for name in (*one.own, *one.renamed)),
+    *(name for one in (CHAT, COMPLETIONS) for name in (*one.endpoint_schemas, *one.renamed)),
     *(*parameters.HINTS, *parameters.NOT_OFFERED, *parameters.SERVICE_TIERS, "seed"),
     *(f"stream_options.{name}" for name in parameters.STREAM_OPTIONS if name != "include_obfuscation"),
 ]
@@ -36,7 +36,7 @@ def test_every_parameter_is_named(name: str) -> None:
     assert f"`{name}`" in PAGE
 
 
-@pytest.mark.parametrize("name", [*TAKEN.own, *TAKEN.renamed, *TAKEN.not_offered])
+@pytest.mark.parametrize("name", [*TAKEN.endpoint_schemas, *TAKEN.renamed, *TAKEN.not_offered])
 def test_every_parameter_of_responses_is_named(name: str) -> None:
     assert f"`{name}`" in RESPONSES
 

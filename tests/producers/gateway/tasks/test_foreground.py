@@ -32,7 +32,7 @@ async def test_callers_who_leave_a_full_store_make_one_line_and_their_leases_lap
         for caller in range(50):
             work: Any = object.__new__(Foreground)
             work._gateway, work._entry = gateway, None
-            work._open, work._held = {f"t{caller:02}"}, [f"t{caller:02}"]
+            work._open, work._leased = {f"t{caller:02}"}, [f"t{caller:02}"]
             await work.close()
     assert lapsed == [f"t{caller:02}" for caller in range(50)]
     (line,) = [record.getMessage() for record in caplog.records]
