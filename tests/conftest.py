@@ -25,6 +25,9 @@ pytest_plugins = ["tests.loopback_only"]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# huggingface_hub would ask its makers' hub for a list of programs that may have started it.
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
 # httpx reads all authorities' certificates for each client, which takes 50 ms. Nobody here speaks TLS: there are none.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)

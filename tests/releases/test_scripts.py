@@ -157,7 +157,7 @@ class Leveled(Memory):
         self.need = levels.split(source)[1]
         return super().adopt(source, target)
 
-    def _one_lives(self, takers: Any) -> bool:
+    def _any_lives(self, takers: Any) -> bool:
         return any(p in takers and self.lives(inc) and self.level(inc) >= self.need for inc, p in self.listed.items())
 
 

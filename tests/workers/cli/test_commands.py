@@ -122,7 +122,7 @@ def test_each_command_is_found_in_the_module_that_is_said_to_add_it() -> None:
         (("worker", "--broker", "redis://127.0.0.1:1/0", "--model", "tiny", "--log-level", "loud"), "--log-level"),
         (("gateway", "--broker", "amqp://x", "--port", "0"), "a broker's URL begins with redis://"),
         (("gateway", "--broker", "redis://x/one", "--port", "0"), "'one' is not the number of a database"),
-        (("gateway", "--broker", "redis://x", "--host", "256.1.1.1"), "cannot listen on 256.1.1.1 port 8000"),
+        (("gateway", "--broker", "redis://x", "--host", "192.0.2.1"), "cannot listen on 192.0.2.1 port 8000"),
         (("sweeper", "--broker", "amqp://x"), "a broker's URL begins with redis://"),
         (("gateway", "--broker", "sqs://eu-west-1", "--port", "0"), "--store or STORE_URL"),
         (("worker", "--broker", "sqs://eu-west-1", "--model", "tiny"), "sqs://eu-west-1 carries messages alone"),
@@ -131,7 +131,7 @@ def test_each_command_is_found_in_the_module_that_is_said_to_add_it() -> None:
         (("up", "--store", "redis://x"), "--store needs --broker"),
         (("up", "--model", "nowhere/at/all", "--port", "0"), "no model 'nowhere/at/all'"),
         (("up", "--model", "tiny", "--model", "tiny", "--port", "0"), "two models are named 'tiny'"),
-        (("up", "--host", "256.1.1.1"), "choose another address with --host"),
+        (("up", "--host", "192.0.2.1"), "choose another address with --host"),
         (("up", "--workers", "0"), "greater than or equal to 1"),
     ],
 )

@@ -83,6 +83,6 @@ def test_each_kind_of_source_is_read() -> None:
     assert "engine_error" in codes_of(ROOT / "workers" / "flow" / "batch.py")
     assert "kv_capacity_exceeded" in codes_of(ROOT / "engine" / "scheduling" / "limits.py")
     assert {"invalid_type", "invalid_value", "missing_parameter"} <= codes_of(
-        ROOT / "producers" / "contract" / "task" / "fields.py"
+        ROOT / "producers" / "contract" / "task.py"
     )
     assert "failed" in codes_of(ROOT / "producers" / "gateway" / "tasks" / "foreground.py")
