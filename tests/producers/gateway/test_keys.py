@@ -235,5 +235,5 @@ def test_a_key_that_comes_for_the_first_time_is_one_caller_and_not_two(
     door = open_door(auth="keys")
     fair = door.app.state.fair_share
     assert httpx.get(f"{door.url}/v1/models", headers=as_caller(make("acme")), timeout=60).status_code == 200
-    assert until(lambda: fair.of(("tenant", "acme")).seen > 0)
-    assert fair.of("127.0.0.1").seen < 0
+    assert until(lambda: fair.of(("tenant", "acme")).last_request_at > 0)
+    assert fair.of("127.0.0.1").last_request_at < 0
