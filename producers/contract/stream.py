@@ -39,10 +39,8 @@ _ENCODER: Final = json.JSONEncoder(separators=(",", ":"))
 LEVEL: Final = 6
 TIMES = ("created", "queued", "started", "first", "finished")
 
-
 #: Encodes a string as JSON with the fewest escapes.
 quote: Final = encode_basestring
-
 
 #: A token's logprob, then the alternatives: (logprob, ((token id, logprob), ...)).
 Logprobs = tuple[float, tuple[tuple[int, float], ...]]

@@ -184,54 +184,22 @@ def sampling(name: str, description: str = "") -> Any:
 
 
 Tier = Literal["priority", "default", "flex", "batch"]
-
-
 Count = Annotated[int, Field(ge=0, le=MAX_INT32)]
-
-
 Text = Annotated[str, StringConstraints(min_length=1, max_length=_STOPS.longest)]
-
-
 Texts = Annotated[tuple[Text, ...], FailFast(), BeforeValidator(as_tuple, json_schema_input_type=list[Text])]
-
-
 Ids = Annotated[tuple[Count, ...], FailFast(), BeforeValidator(as_tuple, json_schema_input_type=list[Count])]
-
-
 Bias = Annotated[float, Field(ge=-_BIASES.reach, le=_BIASES.reach)]
-
-
 Biases = Annotated[dict[Count, Bias], BeforeValidator(_biases, json_schema_input_type=dict[str, Bias])]
-
-
 Schema = Annotated[dict[str, Any], _bounded("json_schema")]
-
-
 Regex = Annotated[str, _bounded("regex")]
-
-
 Lark = Annotated[str, _bounded("grammar")]
-
-
 Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE)]
-
-
 MessageList = Annotated[list[Message], Field(min_length=1)]
-
-
 Messages = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_messages, json_schema_input_type=MessageList)]
-
-
 #: A prompt's JSON schema, for OpenAPI; `_prompt` enforces it.
 PromptText = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_BYTES)]
-
-
 PromptIds = Annotated[list[Count], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
-
-
 OwnWebhook = Annotated[Webhook, PlainValidator(Webhook.read), WithJsonSchema(WEBHOOK)]
-
-
 Prompt = Annotated[str | tuple[int, ...], BeforeValidator(_prompt, json_schema_input_type=PromptText | PromptIds)]
 
 
@@ -401,7 +369,7 @@ class Task(BaseModel):
             needed = {"model"} if fields.get("messages") is not None else {"model", "prompt"}
             values = {k: v for k, v in fields.items() if v is not None or k in needed}
             for name, value in values.items():
-                # By hand, too: pydantic lists every entry that is not right, before it looks how many there are.
+                # Checked here, too: pydantic lists every wrong entry before it looks how many there are.
                 if name in MAX_ENTRIES and isinstance(value, list | tuple | Mapping) and len(value) > MAX_ENTRIES[name]:
                     raise too_many(name, value, type(self).model_fields)
             try:

@@ -99,12 +99,10 @@ LIMIT_SCHEMAS: dict[str, Any] = {
     "budget_money": MONEY,
 }
 
-
 KEPT_SCHEMAS: dict[str, Any] = {
     name: {**count(description), "description": f"{description}; unset: the gateway's"}
     for name, description in KEPT.items()
 }
-
 
 CREATE: dict[str, Any] = {
     "type": "object",

@@ -141,7 +141,6 @@ def _headers(page: str) -> dict[str, str]:
 
 FRONT_HEADERS: Final = _headers(FRONT)
 
-
 DOCS_HEADERS: Final = _headers(bytes(DOCS.body).decode())
 
 

@@ -87,7 +87,7 @@ class OrphanedQueues:
             for level in emptied():
                 recalled += await self._moved(queue_of(version, level), version)
         for queue, its in takers.items():
-            # Of a queue beside another the script looks whether a worker lives that takes from it.
+            # For a queue beside another, the script checks whether a worker lives that takes from it.
             if split(queue)[0] in pools or (queue not in late and not split(queue)[1]):
                 continue
             recalled += (back := await self._all(queue, its))

@@ -1,4 +1,4 @@
-"""What a gateway may answer: well-formed HTTP/1.1, and every error one that docs/use/http.md declares.
+"""Checks a gateway's answers: well-formed HTTP/1.1, and every error one that docs/use/http.md declares.
 
 Reads bytes strictly, with a parser that shares nothing with the server's.
 """

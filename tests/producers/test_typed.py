@@ -1,4 +1,4 @@
-"""What the Python client gives is typed: mypy knows the example of docs/use/tasks.md, and finds what is wrong in it."""
+"""The Python client is typed: mypy accepts the example of docs/use/tasks.md, and finds mistakes in it."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def starts_when_told() -> None:
 
 
 def settles_when_told() -> None:
-    """What has ended waits for the key `go`; meanwhile, Celery's side of others goes on."""
+    """Tasks that have ended are not settled before the key `go` is there; Celery's side of others goes on."""
     settle = Finisher._settle
     told = Redis.from_url(os.environ["SEEN_URL"])
 

@@ -141,7 +141,6 @@ SUBMITS, READS, CANCELS, MEASURES, ADMINISTERS = (
     [Depends(Needs(scope))] for scope in ("submit", "read", "cancel", "metrics", "admin")
 )
 
-
 #: Of endpoints whose requests become tasks at once.
 SUBMITS_TASKS: Final = [Depends(Needs("submit", tasks=True))]
 

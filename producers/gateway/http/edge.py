@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 #: Paths that ask for this process's health alone. They wait in lines of their own: a prober may share its address.
 PROBES: Final = frozenset({"/livez", "/readyz", "/health", "/metrics"})
-#: Paths of pages for people with a browser, who need no key; files below the second one.
-PAGES: Final = ("/", "/docs", "/openapi.json")
+#: Paths of pages for people with a browser, who need no key; beside them, the files below ASSETS.
+PAGES: Final = frozenset({"/", "/docs", "/openapi.json"})
 #: Names in a request's state: of the Problem with which the edge refuses it, where its caller has as many requests as
 #: may be; and where it was refused (4xx), by whomever.
 FULL, REFUSED = "full_line", "refused"
@@ -114,7 +114,7 @@ class InTurn:
 
 
 def _is_page(path: str) -> bool:
-    return path in PAGES or path.startswith(f"{PAGES[1]}/")
+    return path in PAGES or path.startswith(f"{ASSETS}/")
 
 
 class Edge:

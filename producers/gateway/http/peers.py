@@ -129,8 +129,8 @@ class Peers:
         self._unsent_of[peer] = caller
         self._unsent_bytes += size
         while self._unsent_bytes > UNSENT:
-            max_open = max(self._unsent_by, key=self._unsent_by.__getitem__)
-            oldest = next(iter(self._unsent[max_open]))
+            heaviest = max(self._unsent_by, key=self._unsent_by.__getitem__)
+            oldest = next(iter(self._unsent[heaviest]))
             self.sent(oldest)
             oldest.cut()
 

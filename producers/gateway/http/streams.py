@@ -49,7 +49,6 @@ OPENED: Final = "opened"
 #: A stream's end: None where the gateway stops or the client has left.
 Stop = asyncio.Future[Problem | None]
 
-
 #: Name in a connection's state of its stream's end.
 STOP: Final = "stop"
 

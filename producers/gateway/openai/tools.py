@@ -186,7 +186,6 @@ HERMES: Final = CallFormat(
     but=("<function=", "<arg_key>"),
 )
 
-
 #: Mistral's instruct models up to the third version of its tokenizer, whose templates want ids of nine characters.
 MISTRAL: Final = CallFormat(
     begin="[TOOL_CALLS]",
@@ -200,10 +199,8 @@ MISTRAL: Final = CallFormat(
     id_digits=9,
 )
 
-
 #: The same, as Nemo and others write it.
 NEMO: Final = replace(MISTRAL, opening="[", told_by=("[TOOL_CALLS][",), but=("[TOOL_CALLS][ARGS]",))
-
 
 #: Llama 3.1 to 3.3.
 LLAMA: Final = CallFormat(

@@ -12,7 +12,6 @@ from producers.errors import BrokenRecord
 
 Status = Literal["queued", "in_progress", "completed", "failed", "cancelled", "incomplete"]
 
-
 #: A time of a task as it is shown -> as its record has it.
 TIMES: Final = {
     "queued": "queued",

@@ -148,7 +148,7 @@ class Writer:
         """
         first, offset = batch.count("written"), batch.count("written_offset")
         limit = min(self._part, (batch.total or 0) - first)
-        # Of large lines fewer than a page are expanded, until these are written.
+        # Where lines are large, fewer than a page are expanded until these are written.
         there = limit if closing(batch) else min(limit, batch.count("line") - first)
         if there <= 0 or not await self._ended(batch, first, min(there, PAGE)):
             return 0

@@ -187,7 +187,7 @@ def path(tmp_path: Path) -> str:
 
 
 def complete(script: str, words: list[str], path: str) -> list[str]:
-    """What bash offers for the last of the words."""
+    """Completions that bash offers for the last of the words."""
     ask = f"COMP_WORDS=({' '.join(map(repr, words))}); COMP_CWORD={len(words) - 1}; _penstock_completion penstock"
     show = 'printf "%s\\n" "${COMPREPLY[@]}"'
     shell = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a model says is shown, and does nothing to the terminal; a standard output that fails is told as that."""
+"""A model's text is shown, and does nothing to the terminal; the error names a standard output that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a bench sends, and when."""
+"""The requests that a bench sends, and their times."""
 
 from __future__ import annotations
 
