@@ -15,6 +15,7 @@ processes take of the processor meanwhile is counted as well, to all callers ali
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Hashable, Sequence
@@ -28,8 +29,8 @@ LOOK_S: Final = 0.05
 #: The loop is behind if it comes later than the first (s) to what it has to do, on average; it keeps up if not even
 #: later than the second. Between them a cap stays as it is.
 BEHIND_S, KEEPS_UP_S = 0.002, 0.0005
-#: It is to blame for that only if its process computes for this part of the time: else others have the processor. So
-#: callers together always have that much.
+#: It is to blame for that only if its process computes for this part of the time in which it had a core: else others
+#: have the processor. So callers together always have that much.
 BUSY: Final = 0.5
 #: Weight of the latest look in the averages.
 WEIGHT: Final = 0.2
@@ -221,14 +222,19 @@ def charge_to(caller: Hashable) -> None:
 
 
 async def in_thread(do: Callable[..., T], *arguments: Any) -> T:
-    """Run `do` on a thread, and return or raise what it does. Its time is charged to the caller whose request is
-    handled now."""
-    share, began = SHARE.get(), time.perf_counter()
-    try:
-        return await asyncio.to_thread(do, *arguments)
-    finally:
-        if share is not None:
-            share.used += time.perf_counter() - began
+    """Run `do` on a thread, and return or raise what it does. The processor time that it takes is charged to the caller
+    whose request is handled now; that it waits for a disk or a bucket is not."""
+    share = SHARE.get()
+
+    def charged() -> T:
+        began = time.thread_time()
+        try:
+            return do(*arguments)
+        finally:
+            if share is not None:  # on another thread: an addition that is lost harms little
+                share.used += time.thread_time() - began
+
+    return await asyncio.to_thread(charged)
 
 
 async def turn() -> None:
@@ -247,6 +253,26 @@ async def measured(do: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -
 async def next_of(items: AsyncGenerator[T]) -> T | None:
     """The next item; None at the end. For `measured`."""
     return await anext(items, None)
+
+
+class CoreWait:
+    """For how long the thread that makes this was ready to run and had no core, since others ran there or since the
+    processor time that its container may use was used up. Source: Linux's `/proc/thread-self/schedstat`, ns."""
+
+    def __init__(self) -> None:
+        try:
+            self._file: int | None = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # another system, or a kernel that does not count it
+            self._file = None
+
+    def seconds(self) -> float:
+        """Seconds so far; 0 where it is not known."""
+        return 0.0 if self._file is None else int(os.pread(self._file, 100, 0).split()[1]) / 1e9
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 class FairShare:
@@ -304,7 +330,8 @@ class FairShare:
         return turn
 
     def look(self, late: float, load: float, now: float) -> None:
-        """Take what the last LOOK_S showed: how late the loop came (s), and the part of the time that it computed."""
+        """Take what the last LOOK_S showed: how late the loop came (s), and the part of the time that it computed. Time
+        for which it waited for a core is no part of that."""
         self._late += WEIGHT * (late - self._late)
         self._load += WEIGHT * (load - self._load)
         busy = self._load > BUSY
@@ -322,12 +349,17 @@ class FairShare:
 
     async def run(self) -> None:
         """Look at the loop that runs this, until it is cancelled."""
-        due, used = time.monotonic() + LOOK_S, time.process_time()
-        while True:
-            await asyncio.sleep(due - time.monotonic())
-            now, used_now = time.monotonic(), time.process_time()
-            self.look(max(0.0, now - due), (used_now - used) / (now - due + LOOK_S), now)
-            due, used = now + LOOK_S, used_now
+        core = CoreWait()
+        try:
+            due, used, waited = time.monotonic() + LOOK_S, time.process_time(), core.seconds()
+            while True:
+                await asyncio.sleep(due - time.monotonic())
+                now, used_now, waited_now = time.monotonic(), time.process_time(), core.seconds()
+                had = max(now - due + LOOK_S - (waited_now - waited), used_now - used)
+                self.look(max(0.0, now - due), (used_now - used) / had if had else 0.0, now)
+                due, used, waited = now + LOOK_S, used_now, waited_now
+        finally:
+            core.close()
 
     def _sweep(self, now: float) -> None:
         """See what callers have used since the last time, and forget those that have not asked for a while."""

@@ -32,7 +32,7 @@ from producers.connection.turns import Busy, Turns
 from producers.contract import keys
 from producers.errors import shown
 from producers.gateway.context import Gateway, gateway_of
-from producers.gateway.fair_share import turn
+from producers.gateway.fair_share import in_thread, turn
 from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import CANCELS, PARAMETER, READS, SUBMITS, tenant_of
 from producers.gateway.http.connection import cut
@@ -110,7 +110,7 @@ class FileContent(Response):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                 size = min(PIECE, self._end - self._at)
                 async with self._pieces.turn(self._stall):
-                    piece = await asyncio.to_thread(self._blobs.read, self._name, self._at, size)
+                    piece = await in_thread(self._blobs.read, self._name, self._at, size)
                 self._at += len(piece)
             if self._at < self._end:
                 raise BlobNotFound(f"{self._name} ends at {self._at} bytes")
@@ -125,15 +125,15 @@ async def content_of(request: Request, blobs: Blobs, pieces: Turns, file: File, 
     start, end = _requested_range(request, file)
     with _stored(file):
         async with pieces.turn(stall):
-            first = await asyncio.to_thread(blobs.read, file.id, start, min(PIECE, end - start))
+            first = await in_thread(blobs.read, file.id, start, min(PIECE, end - start))
     return FileContent(blobs, pieces, file, start, end, first, stall)
 
 
 async def redirect_of(blobs: Blobs, file: File) -> Response:
     """An answer that sends the caller to the bucket. Raises Problem, and OSError."""
     with _stored(file):
-        await asyncio.to_thread(blobs.size, file.id)
-    url = await asyncio.to_thread(blobs.url, file.id, file.filename, URL_S)
+        await in_thread(blobs.size, file.id)
+    url = await in_thread(blobs.url, file.id, file.filename, URL_S)
     assert url is not None, "the settings are refused where there are no URLs"
     return RedirectResponse(url, 307)
 
@@ -251,7 +251,7 @@ async def _make_file(gateway: Gateway, upload: Upload, settings: FileSettings, o
     for name in {file_id, upload.name}:  # a commit under another name may leave the first one, if it is killed
         await files.note(store, name)
     async with gateway.file_pieces.turn(gateway.settings.stall):
-        await asyncio.to_thread(upload.writer.commit, file_id)
+        await in_thread(upload.writer.commit, file_id)
     answer = text(await arun(store, files.file_made(file, upload.name)))
     if answer == "late":
         raise unavailable("The file was written too slowly; send it again.", code="service_unavailable")

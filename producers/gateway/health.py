@@ -29,8 +29,8 @@ Answer = tuple[dict[str, Any], int, Mapping[str, str] | None]
 #: Time limit (s) for a server's PONG.
 PATIENCE_S = 2.0
 SILENT = "does not answer"
-#: While the gateway is behind with its work, all who ask within this time (s) are told the same: an answer takes ten
-#: calls to the servers.
+#: While the gateway is behind with its work, all who ask within this time (s) are told the same; at other times, all
+#: who ask while an answer is made: it takes ten calls to the servers.
 AGE_S: Final = 0.5
 
 
@@ -44,7 +44,7 @@ class Readiness:
 
     async def answer(self, gateway: Gateway, behind: bool) -> Answer:
         now = asyncio.get_running_loop().time()
-        if self.latest is None or not behind or now - self.at >= AGE_S:
+        if self.latest is None or (self.latest.done() and not (behind and now - self.at < AGE_S)):
             self.latest, self.at = asyncio.create_task(_looked(gateway)), now
         return await asyncio.shield(self.latest)
 

@@ -21,7 +21,7 @@ from producers.client.steps import FAILURES
 from producers.connection.script import arun
 from producers.errors import shown
 from producers.gateway.context import Gateway
-from producers.gateway.fair_share import turn
+from producers.gateway.fair_share import in_thread, turn
 from producers.gateway.http import idempotency
 from producers.gateway.http.errors import (
     ONCE,
@@ -325,11 +325,11 @@ class Upload(AbstractAsyncContextManager["Upload"]):
             self.writer.write(data)
 
         async with self._pieces.turn(self._stall):
-            await asyncio.to_thread(write)
+            await in_thread(write)
 
     async def __aexit__(self, *how: Any) -> None:
         try:
-            await asyncio.to_thread(self.writer.__exit__, *how)
+            await in_thread(self.writer.__exit__, *how)
         finally:
             await self._room.give_up()
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any, Final
 
@@ -15,6 +18,7 @@ import pytest
 from producers.contract.stream import Event
 from producers.gateway import fair_share as module
 from producers.gateway.fair_share import (
+    BUSY,
     DEPTH_S,
     FIRST,
     IDLE_TALK,
@@ -35,6 +39,7 @@ from producers.gateway.fair_share import (
 from producers.gateway.http import connection
 from producers.gateway.http.connection import CONNECTED_S, Connection
 from producers.gateway.tasks.foreground import merged
+from tests.processes import guarded
 from tests.producers.gateway.conftest import Door, Make, Open
 from tests.producers.gateway.test_keys import as_caller
 from tests.producers.gateway.test_keys import make as make  # the fixture
@@ -188,6 +193,37 @@ async def test_what_reads_a_requests_tasks_is_charged_to_its_caller() -> None:
 
     assert [batch async for batch in merged([events()])] == []
     assert share.used > 0
+
+
+@pytest.fixture
+def crowded() -> Iterator[None]:
+    """This thread and three processes that compute share a core."""
+    cores = os.sched_getaffinity(0)
+    spins = f"import os; os.sched_setaffinity(0, {{{min(cores)}}})\nwhile True: pass"
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.callback(stack.enter_context(subprocess.Popen(guarded(sys.executable, "-c", spins))).kill)
+        os.sched_setaffinity(0, {min(cores)})
+        stack.callback(os.sched_setaffinity, 0, cores)
+        yield
+
+
+async def test_a_loop_that_shares_its_core_with_others_is_seen_to_compute(
+    crowded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They left it a quarter of the time: no flood was held back there."""
+    fair, looks = FairShare(), list[float]()
+    monkeypatch.setattr(fair, "look", lambda late, load, now: looks.append(load))
+    running = asyncio.create_task(fair.run())
+    while len(looks) < 10:
+        began = time.thread_time()
+        while time.thread_time() < began + 0.02:
+            pass
+        await asyncio.sleep(0)
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+    assert sorted(looks)[5] > BUSY
 
 
 async def test_a_line_is_served_in_its_order_and_is_bounded() -> None:

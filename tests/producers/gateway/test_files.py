@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -445,3 +446,34 @@ async def key_of(url: str, tenant: str) -> str:
     async with AsyncRedis.from_url(url) as store:
         _, token = await admin.create(store, {"tenant": tenant, "scopes": ("submit",)}, Actor("test"))
     return token
+
+
+def test_what_threads_compute_for_a_file_counts_for_its_caller(
+    open_door: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writing and reading took the processor from others, and counted for nobody."""
+    door = open_door(files_dir=str(folder))
+    share = door.app.state.fair_share.of("127.0.0.1")
+    write, read = FolderWriter.write, FolderBlobs.read
+
+    def compute() -> None:
+        began = time.thread_time()
+        while time.thread_time() < began + 1:
+            pass
+
+    def long_write(writer: FolderWriter, data: bytes | memoryview) -> None:
+        compute()
+        write(writer, data)
+
+    def long_read(blobs: FolderBlobs, name: str, start: int, size: int) -> bytes:
+        compute()
+        return read(blobs, name, start, size)
+
+    monkeypatch.setattr(FolderWriter, "write", long_write)
+    made = door.http.post("/v1/files", files={"file": b"{}"}, data={"purpose": "batch"})
+    assert made.status_code == 200
+    before = share.used
+    assert before > 1
+    monkeypatch.setattr(FolderBlobs, "read", long_read)
+    assert door.http.get(f"/v1/files/{made.json()['id']}/content").content == b"{}"
+    assert share.used > before + 1

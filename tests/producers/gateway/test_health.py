@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -184,3 +186,22 @@ def test_while_a_gateway_is_behind_all_who_ask_are_told_the_same_for_a_while(
     monkeypatch.setattr(health, "AGE_S", 0.0)
     door.http.get("/readyz")
     assert len(looks) == 4
+
+
+async def test_all_who_ask_while_an_answer_is_made_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, done = list[Any](), asyncio.Event()
+
+    async def look(gateway: Any) -> health.Answer:
+        looks.append(gateway)
+        await done.wait()
+        return {"status": "ready"}, 200, None
+
+    monkeypatch.setattr(health, "_looked", look)
+    readiness, gateway = health.Readiness(), cast("Any", object())
+    asking = [asyncio.create_task(readiness.answer(gateway, behind=False)) for _ in range(64)]
+    await asyncio.sleep(0)
+    done.set()
+    assert await asyncio.gather(*asking) == [({"status": "ready"}, 200, None)] * 64
+    assert len(looks) == 1
+    await readiness.answer(gateway, behind=False)
+    assert len(looks) == 2, "who asks later gets a later one"
