@@ -124,6 +124,8 @@ class ChatTemplate:
         in local time. `continue_final_message`: the prompt ends where the last message's content ends, so that the
         model continues it; `add_generation_prompt` should then be False. Both mean the same as in transformers.
 
+        A content that is None is empty where a template prints or joins it, and `none` where it is tested.
+
         Raises RequestError if the template refuses the messages or fails on them, and ModelError if the template tries
         something that the sandbox forbids.
         """
@@ -133,6 +135,9 @@ class ChatTemplate:
         if now is not None:
             context["strftime_now"] = datetime.fromtimestamp(now, UTC).strftime
         final = self._mark(context["messages"]) if continue_final_message else None
+        for message in context["messages"]:
+            if isinstance(message, dict) and message.get("content", "") is None:
+                message["content"] = _NoContent()
         try:
             text = (self._with_tools if context["tools"] else self._template).render(context)
         except SecurityError as error:
@@ -172,6 +177,25 @@ def _cut(text: str, final: str) -> str:
             param="messages",
         )
     return text[:at] if text.startswith(_HERE, at) else text[:at].rstrip()
+
+
+class _NoContent(str):
+    """A message's content that is null, as that of tool calls alone. Many templates print it as it is, which would be
+    `None`, or join it to text, which would raise; others tell by it that there are calls."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+def _is_none(value: object) -> bool:
+    return value is None or isinstance(value, _NoContent)
 
 
 def _reasoning_by_all_names(message: Any) -> Any:
@@ -219,6 +243,7 @@ def environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     sandbox.filters["tojson"] = _tojson
+    sandbox.tests["none"] = _is_none
     sandbox.globals["raise_exception"] = _raise_exception
     sandbox.globals["strftime_now"] = _strftime_now
     sandbox.globals["namespace"] = _Namespace

@@ -130,21 +130,32 @@ def _text_part(part: Any, path: str) -> str:
 
 
 def _tool_call(call: Any, path: str) -> dict[str, Any]:
-    """Check a tool call. Its arguments become an object for templates; OpenAI sends them as JSON text."""
+    """Check a tool call."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise refused(path, call, "an object with id, type and function (name, arguments)", "invalid_type")
     name = read_string(function["name"], f"{path}.function.name")
-    arguments = function.get("arguments") or "{}"  # of a call without arguments, clients may send nothing
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            raise refused(f"{path}.function.arguments", arguments, "a JSON object, as text") from None
-    if not isinstance(arguments, Mapping):
-        raise refused(f"{path}.function.arguments", arguments, "a JSON object, as text")
+    arguments = read_arguments(function.get("arguments"), f"{path}.function.arguments")
     named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def read_arguments(value: Any, path: str) -> Mapping[str, Any] | str:
+    """A call's arguments for templates: the object of OpenAI's JSON text. Text that holds no object, such as that of a
+    call which `max_tokens` cut, stays text: agents send their history as it is.
+
+    Raises InvalidTask for text that UTF-8 cannot hold.
+    """
+    if isinstance(value, Mapping):
+        return value
+    if not value:  # of a call without arguments, clients may send nothing
+        return {}
+    text = value if isinstance(value, str) else json.dumps(value)
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError):
+        parsed = None
+    return parsed if isinstance(parsed, Mapping) else read_string(text, path)
 
 
 def _each(parts: Any, path: str, read: Callable[[Any, str], Any]) -> list[Any]:

@@ -9,6 +9,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.errors import ModelError, RequestError
 from engine.text.template import ChatTemplate
+from tests.engine.text.well_known import KNOWN
 
 TOOLS = """{%- set ns = namespace(last=-1) %}
 {%- for message in messages %}
@@ -93,6 +94,45 @@ def test_what_the_sandbox_stops_is_the_models_fault():
 def test_what_is_set_for_the_assistants_text_ends_with_it_as_in_transformers():
     source = "{% set x = 'a' %}{% generation %}{% set x = 'b' %}{{ x }}{% endgeneration %}{{ x }}"
     assert ChatTemplate(source).render([]) == render_jinja_template([[]], chat_template=source)[0][0] == "ba"
+
+
+CALLED = [
+    {"role": "user", "content": "Rain?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"place": "Bern"}}}],
+    },
+    {"role": "tool", "content": "yes"},
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ m.content | trim }}{{ m['content'] }}{{ 'a' ~ m.content }}{{ 'b' + m.content + 'c' }}", "abc"),
+        ("{{ m.content is none }} {{ m.content == none }} {{ m.content != none }}", "True True False"),
+        ("{% if m.content is not none %}text{% else %}{{ m.tool_calls | length }}{% endif %}", "1"),
+        ("{{ '</think>' in m.content }}{{ m.content.split('a')[-1].lstrip() }}{{ m.content or 'no' }}", "Falseno"),
+    ],
+)
+def test_a_content_that_is_null_is_no_text_and_still_none(source, text):
+    assert ChatTemplate("{% set m = messages[1] %}" + source).render(CALLED) == text
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_no_well_known_template_prints_none_for_a_call_alone(name):
+    known = KNOWN[name]
+    template = ChatTemplate(known.source, {"bos_token": known.bos, "eos_token": known.eos})
+    with_text = [CALLED[0], {"role": "assistant", "content": ""}, {"role": "user", "content": "yes"}]
+    alone = [CALLED[0], {"role": "assistant", "content": None}, {"role": "user", "content": "yes"}]
+    try:
+        right = template.render(with_text)
+    except RequestError:
+        return
+    made = template.render(alone)
+    assert "None" not in made
+    assert made == right or "is not none" in known.source
 
 
 def test_objects_with_methods_do_not_reach_a_template():

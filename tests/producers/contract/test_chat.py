@@ -46,3 +46,22 @@ def test_arguments_with_much_text_are_taken() -> None:
     many = {"a": [{}] * (MAX_PARTS - 10)}
     (message,) = read_messages(called(chat.json.dumps(many)))
     assert message["tool_calls"][0]["function"]["arguments"] == many
+
+
+@pytest.mark.parametrize("text", ['{"place": "Be', "{", "[1]", "5", '"{}"', "no JSON", "[" * 60_000])
+def test_arguments_that_are_no_object_stay_text(text: str) -> None:
+    """As in the history of an agent whose call was cut."""
+    (message,) = read_messages(called(text))
+    assert message["tool_calls"][0]["function"]["arguments"] == text
+    assert read_messages([message]) == [message], "a batch's line is read twice"
+
+
+def test_arguments_are_read_as_clients_send_them() -> None:
+    for nothing in (None, "", "{}", {}):
+        (message,) = read_messages(called(nothing))  # type: ignore[arg-type]
+        assert message["tool_calls"][0]["function"]["arguments"] == {}
+    (message,) = read_messages(called([1]))  # type: ignore[arg-type]
+    assert message["tool_calls"][0]["function"]["arguments"] == "[1]"
+    with pytest.raises(InvalidTask, match="lone surrogate") as refused:
+        read_messages(called("{\ud800"))
+    assert refused.value.param == "messages[0].tool_calls[0].function.arguments"

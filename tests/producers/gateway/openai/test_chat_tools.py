@@ -98,6 +98,17 @@ def test_an_output_that_is_cut_in_a_call_has_what_there_is_of_it(
     assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == ['{"place": "}{"']
 
 
+def test_a_conversation_goes_on_after_a_call_that_was_cut(calls: str, http: httpx.Client, answering: Answering) -> None:
+    """Agents send the history as they got it."""
+    answering.scripts = [says(*PIECES[:4], reason="length"), says("Sorry.")]
+    asked = {"model": calls, "messages": MESSAGES, "tools": TOOLS}
+    cut = send(http, "/v1/chat/completions", asked).json()["choices"][0]["message"]
+    asked["messages"] = [*MESSAGES, cut, {"role": "user", "content": "Go on."}]
+    answer = send(http, "/v1/chat/completions", asked)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"] == "Sorry."
+
+
 def test_a_call_that_a_stop_breaks_off_is_no_reason_to_call(
     calls: str, http: httpx.Client, answering: Answering
 ) -> None:

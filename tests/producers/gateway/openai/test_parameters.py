@@ -182,10 +182,10 @@ CHAT: list[tuple[dict[str, Any], str, str, str]] = [
         "function",
     ),
     (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "\ud800"}}]}]},
         "messages[0].tool_calls[0].function.arguments",
         "invalid_value",
-        "JSON object",
+        "lone surrogate",
     ),
     ({"messages": [{"role": "user", "content": "pass\n" * 2000}]}, "messages", "context_length_exceeded", "1024"),
     ({"prompt_logprobs": 21}, "prompt_logprobs", "invalid_value", "0 to 20"),
