@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from producers.contract.json_parts import MAX_PARTS, SMALL, count_parts
@@ -53,13 +53,13 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
         raise InvalidTask("messages is empty; give at least one message", code="empty_array", param="messages")
     if len(value) > MAX_MESSAGES:
         raise too_many(len(value))
-    _check_arguments(value)
+    check_arguments(_argument_texts(value))
     return [_message(message, f"messages[{at}]") for at, message in enumerate(value)]
 
 
-def _check_arguments(messages: list[Any]) -> None:
-    """Raise InvalidTask for more of tool calls' arguments, as JSON text, than may be parsed."""
-    texts = [
+def _argument_texts(messages: list[Any]) -> list[str]:
+    """The arguments of all tool calls that come as JSON text."""
+    return [
         call["function"]["arguments"]
         for message in messages
         if isinstance(message, dict) and isinstance(message.get("tool_calls"), list)
@@ -68,15 +68,19 @@ def _check_arguments(messages: list[Any]) -> None:
         and isinstance(call.get("function"), dict)
         and isinstance(call["function"].get("arguments"), str)
     ]
+
+
+def check_arguments(texts: Sequence[str], param: str = "messages") -> None:
+    """Raise InvalidTask for more of tool calls' arguments, as JSON text, than may be parsed."""
     if (size := sum(map(len, texts))) <= SMALL:
         return
     if size > MAX_ARGUMENTS:
         message = f"the arguments of tool calls have {size} characters; at most {MAX_ARGUMENTS} are taken"
-        raise InvalidTask(message, param="messages")
+        raise InvalidTask(message, param=param)
     parts = sum(count_parts(text.encode(errors="replace"), MAX_PARTS) for text in texts)
     if parts > MAX_PARTS:
         message = f"the arguments of tool calls have {parts} lists, objects and strings; at most {MAX_PARTS} are taken"
-        raise InvalidTask(message, param="messages", code="too_many_parts")
+        raise InvalidTask(message, param=param, code="too_many_parts")
 
 
 def _message(message: Any, path: str) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def test_errors_are_the_clients_own(said: dict[str, Any]) -> None:
         "param": None,
     }
     assert (said["badValue"]["kind"], said["badValue"]["param"]) == ("BadRequestError", "temperature")
-    assert (said["notOffered"]["kind"], said["notOffered"]["param"]) == ("BadRequestError", "tools")
+    assert (said["notOffered"]["kind"], said["notOffered"]["param"]) == ("BadRequestError", "tools[0].type")
 
 
 def test_a_stream_that_is_left_cancels_its_task(said: dict[str, Any], system: System) -> None:

@@ -47,6 +47,7 @@ URLS: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
         "background": (False,),
         "previous_response_id": (),
         "truncation": ("disabled",),
+        "tools": ([],),
     },
 }
 _Read = tuple[TextRequest, Task, ResponseRequest | None]
@@ -75,7 +76,7 @@ def read_line(
             check_chats(card)
         task = task.resolved(card)
         check_form(task)
-    return task, {} if response is None else response.more(task, response.items, now_ms)
+    return task, {} if response is None else response.more(task, response.items, now_ms, None)
 
 
 def in_words_of(url: str, body: Mapping[str, Any], error: Problem | InvalidTask) -> Problem | InvalidTask:

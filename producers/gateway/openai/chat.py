@@ -12,7 +12,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from engine.params import FORMS
 from producers.contract.chat import MESSAGE, read_messages
 from producers.contract.stream import End
 from producers.contract.task import Task
@@ -22,7 +21,7 @@ from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import SUBMITS_TASKS, principal_of, tenant_of
 from producers.gateway.http.errors import invalid_value
 from producers.gateway.http.request_body import checked, read_object
-from producers.gateway.http.request_state import Work, resolve, work_of
+from producers.gateway.http.request_state import resolve, work_of
 from producers.gateway.openai.answer import (
     DONE,
     REASONS,
@@ -49,7 +48,14 @@ from producers.gateway.openai.parameters import (
 )
 from producers.gateway.openai.response_format import NESTED, TEXT, formed
 from producers.gateway.openai.tool_call_parser import CALLED, CallingChoice, ToolCallParser, deltas, message
-from producers.gateway.openai.tools import TOOL_PARAMETERS, Calling, Tools, format_of, make_calling, read_tools, schemas
+from producers.gateway.openai.tools import (
+    TOOL_PARAMETERS,
+    CallSyntax,
+    Tools,
+    calling_of,
+    read_tools,
+    with_tools,
+)
 from producers.gateway.tasks.foreground import Foreground, keyed
 
 router = APIRouter(prefix="/v1/chat", tags=["openai"])
@@ -116,10 +122,14 @@ async def create(request: Request) -> Response:
     request.state.tier = task.tier
     check_may_use(principal_of(request), task)
     resolved = await resolve(request, gateway.client, task.model)
-    calling = None if chat.tools is None else await _calling(gateway, resolved.card, chat.tools, work_of(request))
+    calling = None
+    if chat.tools is not None:
+        with text_request.in_its_words():
+            calling = await calling_of(gateway, resolved.card, chat.tools, work_of(request))
     task = task.model_copy(update={"prompt": await _prompt(request, gateway, resolved.card, chat, task)})
+    syntax = None
     if calling is not None:
-        task = task.model_copy(update={"grammar": calling.grammar})
+        task, syntax = task.model_copy(update={"grammar": calling.grammar}), calling.syntax
     scorer = None if chat.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(resolved.card))
     scored = [] if task.prompt_logprobs is None else [ScoredPrompt(await gateway.prompts.tokenizer(resolved.card))]
     with text_request.in_its_words():
@@ -130,10 +140,10 @@ async def create(request: Request) -> Response:
     async def answer() -> Response:
         first.update(foreground.shortened)
         if text_request.stream:
-            stream = _Stream(chat, Chunks(first, text_request, [len(task.prompt)] * chat.n), scorer, calling)
+            stream = _Stream(chat, Chunks(first, text_request, [len(task.prompt)] * chat.n), scorer, syntax)
             return ChunkStream(stream.chunks(foreground), foreground, gateway)
         choices = [
-            Choice(scorer, CHAT) if calling is None else CallingChoice(scorer, calling, foreground.ids[0], index)
+            Choice(scorer, CHAT) if syntax is None else CallingChoice(scorer, syntax, foreground.ids[0], index)
             for index in range(chat.n)
         ]
         whole = Whole(choices, chat.n, shape, scored)
@@ -174,22 +184,8 @@ def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
     tools = read_tools(values)
     if tools is not None:
         template["tools"] = tools.shown
-        if form := next((name for name in FORMS if name in text_request.fields), None):
-            parameter = text_request.names.get(form, form)
-            raise invalid_value(parameter, f"tools and {parameter} are both given; an output has one form")
-        text_request = replace(text_request, names=text_request.names | {"grammar": "tools"})
+        text_request, tools = with_tools(text_request, tools)
     return _Chat(text_request, read_messages(values["messages"]), template, (top or 0) if scored else None, tools)
-
-
-async def _calling(gateway: Gateway, card: Mapping[str, Any], tools: Tools, work: Work) -> Calling:
-    """The model's way to call the tools. Raises InvalidTask, and Problem if too many forms of the tenant wait."""
-    check_chats(card)
-    template = await gateway.templates.with_tools(card)
-    style = format_of(card["name"], template)
-    tokenizer = await gateway.prompts.tokenizer(card)
-    return await gateway.forms.run(
-        work, schemas(tools), lambda judge: make_calling(tools, template, tokenizer, style, judge)
-    )
 
 
 async def _prompt(
@@ -223,10 +219,10 @@ def shape(index: int, choice: Choice) -> Iterator[bytes | bytearray]:
 class _Stream:
     """A stream's chunks: for each choice one with the role, then content, then one with the finish reason."""
 
-    def __init__(self, chat: _Chat, chunks: Chunks, scorer: ChatLogprobs | None, calling: Calling | None) -> None:
+    def __init__(self, chat: _Chat, chunks: Chunks, scorer: ChatLogprobs | None, syntax: CallSyntax | None) -> None:
         self._chat = chat
-        self._calling = calling
-        self._parsers = [] if calling is None else [ToolCallParser(calling) for _ in range(chat.n)]
+        self._syntax = syntax
+        self._parsers = [] if syntax is None else [ToolCallParser(syntax) for _ in range(chat.n)]
         self._chunks = chunks
         self._scorer = scorer
         self._begun: set[int] = set()
@@ -267,11 +263,11 @@ class _Stream:
 
     def _deltas(self, index: int, output: Output, ending: bool, scored: bool) -> list[dict[str, Any]]:
         """Returns the deltas of a choice's new output; at least one if its tokens are `scored`."""
-        if self._calling is None:
+        if self._syntax is None:
             return [{"content": output.text}] if output.text or scored else []
         parts = self._parsers[index].feed(output.tokens)
         parts += self._parsers[index].end() if ending else []
-        return [*deltas(parts, self._calling, self._task_id, index)] or ([{"content": ""}] if scored else [])
+        return [*deltas(parts, self._syntax, self._task_id, index)] or ([{"content": ""}] if scored else [])
 
     def _delta(
         self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None

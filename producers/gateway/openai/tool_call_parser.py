@@ -12,7 +12,7 @@ from producers.contract.stream import Token
 from producers.gateway.openai.answer import Output
 from producers.gateway.openai.complete import Choice, Scorer
 from producers.gateway.openai.logprobs import CHAT
-from producers.gateway.openai.tools import Calling
+from producers.gateway.openai.tools import CallSyntax
 
 #: The finish reason of an output that ends with calls.
 CALLED = "tool_calls"
@@ -34,23 +34,30 @@ class CallArguments:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """The end of a call, which is whole."""
+
+    index: int
+
+
 #: A piece of an output: text is content.
-ParsedPart = str | CallStart | CallArguments
+ParsedPart = str | CallStart | CallArguments | CallEnd
 
 
 class ToolCallParser:
     """Parses one output as it comes. Its grammar guarantees the form, so little is checked here."""
 
-    def __init__(self, calling: Calling) -> None:
-        self._mark = calling.begin
-        self._format = calling.format
-        self._head = re.compile(rf'\{{"name": "([\w-]+)", "{calling.format.arguments}": ')
-        self._step = self._find_head if calling.must else self._scan_content
+    def __init__(self, syntax: CallSyntax) -> None:
+        self._mark = syntax.begin
+        self._format = syntax.format
+        self._head = re.compile(rf'\{{"name": "([\w-]+)", "{syntax.format.arguments}": ')
+        self._step = self._find_head if syntax.must else self._scan_content
         #: Text that is not yet sure to be content, or not yet a call's whole head.
         self._pending = ""
         self._depth = 0
         self._quoted = self._escaped = False
-        self._calls_only = calling.must
+        self._calls_only = syntax.must
         self.calls = 0
 
     @property
@@ -131,7 +138,7 @@ class ToolCallParser:
                 self._depth += (char in "{[") - (char in "}]")
                 if char in "}]" and not self._depth:
                     self._step = self._find_head
-                    parts.append(CallArguments(self.calls - 1, text[: at + 1]))
+                    parts += [CallArguments(self.calls - 1, text[: at + 1]), CallEnd(self.calls - 1)]
                     return text[at + 1 :]
         parts.append(CallArguments(self.calls - 1, text))
         return ""
@@ -140,12 +147,12 @@ class ToolCallParser:
 class CallingChoice(Choice):
     """A choice that may have calls. `task_id`, `index`: its own, by which its calls have their ids."""
 
-    __slots__ = ("_calling", "_calls", "_id_parts", "_parser", "_size")
+    __slots__ = ("_calls", "_format", "_id_parts", "_parser", "_size")
 
-    def __init__(self, scorer: Scorer | None, calling: Calling, task_id: str, index: int) -> None:
+    def __init__(self, scorer: Scorer | None, syntax: CallSyntax, task_id: str, index: int) -> None:
         super().__init__(scorer, CHAT)
-        self._calling = calling
-        self._parser = ToolCallParser(calling)
+        self._format = syntax.format
+        self._parser = ToolCallParser(syntax)
         self._id_parts = task_id, index
         self._calls: list[tuple[str, list[str]]] = []
         self._size = 0
@@ -163,7 +170,7 @@ class CallingChoice(Choice):
         self.reason = CALLED if self.reason == "stop" and self._parser.called else self.reason
         return [
             {
-                "id": self._calling.format.id_of(*self._id_parts, at),
+                "id": self._format.id_of(*self._id_parts, at),
                 "type": "function",
                 "function": {"name": name, "arguments": "".join(arguments)},
             }
@@ -196,14 +203,14 @@ def message(choice: Choice) -> Iterator[bytes | bytearray]:
         yield b',"tool_calls":' + json.dumps(calls, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def deltas(parts: Sequence[ParsedPart], calling: Calling, task_id: str, index: int) -> Iterator[dict[str, Any]]:
+def deltas(parts: Sequence[ParsedPart], syntax: CallSyntax, task_id: str, index: int) -> Iterator[dict[str, Any]]:
     """The deltas of a stream's choice `index`."""
     for part in parts:
         if isinstance(part, str):
             yield {"content": part}
         elif isinstance(part, CallStart):
             function = {"name": part.name, "arguments": ""}
-            identity = {"id": calling.format.id_of(task_id, index, part.index), "type": "function"}
+            identity = {"id": syntax.format.id_of(task_id, index, part.index), "type": "function"}
             yield {"tool_calls": [{"index": part.index, **identity, "function": function}]}
-        else:
+        elif isinstance(part, CallArguments):
             yield {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}

@@ -1,9 +1,9 @@
-"""Tools: functions that a model may call, in chat completions.
+"""Tools: functions that a model may call, in chat completions and responses.
 
 request: `tools`, `tool_choice`, `parallel_tool_calls`, checked ─▶ the format in which the model writes calls ─▶ grammar
 
-A model's chat template says which format it has. The grammar says what an output with tools may be: text, calls, or
-text and then calls, each of a function's schema.
+A model's chat template says which format it has. The grammar says what an output with tools may be: an answer (text, or
+JSON of a schema), calls, or text and then calls, each of a function's schema.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from engine.grammar.source import SPACE
 from engine.grammar.trial import STOPPED
-from engine.params import MAX_GRAMMAR
+from engine.params import FORMS, MAX_GRAMMAR
 from engine.text import RequestError, Tokenizer
 from producers.errors import InvalidTask, shown
-from producers.gateway.openai.parameters import flag, refusal
+from producers.gateway.context import Gateway
+from producers.gateway.http.errors import invalid_value
+from producers.gateway.http.request_state import Work
+from producers.gateway.openai.parameters import TextRequest, check_chats, flag, refusal, refused
 from producers.gateway.openai.response_format import DESCRIBED, check_known, described
 from producers.gateway.text.forms import Judge
 
@@ -30,30 +33,34 @@ _CHOICES: Final = ("none", "auto", "required")
 #: The arguments of a function without parameters.
 _NOTHING: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 _FUNCTION: Final = ("name", "description", "parameters", "strict")
-#: The parameters' JSON schemas.
-TOOL_PARAMETERS: Final[dict[str, Any]] = {
-    "tools": {
-        "type": "array",
-        "maxItems": MAX_TOOLS,
-        "items": {
-            "type": "object",
-            "required": ["type", "function"],
-            "properties": {
-                "type": {"const": "function"},
-                "function": {
-                    "type": "object",
-                    "required": ["name"],
-                    "properties": {
-                        **DESCRIBED,
-                        "parameters": {"type": "object"},
-                    },
-                },
+_PARAMETERS: Final[dict[str, Any]] = {**DESCRIBED, "parameters": {"type": "object"}}
+
+
+def _schemas_of(required: list[str], tool: dict[str, Any]) -> dict[str, Any]:
+    """The parameters' JSON schemas. `required`, `tool`: the members of a tool, and of a choice that names one."""
+    return {
+        "tools": {
+            "type": "array",
+            "maxItems": MAX_TOOLS,
+            "items": {
+                "type": "object",
+                "required": ["type", *required],
+                "properties": {"type": {"const": "function"}, **tool},
             },
         },
-    },
-    "tool_choice": {"anyOf": [{"enum": list(_CHOICES)}, {"type": "object", "required": ["type", "function"]}]},
-    "parallel_tool_calls": {"type": "boolean"},
-}
+        "tool_choice": {"anyOf": [{"enum": list(_CHOICES)}, {"type": "object", "required": ["type", *required]}]},
+        "parallel_tool_calls": {"type": "boolean"},
+    }
+
+
+#: Those of chat completions, where a function is a member of its tool.
+TOOL_PARAMETERS: Final = _schemas_of(
+    ["function"], {"function": {"type": "object", "required": ["name"], "properties": _PARAMETERS}}
+)
+#: Those of responses, where a tool has its function's members itself.
+FLAT_TOOL_PARAMETERS: Final = _schemas_of(["name"], _PARAMETERS)
+#: Members of a flat tool that clients send, with the value that asks for nothing.
+_NEUTRAL: Final = {"defer_loading": False, "async": False}
 #: Members of a schema that only describe it.
 _ANNOTATIONS: Final = ("title", "description", "examples", "$comment")
 #: Members that have schemas by names of the caller's own.
@@ -75,41 +82,62 @@ class Function:
 class Tools:
     """A request's tools. `shown`: as chat templates take them. `must`: whether the output has to be a call.
 
-    `callable`: those that may be called. `many`: whether several calls may be made.
+    `callable`: those that may be called. `many`: whether several calls may be made. `answer`: the JSON schema of an
+    answer that is no call, if it has one.
     """
 
     shown: list[dict[str, Any]]
     callable: list[Function]
     must: bool
     many: bool
+    answer: dict[str, Any] | None = None
 
 
-def read_tools(values: Mapping[str, Any]) -> Tools | None:
-    """The tools in a request's own parameters; None if none may be called. Raises Problem and InvalidTask."""
+def read_tools(values: Mapping[str, Any], *, flat: bool = False) -> Tools | None:
+    """The tools in a request's own parameters; None if none may be called. `flat`: they are written as in responses.
+
+    Raises Problem and InvalidTask.
+    """
     many = flag(values, "parallel_tool_calls", True)
     tools = values.get("tools", [])
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise refusal("tools", tools, f"a list of at most {MAX_TOOLS} tools", code="invalid_type")
-    functions = [_function(f"tools[{at}]", tool) for at, tool in enumerate(tools)]
+    written = [_written(f"tools[{at}]", tool, flat) for at, tool in enumerate(tools)]
+    functions = [_function(parameter, function) for parameter, function in written]
     names = [function.name for function in functions]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise refusal("tools", twice, "functions of different names")
     choice = values.get("tool_choice", "auto")
-    named = _named(choice, names)
+    named = _named(choice, names, flat)
     if choice == "none" or (not functions and choice == "auto"):
         return None
     if not functions:
         raise refusal("tool_choice", choice, "none or auto, unless there are tools")
     called = [function for function in functions if named in (None, function.name)]
-    return Tools(_shown(tools), called, choice != "auto", many and named is None)
+    shown = [{"type": "function", "function": function} for _, function in written]
+    return Tools(shown, called, choice != "auto", many and named is None)
 
 
-def _function(parameter: str, tool: Any) -> Function:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    if not isinstance(function, dict) or tool.get("type") != "function":
-        raise refusal(parameter, tool, 'an object with type "function" and function', code="invalid_type")
-    parameter = f"{parameter}.function"
+def _written(parameter: str, tool: Any, flat: bool) -> tuple[str, dict[str, Any]]:
+    """A tool's function as it is written, without what is null, and its parameter. Raises Problem."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise refused(f"{parameter}.type", kind, ("function",))
+    function = tool.get("function") if isinstance(tool, dict) and not flat else tool
+    if kind is None or not isinstance(function, dict):
+        members = "name" if flat else "function"
+        raise refusal(parameter, tool, f'an object with type "function" and {members}', code="invalid_type")
+    if flat:
+        neutral = {"type": kind, **_NEUTRAL}
+        function = {name: value for name, value in function.items() if name not in neutral or value != neutral[name]}
+    else:
+        parameter = f"{parameter}.function"
+    function = {name: value for name, value in function.items() if value is not None}
     check_known(parameter, function, _FUNCTION)
+    return parameter, function
+
+
+def _function(parameter: str, function: Mapping[str, Any]) -> Function:
     name, strict = described(parameter, function)
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
@@ -119,30 +147,40 @@ def _function(parameter: str, tool: Any) -> Function:
     return Function(parameter, name, {"type": "object", **parameters} if parameters else _NOTHING, strict)
 
 
-def _named(choice: Any, names: Sequence[str]) -> str | None:
+def _named(choice: Any, names: Sequence[str], flat: bool) -> str | None:
     """The function that `tool_choice` names; None if it names none."""
-    if choice in _CHOICES:
+    if isinstance(choice, str) and choice in _CHOICES:
         return None
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    if not isinstance(function, dict):
-        expected = f'{", ".join(_CHOICES)}, or an object with type "function" and function'
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise refused("tool_choice.type", kind, ("function",))
+    function = choice.get("function") if isinstance(choice, dict) and not flat else choice
+    if kind is None or not isinstance(function, dict):
+        members = "name" if flat else "function"
+        expected = f'{", ".join(_CHOICES)}, or an object with type "function" and {members}'
         raise refusal("tool_choice", choice, expected)
     if function.get("name") not in names:
         raise refusal("tool_choice", function.get("name"), f"one of the tools: {', '.join(names) or 'there are none'}")
     return str(function["name"])
 
 
-def _shown(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The tools for a chat template, without what is null."""
-    return [
-        {"type": "function", "function": {k: v for k, v in tool["function"].items() if v is not None}} for tool in tools
-    ]
+def with_tools(text_request: TextRequest, tools: Tools) -> tuple[TextRequest, Tools]:
+    """The request, and its tools with the schema that it asks for: an output has one form. Raises Problem for a form
+    beside tools that is no schema."""
+    if form := next((name for name in FORMS if name != "json_schema" and name in text_request.fields), None):
+        parameter = text_request.names.get(form, form)
+        raise invalid_value(parameter, f"tools and {parameter} are both given; an output has one form")
+    fields = dict(text_request.fields)
+    answer = fields.pop("json_schema", None)
+    return replace(text_request, fields=fields, names=text_request.names | {"grammar": "tools"}), replace(
+        tools, answer=answer
+    )
 
 
 def too_large(size: int, limit: int) -> InvalidTask:
     return InvalidTask(
-        f"tools have {size} characters as a grammar; at most {limit} are taken: leave some out, or shorten their "
-        "parameters",
+        f"tools have {size} characters as a form of outputs; at most {limit} are taken: leave some out, or shorten "
+        "their parameters",
         param="tools",
     )
 
@@ -154,9 +192,10 @@ class CallFormat:
     A call is {"name": NAME, KEY: ARGUMENTS}, where KEY is `arguments`. Without `begin`, an output that begins with {
     is a call. Without `between`, an output has one call. `marks`: what a tokenizer may have as one token. `told_by`:
     what a template of this format has, all of them; `but`: and none of these. `id_prefix`, `id_digits`: of
-    calls' ids.
+    calls' ids. `name`: by which records know it.
     """
 
+    name: str
     begin: str
     opening: str
     arguments: str
@@ -176,6 +215,7 @@ class CallFormat:
 
 #: Qwen 2.5 and 3, Hermes, and many that follow them.
 HERMES: Final = CallFormat(
+    name="hermes",
     begin="<tool_call>",
     opening="\n",
     arguments="arguments",
@@ -188,6 +228,7 @@ HERMES: Final = CallFormat(
 
 #: Mistral's instruct models up to the third version of its tokenizer, whose templates want ids of nine characters.
 MISTRAL: Final = CallFormat(
+    name="mistral",
     begin="[TOOL_CALLS]",
     opening=" [",
     arguments="arguments",
@@ -200,10 +241,11 @@ MISTRAL: Final = CallFormat(
 )
 
 #: The same, as Nemo and others write it.
-NEMO: Final = replace(MISTRAL, opening="[", told_by=("[TOOL_CALLS][",), but=("[TOOL_CALLS][ARGS]",))
+NEMO: Final = replace(MISTRAL, name="nemo", opening="[", told_by=("[TOOL_CALLS][",), but=("[TOOL_CALLS][ARGS]",))
 
 #: Llama 3.1 to 3.3.
 LLAMA: Final = CallFormat(
+    name="llama",
     begin="",
     opening="",
     arguments="parameters",
@@ -213,10 +255,12 @@ LLAMA: Final = CallFormat(
     told_by=('"parameters": dictionary of argument name',),
 )
 
+FORMATS: Final = (HERMES, MISTRAL, NEMO, LLAMA)
+
 
 def format_of(model: str, template: str) -> CallFormat:
     """The format that the text of a model's chat template speaks of. Raises InvalidTask if that is none of these."""
-    for call_format in (HERMES, MISTRAL, NEMO, LLAMA):
+    for call_format in FORMATS:
         if all(mark in template for mark in call_format.told_by) and not any(
             mark in template for mark in call_format.but
         ):
@@ -230,25 +274,56 @@ def format_of(model: str, template: str) -> CallFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """What tells calls from text in an output. `begin`: the token that begins calls; None if that is text. `must`:
+    whether the output has to be calls."""
+
+    format: CallFormat
+    begin: int | None
+    must: bool
+
+    def to_json(self) -> str:
+        """The syntax as a record has it."""
+        return json.dumps([self.format.name, self.begin, self.must])
+
+    @classmethod
+    def from_json(cls, kept: str | None) -> Self | None:
+        """The syntax that a record has; None without one, or for a format of a later release."""
+        name, begin, must = json.loads(kept) if kept else ("", None, False)
+        call_format = next((known for known in FORMATS if known.name == name), None)
+        return None if call_format is None else cls(call_format, begin, must)
+
+
+@dataclass(frozen=True, slots=True)
 class Calling:
     """A request's way to call tools."""
 
-    format: CallFormat
+    syntax: CallSyntax
     grammar: str
-    begin: int | None
-    """The token that begins calls; None if that is text."""
-    must: bool
-    """Whether the output has to be calls."""
+
+
+async def calling_of(gateway: Gateway, card: Mapping[str, Any], tools: Tools, work: Work) -> Calling:
+    """The model's way to call the tools. Raises InvalidTask, and Problem if too many forms of the tenant wait."""
+    check_chats(card)
+    template = await gateway.templates.with_tools(card)
+    style = format_of(card["name"], template)
+    tokenizer = await gateway.prompts.tokenizer(card)
+    return await gateway.forms.run(
+        work, schemas(tools), lambda judge: make_calling(tools, template, tokenizer, style, judge)
+    )
 
 
 def schemas(tools: Tools) -> list[tuple[str, str]]:
-    """The forms of the functions' arguments that `make_calling` judges."""
-    return [_form(function) for function in tools.callable]
+    """The forms that `make_calling` judges: of the functions' arguments, and of an answer."""
+    answer = [] if tools.answer is None else [_form(tools.answer)]
+    return [*(_form(function.parameters) for function in tools.callable), *answer]
 
 
 def make_calling(tools: Tools, template: str, tokenizer: Tokenizer, style: CallFormat, judge: Judge) -> Calling:
     """Make the grammar; takes milliseconds. `template`: the chat template's text. `judge`: of forms. Raises InvalidTask
     for tools that cannot be followed."""
+    if tools.answer is not None:
+        _check_answer(tools, style, judge)
     added = tokenizer.added_tokens()
     single = {mark: added[mark].id for mark in style.marks if mark in added}
     # Tokens that are no text to llguidance, and that a model may write all the same, such as <think>.
@@ -256,7 +331,21 @@ def make_calling(tools: Tools, template: str, tokenizer: Tokenizer, style: CallF
     grammar = _grammar(tools, style, single, free, judge)
     if len(grammar) > MAX_GRAMMAR:
         raise too_large(len(grammar), MAX_GRAMMAR)
-    return Calling(style, grammar, single.get(style.begin), tools.must)
+    return Calling(CallSyntax(style, single.get(style.begin), tools.must), grammar)
+
+
+def _check_answer(tools: Tools, style: CallFormat, judge: Judge) -> None:
+    """Raise InvalidTask for a schema of an answer that cannot be followed."""
+    if not style.begin and not tools.must:
+        raise InvalidTask(
+            "json_schema and tools are both given: this model's calls are JSON without a mark before it, so that an "
+            "answer in JSON could not be told from a call; leave one of them out, or let tool_choice require a call",
+            param="json_schema",
+        )
+    try:
+        judge(*_form(tools.answer))
+    except RequestError as error:
+        raise InvalidTask(str(error), param=error.param, code=error.code) from None
 
 
 def _grammar(tools: Tools, style: CallFormat, single: dict[str, int], free: Sequence[int], judge: Judge) -> str:
@@ -268,6 +357,8 @@ def _grammar(tools: Tools, style: CallFormat, single: dict[str, int], free: Sequ
     begin = _literal(style.begin, single)
     if tools.must:
         return "\n".join([f"start: {begin} {calls}", *rules])
+    if tools.answer is not None:
+        return "\n".join([f"start: answer | {begin} {calls}", f"answer: {_json(tools.answer)}", *rules])
     if not begin:
         return "\n".join([f"start: PLAIN | {calls}", r"PLAIN: /[^{](.|\n)*/", *rules])
     before = "(TEXT added)* " if free else ""
@@ -282,8 +373,13 @@ def _grammar(tools: Tools, style: CallFormat, single: dict[str, int], free: Sequ
 def _call(key: str, function: Function, judge: Judge) -> str:
     """A call of a function. Each schema is a document of its own, in which its references hold."""
     head = json.dumps(f'{{"name": "{function.name}", "{key}": ')
-    schema = json.dumps(_lean(_followed(function, judge)))
-    return f'{head} %json {{{SPACE}, {schema[1:]} "}}"'
+    return f'{head} {_json(_followed(function, judge))} "}}"'
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    """JSON of a schema in a grammar."""
+    members = json.dumps(_lean(schema))[1:]
+    return f"%json {{{SPACE}{'' if members == '}' else ', '}{members}"
 
 
 def _lean(schema: Any) -> Any:
@@ -307,7 +403,7 @@ def _followed(function: Function, judge: Judge) -> dict[str, object]:
     Raises InvalidTask, also if it takes too long to find out.
     """
     try:
-        judge(*_form(function))
+        judge(*_form(function.parameters))
     except RequestError as error:
         if not function.strict and error.code != STOPPED:
             return {"type": "object"}
@@ -316,8 +412,8 @@ def _followed(function: Function, judge: Judge) -> dict[str, object]:
     return function.parameters
 
 
-def _form(function: Function) -> tuple[str, str]:
-    return "json_schema", json.dumps(function.parameters)
+def _form(schema: Any) -> tuple[str, str]:
+    return "json_schema", json.dumps(schema)
 
 
 def _literal(text: str, single: dict[str, int]) -> str:

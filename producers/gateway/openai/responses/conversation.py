@@ -18,7 +18,6 @@ from starlette.requests import Request
 from producers.client.aio import AsyncHandle
 from producers.contract.chat import MAX_MESSAGES
 from producers.contract.record import Record
-from producers.contract.stream import Token
 from producers.contract.task import MAX_PROMPT_BYTES, Task
 from producers.errors import InvalidTask, TaskNotFound, shown
 from producers.gateway.context import Gateway
@@ -27,7 +26,7 @@ from producers.gateway.http.errors import Problem
 from producers.gateway.http.request_state import Work
 from producers.gateway.openai.parameters import check_chats
 from producers.gateway.openai.responses.request import Item, ResponseRequest
-from producers.gateway.openai.responses.view import PREFIX, ResponseMetadata
+from producers.gateway.openai.responses.view import PREFIX, Output, ResponseMetadata
 from producers.gateway.tasks.ownership import task_of
 
 #: Codes of an error that a shorter prompt cures.
@@ -51,10 +50,9 @@ async def find(request: Request, response_id: str) -> tuple[AsyncHandle, Record,
         record = await handle.status()
     except TaskNotFound:
         return None
-    kept = record.fields.get("response")
-    if kept is None or (principal_of(request).key is None and record.fields.get("tenant") != tenant):
+    if "response" not in record.fields or (principal_of(request).key is None and record.fields.get("tenant") != tenant):
         return None
-    metadata = ResponseMetadata.of(record.id, kept)
+    metadata = ResponseMetadata.of(record.id, record.fields)
     return (handle, record, metadata) if metadata.fields["store"] else None
 
 
@@ -77,11 +75,11 @@ async def before(request: Request, response_id: str) -> list[Item]:
             code="previous_response_not_ready",
             param="previous_response_id",
         )
-    text = ""
+    output = Output(metadata, None)
     async with aclosing(handle.batches()) as batches:
         async for events in batches:
-            text += "".join(event.text for event in events if isinstance(event, Token))
-    return [*metadata.items, *([Item(metadata.item_id, "assistant", (text,))] if text else [])]
+            output.take(events)
+    return [*metadata.items, *output.as_input()]
 
 
 async def fitted(
@@ -123,9 +121,9 @@ async def fitted(
 
 def _first_of_size(response_request: ResponseRequest, items: Sequence[Item], stay: int, starts: Sequence[int]) -> int:
     """The first of the places where the others may begin that leaves no more than a request may have; else the last."""
-    sizes = [len(json.dumps(message, ensure_ascii=False).encode()) + 2 for message in response_request.messages(items)]
-    fixed = len(sizes) - len(items) + stay  # instructions, and what stays
-    size, count, behind = sum(sizes[:fixed]), fixed, sizes[len(sizes) - len(items) :]
+    fixed = [*response_request.messages([]), *(item.message for item in items[:stay])]  # instructions, and what stays
+    behind = [_size(item.message) for item in items]
+    size, count = sum(map(_size, fixed)), len(fixed)
     first, at = len(starts) - 1, len(items)
     for start in range(len(starts) - 1, -1, -1):
         size, count = size + sum(behind[starts[start] : at]), count + at - starts[start]
@@ -134,6 +132,11 @@ def _first_of_size(response_request: ResponseRequest, items: Sequence[Item], sta
             break
         first = start
     return first
+
+
+def _size(message: Mapping[str, Any]) -> int:
+    """A message's bytes within a list of JSON."""
+    return len(json.dumps(message, ensure_ascii=False).encode()) + 2
 
 
 async def _first_that_fits(filled: Callable[[int], Awaitable[Task]], first: int, count: int) -> tuple[Task, int]:
@@ -165,6 +168,11 @@ async def _prompt(
     gateway: Gateway, card: Mapping[str, Any], response_request: ResponseRequest, items: Sequence[Item], work: Work
 ) -> tuple[int, ...]:
     text = await gateway.templates.render(
-        card, response_request.messages(items), work, add_generation_prompt=True, continue_final_message=False
+        card,
+        response_request.messages(items),
+        work,
+        add_generation_prompt=True,
+        continue_final_message=False,
+        **response_request.template,
     )
     return await gateway.prompts.encode(card, text, work, special=False)

@@ -1,6 +1,7 @@
 """Reads a request's body: the task, what its record has to say of the response, and the items of its input.
 
-input: text | messages of parts -> Item -> kept in the record -> message of a template | item of the API
+input: text | messages of parts, calls and their outputs -> Item -> kept in the record
+                                                                  -> messages of a template | item of the API
 """
 
 from __future__ import annotations
@@ -11,42 +12,70 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
-from producers.contract.chat import BETWEEN_PARTS, MAX_MESSAGES, read_string, too_many
+from producers.contract.chat import (
+    BETWEEN_PARTS,
+    MAX_MESSAGES,
+    check_arguments,
+    read_arguments,
+    read_string,
+    too_many,
+)
 from producers.contract.chat import refused as invalid_item
 from producers.contract.task import Task
 from producers.errors import InvalidTask, shown
 from producers.gateway.http.errors import invalid_value, unknown_parameter
 from producers.gateway.openai.parameters import KEPT_S, SAME, Parameters, TextRequest, count, flag, refusal, refused
 from producers.gateway.openai.response_format import FLAT, TEXT, formed
+from producers.gateway.openai.tools import FLAT_TOOL_PARAMETERS, Calling, Tools, read_tools, with_tools
 from producers.store.protocol import DEFAULT_TTL_S
 
 #: Role -> the type of its text parts.
 ROLES: Final = {"user": "input_text", "system": "input_text", "developer": "input_text", "assistant": "output_text"}
 #: Fields of a message beside role, content and type; clients send them back as received, and none changes the prompt.
 AS_RECEIVED: Final = ("id", "status", "phase")
+#: The types of items that are no messages -> their members beside those of AS_RECEIVED.
+CALL, CALL_OUTPUT = "function_call", "function_call_output"
+MEMBERS: Final = {CALL: ("call_id", "name", "arguments"), CALL_OUTPUT: ("call_id", "output")}
+#: The role of a call's output, as chat templates name it.
+TOOL: Final = "tool"
 _PART: Final = {
     "type": "object",
     "required": ["type", "text"],
     "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
 }
+_CONTENT: Final = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _PART}]}
+
+
+def _item_schema(required: Sequence[str], **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "required": [*required],
+        "properties": {**properties, **{name: {"type": ["string", "null"]} for name in AS_RECEIVED}},
+        "additionalProperties": False,
+    }
+
+
+_STRING: Final = {"type": "string"}
 #: The JSON schema of `input`, for OpenAPI.
 INPUT: Final[dict[str, Any]] = {
-    "description": "text, which is a user's message, or a list of messages",
+    "description": "text, which is a user's message, or a list of messages, calls and their outputs",
     "anyOf": [
-        {"type": "string"},
+        _STRING,
         {
             "type": "array",
             "minItems": 1,
             "items": {
-                "type": "object",
-                "required": ["role", "content"],
-                "properties": {
-                    "type": {"const": "message"},
-                    "role": {"enum": list(ROLES)},
-                    "content": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _PART}]},
-                    **{name: {"type": ["string", "null"]} for name in AS_RECEIVED},
-                },
-                "additionalProperties": False,
+                "anyOf": [
+                    _item_schema(
+                        ("role", "content"), type={"const": "message"}, role={"enum": list(ROLES)}, content=_CONTENT
+                    ),
+                    _item_schema(
+                        ("type", *MEMBERS[CALL]), type={"const": CALL}, **dict.fromkeys(MEMBERS[CALL], _STRING)
+                    ),
+                    _item_schema(
+                        ("type", *MEMBERS[CALL_OUTPUT]), type={"const": CALL_OUTPUT}, call_id=_STRING, output=_CONTENT
+                    ),
+                ]
             },
         },
     ],
@@ -82,14 +111,12 @@ PARAMETERS: Final = Parameters(
             "properties": {"format": {"anyOf": [{"type": "null"}, FLAT]}, "verbosity": {"enum": [None, "medium"]}},
             "additionalProperties": False,
         },
+        **FLAT_TOOL_PARAMETERS,
     },
     renamed={"max_output_tokens": "max_tokens", "ttl": "ttl", "webhook": "webhook"},
     required="input",
     same=tuple(name for name in SAME if name != "n"),  # a response has one output
     not_offered={
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
         "max_tool_calls": (),
         "reasoning": ({}, {"effort": "none"}),
         "prompt": (),
@@ -113,38 +140,93 @@ SHOWN: Final = ("user", "safety_identifier", "prompt_cache_key", "previous_respo
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One message. `texts`: its parts."""
+    """One message, call or output of a call. `texts`: a message's parts; a call's arguments; an output's text.
+
+    `call_id`: given for a call and its output. `name`: a call's function.
+    """
 
     id: str
     role: str
     texts: tuple[str, ...]
+    call_id: str | None = None
+    name: str | None = None
 
     @classmethod
-    def new(cls, role: str, *texts: str) -> Self:
-        return cls(f"msg_{uuid.uuid4().hex}", role, texts)
+    def new(cls, role: str, *texts: str, call_id: str | None = None, name: str | None = None) -> Self:
+        prefix = "msg" if call_id is None else "fc" if name is not None else "fco"
+        return cls(f"{prefix}_{uuid.uuid4().hex}", role, texts, call_id, name)
 
     @classmethod
     def of(cls, kept: Sequence[Any]) -> Self:
         """The item that `kept` gave."""
-        return cls(kept[0], kept[1], tuple(kept[2]))
+        item_id, role, texts, *call = kept
+        call_id, name = call or (None, None)
+        return cls(item_id, TOOL if call and name is None else role, tuple(texts), call_id, name)
 
     @property
     def kept(self) -> list[Any]:
-        """The item as its record has it, as JSON."""
-        return [self.id, self.role, list(self.texts)]
+        """The item as its record has it, as JSON. A gateway of the release before takes an output for a user's
+        message."""
+        call = [] if self.call_id is None else [self.call_id, self.name]
+        return [self.id, "user" if self.role == TOOL else self.role, list(self.texts), *call]
+
+    @property
+    def text(self) -> str:
+        return BETWEEN_PARTS.join(self.texts)
 
     @property
     def message(self) -> dict[str, Any]:
         """The item as chat templates take it."""
-        return {"role": self.role, "content": BETWEEN_PARTS.join(self.texts)}
+        if self.name is not None:
+            function = {"name": self.name, "arguments": read_arguments(self.text, "input")}
+            return {
+                "role": self.role,
+                "content": None,
+                "tool_calls": [{"id": self.call_id, "type": "function", "function": function}],
+            }
+        return {"role": self.role, "content": self.text} | (
+            {} if self.call_id is None else {"tool_call_id": self.call_id}
+        )
 
     @property
     def view(self) -> dict[str, Any]:
         """The item as callers see it."""
+        if self.name is not None:
+            return call_view(self.id, "completed", self.call_id, self.name, self.text)
+        if self.call_id is not None:
+            head = {"id": self.id, "type": CALL_OUTPUT, "status": "completed"}
+            return head | {"call_id": self.call_id, "output": self.text}
         kind = ROLES[self.role]
         more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
         content = [{"type": kind, "text": text, **more} for text in self.texts]
         return {"id": self.id, "type": "message", "role": self.role, "status": "completed", "content": content}
+
+
+def call_view(item_id: str, status: str, call_id: str | None, name: str, arguments: str) -> dict[str, Any]:
+    """A call as callers see it. Its arguments come last, so that they can be written in pieces."""
+    return {"id": item_id, "type": CALL, "status": status, "call_id": call_id, "name": name, "arguments": arguments}
+
+
+def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """The items as chat templates take them: calls belong to the assistant's message that they follow.
+
+    Raises InvalidTask for calls with more arguments than may be parsed.
+    """
+    check_arguments([item.text for item in items if item.name is not None], "input")
+    messages: list[dict[str, Any]] = []
+    names: dict[str | None, str] = {}
+    for item in items:
+        message = item.message
+        if item.name is not None:
+            names[item.call_id] = item.name
+            if messages and messages[-1]["role"] == item.role:
+                calls = messages[-1].setdefault("tool_calls", [])
+                calls += message["tool_calls"]
+                continue
+        elif item.call_id in names:
+            message["name"] = names[item.call_id]
+        messages.append(message)
+    return messages
 
 
 def read_input(value: Any) -> list[Item]:
@@ -157,28 +239,43 @@ def read_input(value: Any) -> list[Item]:
         raise InvalidTask("input is empty; give text, or at least one message", code="empty_array", param="input")
     if len(value) > MAX_MESSAGES:
         raise too_many(len(value), "input")
-    return [_message(item, f"input[{at}]") for at, item in enumerate(value)]
+    return [_item(item, f"input[{at}]") for at, item in enumerate(value)]
 
 
-def _message(item: Any, parameter: str) -> Item:
+def _item(item: Any, parameter: str) -> Item:
     if not isinstance(item, dict):
         raise invalid_item(parameter, item, "a message with role and content", "invalid_type")
-    if item.get("type", "message") != "message":
+    kind = item.get("type") or "message"
+    if not isinstance(kind, str) or (kind != "message" and kind not in MEMBERS):
         raise InvalidTask(
-            f"{parameter}.type is {shown(item['type'])}, which is not offered here; give messages alone",
+            f"{parameter}.type is {shown(kind)}, which is not offered here; give messages, {CALL} and {CALL_OUTPUT}",
             code="unsupported_parameter",
             param=f"{parameter}.type",
         )
-    role = item.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise invalid_item(f"{parameter}.role", role, f"one of {', '.join(ROLES)}")
-    unknown = next((name for name in item if name not in ("type", "role", "content", *AS_RECEIVED)), None)
-    if unknown is not None:
+    members = MEMBERS.get(kind, ("role", "content"))
+    # What is null asks for nothing: clients send whole items back, with members of services that are not here.
+    unknown = next((name for name in item if name not in ("type", *members, *AS_RECEIVED)), None)
+    if unknown is not None and (kind == "message" or item[unknown] is not None):
+        subject = "a message" if kind == "message" else f"a {kind}"
         raise InvalidTask(
-            f"{parameter} has {shown(unknown)}; a message has role and content",
+            f"{parameter} has {shown(unknown)}; {subject} has {' and '.join(members)}",
             code="unknown_parameter",
             param=f"{parameter}.{unknown}",
         )
+    if kind == "message":
+        return _message(item, parameter)
+    call_id = read_string(item.get("call_id"), f"{parameter}.call_id")
+    if kind == CALL_OUTPUT:
+        return Item.new(TOOL, *_content(item.get("output"), f"{parameter}.output"), call_id=call_id)
+    name = read_string(item.get("name"), f"{parameter}.name")
+    arguments = read_string(item.get("arguments"), f"{parameter}.arguments")
+    return Item.new("assistant", arguments, call_id=call_id, name=name)
+
+
+def _message(item: Mapping[str, Any], parameter: str) -> Item:
+    role = item.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise invalid_item(f"{parameter}.role", role, f"one of {', '.join(ROLES)}")
     return Item.new(role, *_content(item.get("content"), f"{parameter}.content"))
 
 
@@ -204,7 +301,8 @@ def _part(part: Any, parameter: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ResponseRequest:
-    """A checked request. `items`: of its `input` alone. `shown`: fields of the response that are known already."""
+    """A checked request. `items`: of its `input` alone. `shown`: fields of the response that are known already.
+    `tools`: those that may be called."""
 
     text_request: TextRequest
     items: list[Item]
@@ -214,6 +312,7 @@ class ResponseRequest:
     store: bool
     truncate: bool
     shown: dict[str, Any]
+    tools: Tools | None
 
     def task(self, **fields: Any) -> Task:
         """The task; its prompt is still to be set, unless it is given as `prompt` or `messages`. Raises InvalidTask."""
@@ -223,9 +322,14 @@ class ResponseRequest:
     def messages(self, items: Sequence[Item]) -> list[dict[str, Any]]:
         """The conversation as a chat template takes it. `items`: those before this request, and its own."""
         first = [] if self.instructions is None else [Item.new("system", self.instructions)]
-        return [item.message for item in (*first, *items)]
+        return messages_of([*first, *items])
 
-    def more(self, task: Task, items: Sequence[Item], created_ms: int) -> dict[str, str | int]:
+    @property
+    def template(self) -> dict[str, Any]:
+        """The chat template's variables beside the messages."""
+        return {} if self.tools is None else {"tools": self.tools.shown}
+
+    def more(self, task: Task, items: Sequence[Item], created_ms: int, calling: Calling | None) -> dict[str, str | int]:
         """The record's fields beside those of the task itself, which is resolved."""
         fields = {
             "created_at": created_ms // 1000,
@@ -241,7 +345,8 @@ class ResponseRequest:
         }
         response = json.dumps({"fields": fields, "items": [item.kept for item in items]}, ensure_ascii=False)
         origin: dict[str, str | int] = {"origin": "response"} if self.background else {}
-        return {"response": response, **origin}
+        calls = {} if calling is None else {"calls": calling.syntax.to_json()}
+        return {"response": response, **calls, **origin}
 
 
 def read_response(body: Mapping[str, Any], tenant: str | None) -> ResponseRequest:
@@ -265,6 +370,9 @@ def read_response(body: Mapping[str, Any], tenant: str | None) -> ResponseReques
         text_request.fields["logprobs"] = top or 0
     text = _text(values)
     text_request = formed(text_request, "text.format", text["format"])
+    tools = read_tools(values, flat=True)
+    if tools is not None:
+        text_request, tools = with_tools(text_request, tools)
     texts: dict[str, Any] = {name: _string(body, name) for name in SHOWN}
     return ResponseRequest(
         text_request=replace(text_request, names=text_request.names | NAMES),
@@ -277,9 +385,16 @@ def read_response(body: Mapping[str, Any], tenant: str | None) -> ResponseReques
         shown=texts
         | {"max_output_tokens": body.get("max_output_tokens"), "truncation": truncation}
         | {"top_logprobs": top or 0, "text": text}
-        | {"tools": [], "tool_choice": body.get("tool_choice") or "auto"}
-        | {"parallel_tool_calls": body.get("parallel_tool_calls") is not False, "reasoning": {}},
+        | {"tools": [_tool_view(tool) for tool in values.get("tools", [])]}
+        | {"tool_choice": values.get("tool_choice", "auto")}
+        | {"parallel_tool_calls": values.get("parallel_tool_calls", True), "reasoning": {}},
+        tools=tools,
     )
+
+
+def _tool_view(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A checked tool as the response shows it."""
+    return {"type": "function"} | {name: tool.get(name) for name in ("name", "description", "parameters", "strict")}
 
 
 def bounded(task: Task, card: Mapping[str, Any]) -> Task:

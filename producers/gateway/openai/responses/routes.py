@@ -38,6 +38,7 @@ from producers.gateway.openai.responses.request import (
     read_response,
 )
 from producers.gateway.openai.responses.view import PREFIX, EventWriter, Output, ResponseMetadata, ResponseStream
+from producers.gateway.openai.tools import calling_of
 from producers.gateway.tasks import outcome
 from producers.gateway.tasks.foreground import Foreground, answered
 from producers.gateway.tasks.ownership import cancelled
@@ -150,7 +151,7 @@ async def retrieve(request: Request, response_id: str, after: Annotated[int | No
     if after is None:
         return await answer(gateway, handle, record, metadata)
     scorer = await scorer_of(gateway, record)
-    return ResponseStream(EventWriter(metadata, Output(scorer), after), handle, gateway)
+    return ResponseStream(EventWriter(metadata, scorer, after), handle, gateway)
 
 
 @router.post(
@@ -223,6 +224,10 @@ async def make(request: Request, gateway: Gateway, response_request: ResponseReq
     if task.webhook is not None:
         await gateway.destinations.check(task.webhook.url, "webhook.url")
     resolved = await resolve(request, gateway.client, task.model)
+    calling = None
+    if response_request.tools is not None:
+        with response_request.text_request.in_its_words():
+            calling = await calling_of(gateway, resolved.card, response_request.tools, work_of(request))
     prompts = await idempotency.made_prompts(request, gateway.client, 1, tenant=task.tenant)
     items = response_request.items
     if prompts is not None:  # its record has its conversation
@@ -238,10 +243,12 @@ async def make(request: Request, gateway: Gateway, response_request: ResponseReq
     with response_request.text_request.in_its_words():
         (task,) = await gateway.accounts.sized(request, [task])
         task = bounded(task, resolved.card).resolved(resolved.card)
-    more = response_request.more(task, items, resolved.now_ms())
+    if calling is not None:
+        task = task.model_copy(update={"grammar": calling.grammar})
+    more = response_request.more(task, items, resolved.now_ms(), calling)
     scorer = None if task.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(resolved.card))
     kind = _background if response_request.background else _foreground
-    return await kind(request, gateway, response_request, task, more, Output(scorer))
+    return await kind(request, gateway, response_request, task, more, scorer)
 
 
 async def _background(
@@ -250,16 +257,16 @@ async def _background(
     response_request: ResponseRequest,
     task: Task,
     more: dict[str, Any],
-    output: Output,
+    scorer: ChatLogprobs | None,
 ) -> Response:
     """Submit the task, which nobody's leaving cancels."""
     with response_request.text_request.in_its_words():
         task_id, earlier = await submitted(request, gateway, task, more)
     if earlier is not None:
         return await _again(gateway, response_request, earlier)
-    metadata = ResponseMetadata.of(task_id, more["response"])
+    metadata = ResponseMetadata.of(task_id, more)
     if response_request.text_request.stream:
-        return ResponseStream(EventWriter(metadata, output), gateway.client.get(task_id), gateway)
+        return ResponseStream(EventWriter(metadata, scorer), gateway.client.get(task_id), gateway)
     return opened(metadata, "queued")
 
 
@@ -269,7 +276,7 @@ async def _foreground(
     response_request: ResponseRequest,
     task: Task,
     more: dict[str, Any],
-    output: Output,
+    scorer: ChatLogprobs | None,
 ) -> Response:
     """Submit the task, whose caller waits; with a key, the one of an earlier request, if there was one."""
     with response_request.text_request.in_its_words():
@@ -284,10 +291,10 @@ async def _foreground(
 
     async def answer() -> Response:
         name = foreground.ids[0]
-        kept = (await original(gateway, name)).fields["response"] if foreground.replayed else more["response"]
-        metadata = ResponseMetadata.of(name, kept)
+        fields = (await original(gateway, name)).fields if foreground.replayed else more
+        metadata = ResponseMetadata.of(name, fields)
         if response_request.text_request.stream:
-            return ResponseStream(EventWriter(metadata, output), gateway.client.get(name), gateway, foreground)
+            return ResponseStream(EventWriter(metadata, scorer), gateway.client.get(name), gateway, foreground)
         return await waited(request, gateway, metadata, foreground)
 
     return await respond(response_request.text_request, foreground, answer)
@@ -295,10 +302,10 @@ async def _foreground(
 
 async def _again(gateway: Gateway, response_request: ResponseRequest, record: Record) -> Response:
     """Answer with a background response that an earlier request of this key made."""
-    handle, metadata = gateway.client.get(record.id), ResponseMetadata.of(record.id, record.fields["response"])
+    handle, metadata = gateway.client.get(record.id), ResponseMetadata.of(record.id, record.fields)
     response: Response
     if response_request.text_request.stream:
-        response = ResponseStream(EventWriter(metadata, Output(await scorer_of(gateway, record))), handle, gateway)
+        response = ResponseStream(EventWriter(metadata, await scorer_of(gateway, record)), handle, gateway)
     else:
         response = await answer(gateway, handle, record, metadata)
     response.headers.update(idempotency.REPLAYED)
@@ -309,8 +316,8 @@ async def answer(gateway: Gateway, handle: AsyncHandle, record: Record, metadata
     """The response as its record stands. Raises as `outcome.collected`."""
     if not record.final:
         return opened(metadata, record.status)
-    output = Output(await scorer_of(gateway, record))
-    return await outcome.collected(gateway, handle, output, partial(output.pieces, metadata, record))
+    output = Output(metadata, await scorer_of(gateway, record))
+    return await outcome.collected(gateway, handle, output, partial(output.pieces, record))
 
 
 def opened(metadata: ResponseMetadata, status: str) -> Response:

@@ -1,11 +1,13 @@
 """Builds the JSON of a response, and its events, from its task's record and stream: pure functions of both.
 
     created ─▶ queued ─▶ in_progress ─▶ item, part ─▶ delta ... ─▶ done ... ─▶ end     (foreground: not queued)
+                                     each call: item ─▶ delta ... ─▶ done ...
 
 So any gateway sends the same events with the same `sequence_number`, live or afterwards, and reads them from the
 beginning, since each number counts those before. Nothing but the task's own entries is stored for it. For each token
-with text there is one delta (for each token, where it has log probabilities). A background response is in progress from
-its first entry; a task that ended without a token never was.
+with text there is one delta (for each token, where it has log probabilities); with tools, one for each piece of text or
+of a call's arguments that is known to be that. Tokens are read one by one, however they came. A background response is
+in progress from its first entry; a task that ended without a token never was.
 
 A cancelled response ends with `response.incomplete` and has the status `cancelled`: clients know no event of that
 name.
@@ -16,7 +18,7 @@ All is in ASCII, as streams need it. Text and log probabilities are JSON already
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +37,9 @@ from producers.gateway.http.sse import LiveStream
 from producers.gateway.openai.answer import run_by_weight, weight
 from producers.gateway.openai.logprobs import ChatLogprobs
 from producers.gateway.openai.parameters import in_callers_names
-from producers.gateway.openai.responses.request import NAMES, Item
+from producers.gateway.openai.responses.request import NAMES, Item, call_view
+from producers.gateway.openai.tool_call_parser import CallArguments, CallEnd, CallStart, ParsedPart, ToolCallParser
+from producers.gateway.openai.tools import CallSyntax
 from producers.gateway.tasks.foreground import Foreground, stopping
 
 PREFIX: Final = "resp_"
@@ -51,16 +55,20 @@ EMPTY_PART: Final = '{"type": "output_text", "annotations": [], "text": "", "log
 
 @dataclass(frozen=True, slots=True)
 class ResponseMetadata:
-    """A response as its record's field `response` has it. `fields`: those of its JSON that never change."""
+    """A response as its record has it. `fields`: those of its JSON that never change. `syntax`: of calls, if its output
+    may have some."""
 
     task_id: str
     fields: Mapping[str, Any]
     items: list[Item]
+    syntax: CallSyntax | None
 
     @classmethod
-    def of(cls, task_id: str, kept: str) -> Self:
-        read = json.loads(kept)
-        return cls(task_id, read["fields"], [Item.of(item) for item in read["items"]])
+    def of(cls, task_id: str, record: Mapping[str, Any]) -> Self:
+        """`record`: the record's fields."""
+        kept = json.loads(record["response"])
+        items = [Item.of(item) for item in kept["items"]]
+        return cls(task_id, kept["fields"], items, CallSyntax.from_json(record.get("calls")))
 
     @property
     def background(self) -> bool:
@@ -68,7 +76,7 @@ class ResponseMetadata:
 
     @property
     def item_id(self) -> str:
-        """The id of its output."""
+        """The id of its output's message."""
         return f"msg_{self.task_id}"
 
     def open(self, status: str) -> dict[str, Any]:
@@ -92,60 +100,182 @@ class ResponseMetadata:
         )
 
 
-class Output:
-    """A response's output as JSON, collected from its stream. `size`: bytes so far."""
+class MessageItem:
+    """An output's message, collected as JSON."""
 
-    def __init__(self, scorer: ChatLogprobs | None) -> None:
-        self._scorer = scorer
+    __slots__ = ("id", "logprobs", "text")
+
+    def __init__(self, item_id: str) -> None:
+        self.id = item_id
         self.text = bytearray()
         self.logprobs = bytearray()
-        self.begun = False
 
     @property
     def size(self) -> int:
         return len(self.text) + len(self.logprobs)
 
-    def take(self, events: Iterable[Event]) -> None:
-        for event in events:
-            if isinstance(event, Token):
-                self.add(event)
-
-    def add(self, token: Token) -> tuple[str, str]:
-        """Add a token. Returns its text and its log probabilities as JSON, without quotes and brackets."""
-        self.begun = True
-        text = quote(token.text)[1:-1]
-        logprobs = "" if self._scorer is None else json.dumps(self._scorer.of([token])["content"])[1:-1]
-        self.text += text.encode()
-        if logprobs:
-            self.logprobs += b", " if self.logprobs else b""
-            self.logprobs += logprobs.encode()
-        return text, logprobs
-
     def part(self) -> Iterator[bytes | bytearray]:
-        """The output's one part as JSON."""
+        """Its one part as JSON."""
         yield b'{"type": "output_text", "annotations": [], "text": "'
         yield self.text
         yield b'", "logprobs": ['
         yield self.logprobs
         yield b"]}"
 
-    def item(self, metadata: ResponseMetadata, status: str) -> Iterator[bytes | bytearray]:
-        """The output's one item as JSON. `status`: the response's."""
-        yield opened_item(metadata.item_id, "completed" if status == "completed" else "incomplete")[:-2].encode()
+    def pieces(self, status: str) -> Iterator[bytes | bytearray]:
+        """Its JSON in pieces."""
+        yield opened_item(self.id, status)[:-2].encode()
         yield from self.part()
         yield b"]}"
 
-    def pieces(self, metadata: ResponseMetadata, record: Record) -> Iterator[bytes | bytearray]:
+
+class CallItem:
+    """A call of an output, collected as JSON."""
+
+    __slots__ = ("arguments", "call_id", "id", "name", "whole")
+
+    def __init__(self, item_id: str, call_id: str, name: str) -> None:
+        self.id = item_id
+        self.call_id = call_id
+        self.name = name
+        self.arguments = bytearray()
+        self.whole = False
+
+    @property
+    def size(self) -> int:
+        return len(self.arguments) + len(self.name)
+
+    def pieces(self, status: str) -> Iterator[bytes | bytearray]:
+        """Its JSON in pieces."""
+        yield json.dumps(call_view(self.id, status, self.call_id, self.name, ""))[:-2].encode()
+        yield self.arguments
+        yield b'"}'
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """New text of an output's message as JSON, with its log probabilities, without quotes and brackets. `scored`:
+    whether there are some, also where no tokenizer can write them any more."""
+
+    text: str
+    logprobs: str
+    scored: bool
+
+
+#: A change of an output.
+Change = Text | CallStart | CallArguments | CallEnd
+
+
+class Output:
+    """A response's output, collected from its stream: a message, calls, or a message and calls behind it. `size`: bytes
+    so far."""
+
+    def __init__(self, metadata: ResponseMetadata, scorer: ChatLogprobs | None) -> None:
+        self._metadata = metadata
+        self._scorer = scorer
+        self._parser = None if metadata.syntax is None else ToolCallParser(metadata.syntax)
+        self._held: list[str] = []
+        """Log probabilities of tokens that may be of the message, or not."""
+        self.items: list[MessageItem | CallItem] = []
+        self.begun = False
+
+    @property
+    def size(self) -> int:
+        return sum(item.size for item in self.items)
+
+    def take(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if isinstance(event, Token):
+                self.add(event)
+            elif isinstance(event, End):
+                self.end()
+
+    def add(self, token: Token) -> list[Change]:
+        """Add a token. Returns what is new by it."""
+        self.begun = True
+        if token.logprobs is not None:
+            self._held.append("" if self._scorer is None else json.dumps(self._scorer.of([token])["content"])[1:-1])
+        return self._changes([token.text] if self._parser is None else self._parser.feed([token]))
+
+    def end(self) -> list[Change]:
+        """Returns what is known only at the end."""
+        parts = [] if self._parser is None else self._parser.end()
+        called = any(isinstance(item, CallItem) for item in self.items)
+        return self._changes(parts or ([""] if self._held and not called else []))
+
+    def _changes(self, parts: Sequence[ParsedPart]) -> list[Change]:
+        changes: list[Change] = []
+        for part in parts:
+            if isinstance(part, str):
+                changes.append(self._add_text(part))
+                continue
+            changes.append(part)
+            if isinstance(part, CallStart):
+                self._held.clear()
+                self.items.append(self._new_call(part))
+            else:
+                call = self.items[-1]
+                assert isinstance(call, CallItem)
+                if isinstance(part, CallArguments):
+                    call.arguments += quote(part.text)[1:-1].encode()
+                else:
+                    call.whole = True
+        return changes
+
+    def _add_text(self, new: str) -> Text:
+        text, logprobs, scored = quote(new)[1:-1], ", ".join(filter(None, self._held)), bool(self._held)
+        self._held.clear()
+        message = self.message()
+        message.text += text.encode()
+        if logprobs:
+            message.logprobs += b", " if message.logprobs else b""
+            message.logprobs += logprobs.encode()
+        return Text(text, logprobs, scored)
+
+    def message(self) -> MessageItem:
+        """The output's message, which is its first item; made if there is none yet."""
+        if not self.items:
+            self.items.append(MessageItem(self._metadata.item_id))
+        message = self.items[0]
+        assert isinstance(message, MessageItem)
+        return message
+
+    def _new_call(self, start: CallStart) -> CallItem:
+        syntax, task_id = self._metadata.syntax, self._metadata.task_id
+        assert syntax is not None
+        return CallItem(f"fc_{task_id}_{start.index}", syntax.format.id_of(task_id, 0, start.index), start.name)
+
+    def as_input(self) -> list[Item]:
+        """Its items as those of a conversation."""
+        items = []
+        for item in self.items:
+            if isinstance(item, CallItem):
+                items.append(Item(item.id, "assistant", (_unquoted(item.arguments),), item.call_id, item.name))
+            elif item.text:
+                items.append(Item(item.id, "assistant", (_unquoted(item.text),)))
+        return items
+
+    def status_of(self, index: int, status: str) -> str:
+        """The status of an item. `status`: the response's."""
+        item = self.items[index]
+        if isinstance(item, CallItem):
+            return "completed" if item.whole else "incomplete"
+        return "completed" if status == "completed" or len(self.items) > 1 else "incomplete"
+
+    def pieces(self, record: Record) -> Iterator[bytes | bytearray]:
         """The final response's JSON in pieces."""
-        head = metadata.ended(record)
+        head = self._metadata.ended(record)
         yield json.dumps(head)[:-1].encode() + b', "output": ['
-        if self.shown(record):
-            yield from self.item(metadata, head["status"])
+        self.complete(record)
+        for index, item in enumerate(self.items):
+            yield b", " if index else b""
+            yield from item.pieces(self.status_of(index, head["status"]))
         yield b"]}"
 
-    def shown(self, record: Record) -> bool:
-        """Whether there is an output: also an empty one, where the task ended by itself."""
-        return self.begun or record.status in ("completed", "incomplete")
+    def complete(self, record: Record) -> None:
+        """Adds an empty message where there is no other item, and the task ended by itself or had begun."""
+        if not self.items and (self.begun or record.status in ("completed", "incomplete")):
+            self.message()
 
 
 def body(record: Record, events: Iterable[Event], scorer: ChatLogprobs | None = None) -> bytes:
@@ -153,13 +283,18 @@ def body(record: Record, events: Iterable[Event], scorer: ChatLogprobs | None = 
 
     `scorer`: given where the task has log probabilities.
     """
-    output = Output(scorer)
+    output = Output(ResponseMetadata.of(record.id, record.fields), scorer)
     output.take(events)
-    return b"".join(output.pieces(ResponseMetadata.of(record.id, record.fields["response"]), record))
+    return b"".join(output.pieces(record))
+
+
+def _unquoted(text: bytearray) -> str:
+    """Text that is JSON without its quotes."""
+    return str(json.loads(b'"' + text + b'"'))
 
 
 def opened_item(item_id: str, status: str) -> str:
-    """The JSON of an output without content; the last two characters close it."""
+    """The JSON of a message without content; the last two characters close it."""
     item = {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": []}
     return json.dumps(item)
 
@@ -201,12 +336,13 @@ class EventWriter:
     """Writes the events of a response. `after`: the last `sequence_number` that the reader has; -1: none. `number`: the
     next one."""
 
-    def __init__(self, metadata: ResponseMetadata, output: Output, after: int = -1) -> None:
+    def __init__(self, metadata: ResponseMetadata, scorer: ChatLogprobs | None, after: int = -1) -> None:
         self.metadata = metadata
-        self.output = output
+        self.output = Output(metadata, scorer)
         self.after = after
         self.number = 0
-        self._part_fields = f'"item_id": "{metadata.item_id}", "output_index": 0, "content_index": 0'
+        #: Items whose events have begun, and those that have ended.
+        self._opened = self._closed = 0
 
     def opening(self) -> bytes:
         """The events before the first entry of the stream."""
@@ -216,45 +352,76 @@ class EventWriter:
 
     def deltas(self, events: Iterable[Event]) -> bytes:
         """The events for entries of the stream, without its end."""
-        return b"".join(self._token(event) for event in events if isinstance(event, Token))
+        return b"".join(chunk for event in events if isinstance(event, Token) for chunk in self._token(event))
 
     def end(self, record: Record) -> Iterator[bytes]:
         """The last events, one at a time: each may have the whole output. `record`: the final one."""
-        metadata, output = self.metadata, self.output
-        status = status_of(record)
-        if output.shown(record):
-            if not output.begun:
-                yield self._begin()
-            yield self._event(
-                "response.output_text.done",
-                f'{self._part_fields}, "text": "',
-                output.text,
-                '", "logprobs": [',
-                output.logprobs,
-                "]",
-            )
-            yield self._event("response.content_part.done", f'{self._part_fields}, "part": ', *output.part())
-            yield self._event(
-                "response.output_item.done", '"output_index": 0, "item": ', *output.item(metadata, status)
-            )
-        yield self._event(LAST[status], '"response": ', *output.pieces(metadata, record))
+        output, status = self.output, status_of(record)
+        for change in output.end():
+            yield from self._change(change)
+        output.complete(record)
+        if output.items and not self._opened:
+            yield from self._open()
+        yield from self._close(status)
+        yield self._event(LAST[status], '"response": ', *output.pieces(record))
 
-    def _token(self, token: Token) -> bytes:
-        begin = b"" if self.output.begun else self._begin()
-        text, logprobs = self.output.add(token)
-        if not text and token.logprobs is None:
-            return begin
-        delta = f'{self._part_fields}, "delta": "{text}", "logprobs": [{logprobs}]'
-        return begin + self._event("response.output_text.delta", delta)
+    def _token(self, token: Token) -> Iterator[bytes]:
+        if not self.output.begun and self.metadata.background:
+            yield self._event("response.in_progress", f'"response": {json.dumps(self.metadata.open("in_progress"))}')
+        for change in self.output.add(token):
+            yield from self._change(change)
 
-    def _begin(self) -> bytes:
-        """The events before the output's first delta."""
-        began = b""
-        if self.metadata.background:
-            began = self._event("response.in_progress", f'"response": {json.dumps(self.metadata.open("in_progress"))}')
-        item = opened_item(self.metadata.item_id, "in_progress")
-        began += self._event("response.output_item.added", f'"output_index": 0, "item": {item}')
-        return began + self._event("response.content_part.added", f'{self._part_fields}, "part": {EMPTY_PART}')
+    def _change(self, change: Change) -> Iterator[bytes]:
+        if isinstance(change, Text):
+            if not self._opened:
+                yield from self._open()
+            if change.text or change.scored:
+                delta = f'{self._place()}, "content_index": 0, "delta": "{change.text}"'
+                yield self._event("response.output_text.delta", f'{delta}, "logprobs": [{change.logprobs}]')
+        elif isinstance(change, CallStart):
+            yield from self._close("completed")
+            yield from self._open()
+        elif isinstance(change, CallArguments):
+            delta = f'{self._place()}, "delta": {quote(change.text)}'
+            yield self._event("response.function_call_arguments.delta", delta)
+        else:
+            yield from self._close("completed")
+
+    def _place(self) -> str:
+        """The fields that name the item whose events come."""
+        index = self._opened - 1
+        return f'"item_id": "{self.output.items[index].id}", "output_index": {index}'
+
+    def _open(self) -> Iterator[bytes]:
+        """The events before the next item's first delta."""
+        index, self._opened = self._opened, self._opened + 1
+        item = self.output.items[index]
+        if isinstance(item, CallItem):
+            opened = json.dumps(call_view(item.id, "in_progress", item.call_id, item.name, ""))
+        else:
+            opened = opened_item(item.id, "in_progress")
+        yield self._event("response.output_item.added", f'"output_index": {index}, "item": {opened}')
+        if isinstance(item, MessageItem):
+            yield self._event(
+                "response.content_part.added", f'{self._place()}, "content_index": 0, "part": {EMPTY_PART}'
+            )
+
+    def _close(self, status: str) -> Iterator[bytes]:
+        """The events after an item's last delta, if one is open. `status`: the response's, or `completed`."""
+        if self._closed == self._opened:
+            return
+        index, self._closed = self._closed, self._opened
+        item, place = self.output.items[index], self._place()
+        if isinstance(item, CallItem):
+            yield self._event("response.function_call_arguments.done", f'{place}, "arguments": "', item.arguments, '"')
+        else:
+            place += ', "content_index": 0'
+            yield self._event(
+                "response.output_text.done", f'{place}, "text": "', item.text, '", "logprobs": [', item.logprobs, "]"
+            )
+            yield self._event("response.content_part.done", f'{place}, "part": ', *item.part())
+        pieces = item.pieces(self.output.status_of(index, status))
+        yield self._event("response.output_item.done", f'"output_index": {index}, "item": ', *pieces)
 
     def _event(self, kind: str, *fields: str | bytes | bytearray) -> bytes:
         """One event's lines, or nothing if the reader has it. `fields`: the JSON of its other fields, in pieces."""

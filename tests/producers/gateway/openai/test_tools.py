@@ -20,7 +20,7 @@ from engine.params import SamplingParams
 from engine.text import Tokenizer
 from producers.contract.stream import Token
 from producers.errors import InvalidTask
-from producers.gateway.openai.tool_call_parser import CallArguments, CallStart, ParsedPart, ToolCallParser
+from producers.gateway.openai.tool_call_parser import CallArguments, CallEnd, CallStart, ParsedPart, ToolCallParser
 from producers.gateway.openai.tools import (
     HERMES,
     LLAMA,
@@ -111,7 +111,7 @@ def drawn(model: Model, made: Calling, seed: int) -> list[int]:
 
 def parsed(model: Model, made: Calling, output: Sequence[int], seed: int) -> tuple[str, list[tuple[str, str]]]:
     """Content, and calls by name and arguments; the tokens come in random pieces."""
-    draw, detokenizer, parser = random.Random(seed), model.tokenizer.new_detokenizer(), ToolCallParser(made)
+    draw, detokenizer, parser = random.Random(seed), model.tokenizer.new_detokenizer(), ToolCallParser(made.syntax)
     parts: list[ParsedPart] = []
     texts = [detokenizer.push(token_id) for token_id in output]
     texts[-1] += detokenizer.flush()
@@ -185,11 +185,11 @@ def test_what_is_no_call_of_a_tool_cannot_be_said(model: Model) -> None:
 
 def test_a_mark_that_is_spelled_is_text_where_it_is_a_token(model: Model) -> None:
     made = model.calling()
-    if made.begin is None:
+    if made.syntax.begin is None:
         return
     pieces = (model.style.begin[:5], model.style.begin[5:], '{"name": "now", "arguments": {}} and so on')
     output = [one for piece in pieces for one in model.tokenizer.encode(piece, add_special_tokens=False)]
-    assert made.begin not in output
+    assert made.syntax.begin not in output
     assert follows(model.matcher(made), output)
     assert parsed(model, made, output, 1) == ("".join(pieces), [])
 
@@ -197,25 +197,25 @@ def test_a_mark_that_is_spelled_is_text_where_it_is_a_token(model: Model) -> Non
 def test_text_that_comes_after_the_mark_was_said_before_it(model: Model) -> None:
     """Text is held back while it may be the beginning of a stop string, or of a character."""
     made, style = model.calling(), model.style
-    if made.begin is None:
+    if made.syntax.begin is None:
         return
     shown = style.begin if style.begin.startswith("<") else ""
     call = f'{style.opening}{{"name": "now", "{style.arguments}": {{}}}}{style.closing}'
-    parser = ToolCallParser(made)
+    parser = ToolCallParser(made.syntax)
     parts = parser.feed(
-        [Token(0, 0, 0, 5, "Hi"), Token(1, 0, 1, made.begin, ""), Token(2, 0, 2, 7, f"!!{shown}{call}")]
+        [Token(0, 0, 0, 5, "Hi"), Token(1, 0, 1, made.syntax.begin, ""), Token(2, 0, 2, 7, f"!!{shown}{call}")]
     )
-    assert parts == ["Hi", "!!", CallStart(0, "now"), CallArguments(0, "{}")]
+    assert parts == ["Hi", "!!", CallStart(0, "now"), CallArguments(0, "{}"), CallEnd(0)]
     assert (parser.end(), parser.called) == ([], True)
 
 
 def test_a_call_that_is_broken_off_is_not_called(model: Model) -> None:
     made, style = model.calling(tool_choice="required"), model.style
     output = model.tokenizer.encode(f'{style.begin}{style.opening}{{"name": "weather", "{style.arguments}": {{"pl')
-    parser = ToolCallParser(made)
+    parser = ToolCallParser(made.syntax)
     parts = parser.feed([Token(0, 0, at, one, model.tokenizer.decode([one])) for at, one in enumerate(output[:3])])
     assert (parts, parser.end()) == ([], [])
-    parser = ToolCallParser(made)
+    parser = ToolCallParser(made.syntax)
     parser.feed([Token(0, 0, at, one, model.tokenizer.decode([one])) for at, one in enumerate(output)])
     assert (parser.calls, parser.called) == (1, False)
 

@@ -15,6 +15,8 @@ from tests.producers.gateway.openai.conftest import nothing_written, send
 from tests.producers.gateway.openai.test_parameters import http, model, valkey  # noqa: F401 - one gateway for all
 
 _PART = {"type": "input_image", "image_url": "https://example.com/a.png"}
+_OUTPUT = {"type": "function_call_output", "call_id": "a"}
+_TOOL = {"type": "function", "name": "f"}
 _SCHEMA = {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}
 #: (fields, param, code, what the message says)
 REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
@@ -29,7 +31,17 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
     ({"input": [{"role": "user", "content": [_PART]}]}, "input[0].content[0].type", "invalid_value", "input_image"),
     ({"input": [{"role": "user", "content": "x", "nme": 1}]}, "input[0].nme", "unknown_parameter", "nme"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "unsupported_parameter", "item_reference"),
-    ({"input": [{"type": "function_call_output"}]}, "input[0].type", "unsupported_parameter", "messages alone"),
+    ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "invalid_type", "a string"),
+    ({"input": [{**_OUTPUT, "output": None}]}, "input[0].output", "invalid_type", "text"),
+    ({"input": [{**_OUTPUT, "output": [_PART]}]}, "input[0].output[0].type", "invalid_value", "input_image"),
+    ({"input": [{**_OUTPUT, "outptu": "x"}]}, "input[0].outptu", "unknown_parameter", "call_id and output"),
+    (
+        {"input": [{"type": "function_call", "call_id": "a", "name": "f"}]},
+        "input[0].arguments",
+        "invalid_type",
+        "null",
+    ),
+    ({"input": [{"type": ["message"]}]}, "input[0].type", "unsupported_parameter", "function_call_output"),
     ({"input": "\ud800"}, "input", "invalid_value", "lone surrogate"),
     ({"input": "x " * 3000}, "input", "context_length_exceeded", "lower max_output_tokens"),
     ({"instructions": 5}, "instructions", "invalid_type", "a string"),
@@ -60,8 +72,22 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
     ({"text": _SCHEMA, "regex": "a"}, "regex", "invalid_value", "text.format and regex"),
     ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_parameter", "medium"),
     ({"text": {"size": 1}}, "text.size", "unknown_parameter", "format"),
-    ({"tools": [{"type": "web_search"}]}, "tools", "unsupported_parameter", "web_search"),
-    ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter", "auto"),
+    ({"tools": {}}, "tools", "invalid_type", "at most 128"),
+    ({"tools": ["x"]}, "tools[0]", "invalid_type", '"function" and name'),
+    ({"tools": [_TOOL, {"type": "web_search"}]}, "tools[1].type", "unsupported_parameter", "web_search"),
+    ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type", "unsupported_parameter", '"mcp"'),
+    ({"tools": [{"type": "function"}]}, "tools[0].name", "invalid_value", "1 to 64"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].function", "unknown_parameter", "name"),
+    ({"tools": [_TOOL | {"parameters": {"type": "array"}}]}, "tools[0].parameters.type", "invalid_value", "object"),
+    ({"tools": [_TOOL | {"defer_loading": True}]}, "tools[0].defer_loading", "unknown_parameter", "strict"),
+    ({"tools": [_TOOL, _TOOL]}, "tools", "invalid_value", "different names"),
+    ({"tool_choice": "required"}, "tool_choice", "invalid_value", "unless there are tools"),
+    ({"tools": [_TOOL], "tool_choice": _TOOL | {"name": "g"}}, "tool_choice", "invalid_value", "one of the tools: f"),
+    ({"tools": [_TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice.type", "unsupported_parameter", "mcp"),
+    ({"tools": [_TOOL], "tool_choice": ["auto"]}, "tool_choice", "invalid_value", "none, auto, required"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls", "invalid_type", "true or false"),
+    ({"max_tool_calls": 3}, "max_tool_calls", "unsupported_parameter", "3"),
+    ({"tools": [_TOOL], "regex": "a"}, "regex", "invalid_value", "one form"),
     ({"reasoning": {"effort": "high"}}, "reasoning", "unsupported_parameter", "high"),
     ({"prompt": {"id": "x"}}, "prompt", "unsupported_parameter", "prompt"),
     ({"conversation": "conv_1"}, "conversation", "unsupported_parameter", "conv_1"),
