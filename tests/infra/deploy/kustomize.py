@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import jsonpatch
-import yaml
+
+from tests.infra.deploy.templates import document, documents
 
 Object = dict[str, Any]
 KNOWN: Final = {"apiVersion", "kind", "resources", "components", "patches", "configMapGenerator"}
@@ -33,14 +34,14 @@ def render(folder: Path) -> list[Object]:
 
 def _add(objects: list[Object], folder: Path, generated: dict[str, Object]) -> list[Object]:
     file = folder / "kustomization.yaml"
-    said = yaml.safe_load(file.read_text("utf-8"))
+    said = document(file.read_text("utf-8"))
     if unknown := said.keys() - KNOWN:
         raise ValueError(f"{file}: {sorted(unknown)} are not rendered here")
     for name in said.get("resources", ()):
         place = folder / name
         if not place.exists():
             raise ValueError(f"{file}: there is no {name}")
-        more = yaml.safe_load_all(place.read_text("utf-8")) if place.is_file() else ()
+        more = documents(place.read_text("utf-8")) if place.is_file() else ()
         objects = _add(objects, place, generated) if place.is_dir() else [*objects, *more]
     for name in said.get("components", ()):
         objects = _add(objects, folder / name, generated)
@@ -58,7 +59,7 @@ def _patched(objects: list[Object], patch: Object, file: Path) -> list[Object]:
     chosen = [one for one in objects if (one["kind"], one["metadata"]["name"]) == (target["kind"], target["name"])]
     if len(chosen) != 1:
         raise ValueError(f"{file}: {len(chosen)} objects are {target}")
-    steps = yaml.safe_load(patch["patch"])
+    steps = document(patch["patch"])
     return [jsonpatch.apply_patch(one, steps) if one is chosen[0] else one for one in objects]
 
 

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import yaml
-
 from tests.infra.deploy.code import parsed
 from tests.infra.deploy.kustomize import render
-from tests.infra.deploy.templates import chosen, template, words
+from tests.infra.deploy.templates import chosen, document, template, words
 
 #: A health check's address, in a command line.
 _PROBE = re.compile(r"http://127\.0\.0\.1:\d+/\w+")
@@ -65,7 +63,7 @@ def processes(root: Path) -> list[Process]:
 
 def _of_compose(path: Path) -> Iterator[Process]:
     text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", path.read_text("utf-8"))
-    for name, service in yaml.safe_load(text)["services"].items():
+    for name, service in document(text)["services"].items():
         if service["image"].startswith("penstock"):
             mounts = [volume.split(":")[1] for volume in service.get("volumes", ())]
             secrets = [secret["target"] for secret in service["secrets"] if isinstance(secret, dict)]

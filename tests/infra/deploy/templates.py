@@ -1,11 +1,25 @@
-"""CloudFormation's templates, read as Python's own types."""
+"""YAML, and CloudFormation's templates in it, read as Python's own types."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
+
+#: By libyaml, where PyYAML has it: the same, ten times as fast.
+_Safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def document(text: str) -> Any:
+    """The one document of a YAML text."""
+    return yaml.load(text, _Safe)
+
+
+def documents(text: str) -> Iterator[Any]:
+    """All documents of a YAML text."""
+    return yaml.load_all(text, _Safe)
 
 
 def template(text: str) -> dict[str, Any]:
@@ -14,7 +28,7 @@ def template(text: str) -> dict[str, Any]:
     return sections
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(_Safe):  # type: ignore[misc]
     """YAML with CloudFormation's short forms."""
 
 

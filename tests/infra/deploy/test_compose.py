@@ -13,10 +13,10 @@ from typing import Any
 
 import jsonschema
 import pytest
-import yaml
 
 from producers.admin.deployment import CA, make
 from tests.infra.deploy.code import grace, parsed, variables
+from tests.infra.deploy.templates import document
 from tests.processes import ROOT
 
 FOLDER = ROOT / "infra" / "compose"
@@ -40,7 +40,7 @@ WANTED = {
 def said() -> dict[str, Any]:
     """Compose merges `<<` and fills in ${NAME:-value}, as is done here."""
     text = (FOLDER / "compose.yaml").read_text("utf-8")
-    found: dict[str, Any] = yaml.safe_load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text))
+    found: dict[str, Any] = document(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text))
     return found
 
 

@@ -16,20 +16,20 @@ from typing import Any
 
 import jsonschema
 import pytest
-import yaml
 
 from tests.infra.deploy import pods
 from tests.infra.deploy.code import parsed
 from tests.infra.deploy.kustomize import render
 from tests.infra.deploy.pods import complaints, scaled_pools, template
 from tests.infra.deploy.programs import program
+from tests.infra.deploy.templates import document, documents
 from tests.infra.deploy.test_kubernetes import NAMES, OVERLAYS, container, of
 from tests.processes import ROOT
 
 CHART = ROOT / "infra" / "helm" / "penstock"
-VALUES = yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))
+VALUES = document((CHART / "values.yaml").read_text("utf-8"))
 SCHEMA = json.loads((CHART / "values.schema.json").read_text("utf-8"))
-ABOUT = yaml.safe_load((CHART / "Chart.yaml").read_text("utf-8"))
+ABOUT = document((CHART / "Chart.yaml").read_text("utf-8"))
 #: Labels and annotations that Helm's objects have, and an overlay's have not.
 HELMS = {"app.kubernetes.io/instance", "app.kubernetes.io/managed-by", "app.kubernetes.io/version", "helm.sh/chart"}
 PART_OF = "app.kubernetes.io/part-of"
@@ -53,7 +53,7 @@ def chart(values: dict[str, Any] | None = None, *words: str) -> list[dict[str, A
     """What an installation with these values makes."""
     ran = helm("template", "penstock", str(CHART), "--namespace", "penstock", *words, values=values or {})
     assert ran.returncode == 0, ran.stderr
-    return [one for one in yaml.safe_load_all(ran.stdout) if one]
+    return [one for one in documents(ran.stdout) if one]
 
 
 def refused(values: dict[str, Any]) -> str:
@@ -64,7 +64,7 @@ def refused(values: dict[str, Any]) -> str:
 
 @cache
 def rendered(name: str) -> list[dict[str, Any]]:
-    return chart(yaml.safe_load((CHART / "ci" / f"{name}-values.yaml").read_text("utf-8")))
+    return chart(document((CHART / "ci" / f"{name}-values.yaml").read_text("utf-8")))
 
 
 def comparable(objects: list[dict[str, Any]]) -> dict[tuple[str, str], Any]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from redis import Redis
 from redis.exceptions import NoPermissionError
 
@@ -27,6 +26,7 @@ from tests.infra.deploy.code import wrong_in
 from tests.infra.deploy.kustomize import render
 from tests.infra.deploy.pods import OF_SECRET, OTHERS, SECRETS, complaints, scaled_pools
 from tests.infra.deploy.programs import program
+from tests.infra.deploy.templates import document, documents
 from tests.processes import ROOT, free_port, guarded
 from tests.waiting import until
 
@@ -46,7 +46,7 @@ def test_an_overlay_is_right(name: str) -> None:
 
 def test_each_way_to_scale_has_an_overlay_and_no_component_is_left_over() -> None:
     assert NAMES == ["actuator", "cuda", "gateway-api", "hpa", "keda-prometheus", "keda-sqs", "whole"]
-    said = [yaml.safe_load((OVERLAYS / name / "kustomization.yaml").read_text("utf-8")) for name in NAMES]
+    said = [document((OVERLAYS / name / "kustomization.yaml").read_text("utf-8")) for name in NAMES]
     used = {path.rpartition("/")[2] for one in said for path in one["components"]}
     assert used == {path.name for path in (OVERLAYS.parent / "components").iterdir()}
 
@@ -56,7 +56,7 @@ def test_kubectl_renders_the_same() -> None:
     kubectl = program("kubectl")
     for name in NAMES if kubectl else ():
         ran = subprocess.run([kubectl, "kustomize", OVERLAYS / name], capture_output=True, text=True, check=True)
-        ours, theirs = rendered(name), yaml.safe_load_all(ran.stdout)
+        ours, theirs = rendered(name), documents(ran.stdout)
         assert sorted(map(json.dumps, map(_sorted, ours))) == sorted(map(json.dumps, map(_sorted, theirs)))
 
 
@@ -67,7 +67,7 @@ def test_the_folder_of_secrets_makes_what_pods_take(tmp_path: Path) -> None:
     if kubectl is None:
         return
     ran = subprocess.run([kubectl, "kustomize", tmp_path], capture_output=True, text=True, check=True)
-    made = {(one["kind"], one["metadata"]["name"]): one["data"] for one in yaml.safe_load_all(ran.stdout)}
+    made = {(one["kind"], one["metadata"]["name"]): one["data"] for one in documents(ran.stdout)}
     secrets = {name: data for (kind, name), data in made.items() if kind == "Secret"}
     assert {name for name in secrets if secrets[name].keys() == OF_SECRET} == set(SECRETS.values())
     assert {(kind, name) for kind, name in made if name in OTHERS - {"penstock-backup-key"}} == {
@@ -124,7 +124,7 @@ def test_the_sources_file_is_one_that_sources_take(tmp_path: Path) -> None:
 def test_the_adapters_rule_answers_what_the_hpa_asks_once_for_all_gateways() -> None:
     page = (ROOT / "docs/run/kubernetes.md").read_text("utf-8")
     (told,) = [one for one in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "externalRules" in one]
-    (rule,) = yaml.safe_load(told)["externalRules"]
+    (rule,) = document(told)["externalRules"]
     metric = of(rendered("hpa"), "HorizontalPodAutoscaler", "worker-tiny")["spec"]["metrics"][0]["external"]["metric"]
     assert rule["seriesQuery"] == metric["name"]
     matchers = ",".join(f'{name}="{value}"' for name, value in metric["selector"]["matchLabels"].items())

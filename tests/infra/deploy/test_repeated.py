@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from engine.text.checkpoint import model_version
 from producers.admin.deployment import CA, DAYS, make
@@ -26,7 +25,7 @@ from producers.gateway.health import router
 from producers.gateway.settings import GatewaySettings
 from tests.infra.deploy.code import parsed
 from tests.infra.deploy.processes import Process, processes
-from tests.infra.deploy.templates import template
+from tests.infra.deploy.templates import document, documents, template
 from tests.processes import ROOT
 from workers.autoscaler.policy import Rules
 from workers.autoscaler.pools import one_pool
@@ -69,7 +68,7 @@ def user_of_the_image(root: Path) -> str:
 
 def volumes(root: Path) -> set[str]:
     (text,) = instructions(root, "VOLUME")
-    return set(yaml.safe_load(text))
+    return set(document(text))
 
 
 def users(root: Path) -> Iterator[str]:
@@ -120,7 +119,7 @@ def tags(root: Path) -> Iterator[str]:
         text = path.read_text("utf-8")
         named = set(re.findall(r"(?:image|value): (penstock[\w-]*:\S+)", text))
         yield from (f"{path.name}: nobody builds {image}" for image in sorted(named - set(built.values())))
-    compose = yaml.safe_load((root / "infra/compose/compose.yaml").read_text("utf-8"))["x-penstock"]
+    compose = document((root / "infra/compose/compose.yaml").read_text("utf-8"))["x-penstock"]
     if built.get(compose["build"]["target"]) != compose["image"]:
         yield f"compose.yaml: {compose['image']} is built as {compose['build']['target']}"
 
@@ -139,7 +138,7 @@ def packages(root: Path) -> Iterator[str]:
     if installed.split() != listed.split():
         yield f"Containerfile: extras are {installed}, and {listed} are locked"
     (entry,) = instructions(root, "ENTRYPOINT")
-    command = yaml.safe_load(entry)[-1]
+    command = document(entry)[-1]
     if command not in project["scripts"]:
         yield f"Containerfile: no command is called {command}"
     prefix = environment(root)["PATH"].partition("/bin")[0]
@@ -223,17 +222,17 @@ def heartbeat() -> float:
 
 def prometheus(root: Path) -> Iterator[str]:
     """Prometheus, and the pods' network, reach gateways at their port."""
-    config = yaml.safe_load((root / "infra/prometheus/prometheus.yml").read_text("utf-8"))
+    config = document((root / "infra/prometheus/prometheus.yml").read_text("utf-8"))
     (job,) = config["scrape_configs"]
     (names,) = job["dns_sd_configs"]
-    compose = yaml.safe_load((root / "infra/compose/compose.yaml").read_text("utf-8"))["services"]
+    compose = document((root / "infra/compose/compose.yaml").read_text("utf-8"))["services"]
     if names["port"] != GATEWAY_PORT:
         yield f"prometheus.yml: port {names['port']} is not the gateway's"
     yield from (f"prometheus.yml: compose has no service {name}" for name in names["names"] if name not in compose)
     secrets = {f"/run/secrets/{secret}" for secret in compose["prometheus"]["secrets"]}
     if job["authorization"]["credentials_file"] not in secrets:
         yield f"prometheus.yml: compose mounts {sorted(secrets)}"
-    policies = list(yaml.safe_load_all((root / "infra/kubernetes/base/network.yaml").read_text("utf-8")))
+    policies = list(documents((root / "infra/kubernetes/base/network.yaml").read_text("utf-8")))
     (ingress,) = [one["spec"]["ingress"] for one in policies if one["metadata"]["name"] == "gateway"]
     if {port["port"] for rule in ingress for port in rule["ports"]} != {GATEWAY_PORT}:
         yield f"network.yaml: callers reach no gateway at {GATEWAY_PORT}"
@@ -241,11 +240,11 @@ def prometheus(root: Path) -> Iterator[str]:
 
 def servers(root: Path) -> Iterator[str]:
     """The way to the store is open at the port that `penstock secrets make` writes into URLs."""
-    compose = yaml.safe_load((root / "infra/compose/compose.yaml").read_text("utf-8"))["services"]
+    compose = document((root / "infra/compose/compose.yaml").read_text("utf-8"))["services"]
     words = compose["valkey"]["command"]
     if words[words.index("--tls-port") + 1] != str(SERVER_PORT):
         yield f"compose.yaml: the server does not listen on {SERVER_PORT}"
-    policies = list(yaml.safe_load_all((root / "infra/kubernetes/base/network.yaml").read_text("utf-8")))
+    policies = list(documents((root / "infra/kubernetes/base/network.yaml").read_text("utf-8")))
     (egress,) = [one["spec"]["egress"] for one in policies if one["metadata"]["name"] == "servers"]
     if missing := SERVER_PORTS - {port["port"] for rule in egress for port in rule["ports"]}:
         yield f"network.yaml: no way out to {sorted(missing)}"
@@ -269,9 +268,7 @@ def scaling(root: Path) -> Iterator[str]:
     tracking = cloudwatch["Resources"]["WorkerByQueue"]["Properties"]["TargetTrackingScalingPolicyConfiguration"]
     (scaled,) = [
         one["spec"]
-        for one in yaml.safe_load_all(
-            (root / "infra/kubernetes/components/keda-sqs/worker-tiny.yaml").read_text("utf-8")
-        )
+        for one in documents((root / "infra/kubernetes/components/keda-sqs/worker-tiny.yaml").read_text("utf-8"))
         if one["kind"] == "ScaledObject"
     ]
     named: dict[str, tuple[Any, float]] = {
@@ -311,7 +308,7 @@ def most_workers(root: Path) -> Iterator[str]:
         parameters = template((root / f"infra/aws/{name}.yaml").read_text("utf-8"))["Parameters"]
         numbers[f"{name}.yaml"] = parameters["MaxWorkers"]["Default"]
     for path in sorted((root / "infra/kubernetes/components").rglob("worker-tiny.yaml")):
-        for one in yaml.safe_load_all(path.read_text("utf-8")):
+        for one in documents(path.read_text("utf-8")):
             if most := one["spec"].get("maxReplicaCount") or one["spec"].get("maxReplicas"):
                 numbers[path.parent.name] = most
     if len(set(numbers.values())) != 1:

@@ -9,14 +9,14 @@ import subprocess
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.infra.deploy.code import made_in, metrics, parsed, wrong_in
+from tests.infra.deploy.templates import document
 from tests.processes import ROOT
 
 PROMETHEUS = ROOT / "infra" / "prometheus"
 DASHBOARD = ROOT / "infra" / "grafana" / "dashboards" / "penstock.json"
-(GROUP,) = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text("utf-8"))["groups"]
+(GROUP,) = document((PROMETHEUS / "alerts.yml").read_text("utf-8"))["groups"]
 RULES: dict[str, dict[str, Any]] = {rule["alert"]: rule for rule in GROUP["rules"]}
 PANELS: list[dict[str, Any]] = json.loads(DASHBOARD.read_text("utf-8"))["panels"]
 
@@ -81,11 +81,11 @@ def _span(panel: dict[str, Any], place: str, size: str) -> tuple[int, int]:
 
 def test_grafana_is_told_where_prometheus_and_the_dashboard_are() -> None:
     folder = ROOT / "infra" / "grafana" / "provisioning"
-    (source,) = yaml.safe_load((folder / "datasources" / "prometheus.yaml").read_text("utf-8"))["datasources"]
+    (source,) = document((folder / "datasources" / "prometheus.yaml").read_text("utf-8"))["datasources"]
     assert {one["datasource"]["uid"] for one in PANELS} == {source["uid"]}
-    compose = yaml.safe_load((ROOT / "infra" / "compose" / "compose.yaml").read_text("utf-8"))["services"]
+    compose = document((ROOT / "infra" / "compose" / "compose.yaml").read_text("utf-8"))["services"]
     assert source["url"] == "http://prometheus:9090"
-    (provider,) = yaml.safe_load((folder / "dashboards" / "penstock.yaml").read_text("utf-8"))["providers"]
+    (provider,) = document((folder / "dashboards" / "penstock.yaml").read_text("utf-8"))["providers"]
     mounted = [one.split(":") for one in compose["grafana"]["volumes"]]
     assert ["../grafana/dashboards", provider["options"]["path"], "ro"] in mounted
 
