@@ -27,6 +27,7 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
 from producers.store.protocol import admit
+from tests.waiting import pauses
 from tests.warm import Forked
 from workers import processes
 
@@ -118,13 +119,13 @@ class Worker:
 
     def wait_until(self, condition: Callable[[], Any], seconds: float = 60) -> None:
         """Wait for it while the worker lives; what its log says is in the error otherwise."""
-        deadline = time.monotonic() + seconds
+        deadline, pause = time.monotonic() + seconds, pauses(0.01)
         while not condition():
             if self.process.poll() is not None:
                 raise AssertionError(f"the worker exited with {self.process.returncode}:\n{self.log.read_text()}")
             if time.monotonic() > deadline:
                 raise AssertionError(f"not within {seconds} s; the worker says:\n{self.log.read_text()[-4000:]}")
-            time.sleep(0.01)
+            time.sleep(next(pause))
 
     def stop(self, how: signal.Signals = signal.SIGTERM, seconds: float = 60) -> int:
         if self.process.poll() is None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from tests.waiting import pauses
 from tests.warm import Forked
 
 
@@ -48,12 +49,12 @@ class Process:
 
     def until(self, condition: Callable[[], Any], seconds: float = 60) -> Any:
         """Wait for a true answer, and give it."""
-        deadline = time.monotonic() + seconds
+        deadline, pause = time.monotonic() + seconds, pauses(0.01)
         while not (answer := condition()):
             alive = self.process.poll() is None
             assert alive, f"it exited with {self.process.returncode}:\n{self.log.read_text()[-4000:]}"
             assert time.monotonic() < deadline, f"not within {seconds} s; it says:\n{self.log.read_text()[-4000:]}"
-            time.sleep(0.01)
+            time.sleep(next(pause))
         return answer
 
     def stop(self, how: signal.Signals = signal.SIGTERM, seconds: float = 60) -> int:

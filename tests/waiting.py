@@ -4,33 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+#: The longest pause between two looks, seconds.
+LONGEST_S: Final = 0.05
+
+
+def pauses(least_s: float = 0.005) -> Iterator[float]:
+    """Seconds to sleep before each next look: a twentieth of what was waited so far, and four times what the last look
+    took, since most of these looks ask a server or go through all processes, which takes time from what is waited for.
+    """
+    began = asked = time.monotonic()
+    while True:
+        now = time.monotonic()
+        pause = max(least_s, min(LONGEST_S, max((now - began) / 20, 4 * (now - asked))))
+        asked = now + pause
+        yield pause
 
 
 def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
     """Wait for a true answer, and give it."""
-    deadline = time.monotonic() + seconds
+    deadline, pause = time.monotonic() + seconds, pauses()
     while not (answer := condition()):
         assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.005)
+        time.sleep(next(pause))
     return answer
 
 
 def within(condition: Callable[[], Any], seconds: float = 60, every_s: float = 0.01) -> bool:
     """Whether it comes true in time. `every_s`: longer, where looking takes something from what is waited for."""
-    deadline = time.monotonic() + seconds
+    deadline, pause = time.monotonic() + seconds, pauses(every_s)
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(every_s)
+        time.sleep(next(pause))
     return True
 
 
 async def auntil(condition: Callable[[], Any], seconds: float = 60) -> Any:
     """`until` for asyncio."""
-    deadline = time.monotonic() + seconds
+    deadline, pause = time.monotonic() + seconds, pauses()
     while not (answer := condition()):
         assert time.monotonic() < deadline, f"not within {seconds} s"
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(next(pause))
     return answer

@@ -20,6 +20,7 @@ from producers.contract.record import Record
 from producers.store.protocol import cancel
 from tests.processes import Worker, fill, valkey
 from tests.stub_engine import StubEngine, token
+from tests.waiting import pauses
 
 POOL = keys.Pool("stub", "v1", "stub")
 QUEUE = POOL.version_queue
@@ -82,11 +83,11 @@ class Rig:
 
     def until(self, condition: Callable[[], Any], seconds: float = 60) -> None:
         """Wait for it; what the workers' logs say is in the error otherwise."""
-        deadline = time.monotonic() + seconds
+        deadline, pause = time.monotonic() + seconds, pauses(0.02)
         while not condition():
             if time.monotonic() > deadline:
                 raise AssertionError(f"not within {seconds} s; the workers say:\n{self.logs()}")
-            time.sleep(0.02)
+            time.sleep(next(pause))
 
     def logs(self) -> str:
         return "\n".join(f"--- {w.name} ({w.process.poll()})\n{w.log.read_text()[-5000:]}" for w in self.workers)
