@@ -1,6 +1,7 @@
 """Processes that start in a tenth of a second: forked from one that has imported everything.
 
     Forked(argv)   `python -m MODULE ARGUMENT...` without its imports; all else is as if it had been executed
+    printed(argv)  such a process's status and what it prints
     warm_gateway   a gateway on a socket
     WarmWorker     a worker with the stub engine, and with less patience than those that serve
 
@@ -46,7 +47,7 @@ _IMPORTS = """
     producers.gateway producers.gateway.app producers.gateway.batch_endpoints
     uvicorn uvicorn.protocols.http.httptools_impl uvloop
     workers.trials.chaos.senders workers.trials.chaos.caller workers.cli.commands workers.cli.gateway
-    workers.cli.background workers.cli.webhooks workers.cli.worker workers.webhooks.deliverer
+    workers.cli.background workers.cli.webhooks workers.cli.worker workers.webhooks.deliverer boto3
     tests.frozen
 """
 
@@ -108,17 +109,31 @@ class _Child:
 
 
 class Forked(_Child):
-    """A `subprocess.Popen` of `argv`, which runs a module (`-m`), as far as it goes. What it prints goes to `log`."""
+    """A `subprocess.Popen` of `argv`, which runs a module (`-m`), as far as it goes. What it prints goes to `log`.
+    `folder`: in which it runs."""
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], log: Path, folder: Path | None = None) -> None:
         name, *arguments = argv[argv.index("-m") + 1 :]
-        super().__init__(_run, name, arguments, {**os.environ, **env}, str(log))
+        super().__init__(_run, name, arguments, {**os.environ, **env}, str(log), folder and str(folder))
 
     def wait(self, timeout: float | None = None) -> int:
         """Raises subprocess.TimeoutExpired."""
         if (code := self.ended(timeout)) is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         return code
+
+
+def printed(argv: Sequence[str], env: Mapping[str, str], folder: Path, seconds: float) -> tuple[int, str]:
+    """The status of a `Forked` that runs to its end, and what it prints. Raises subprocess.TimeoutExpired."""
+    handle, name = tempfile.mkstemp(prefix="penstock-", suffix=".log")
+    os.close(handle)
+    log = Path(name)
+    forked = Forked(argv, env, log, folder)
+    try:
+        return forked.wait(seconds), log.read_text()
+    finally:
+        forked.kill()
+        log.unlink()
 
 
 def warm_gateway(settings: GatewaySettings, listener: socket.socket) -> BaseProcess:
@@ -163,8 +178,9 @@ def _begin(env: dict[str, str], log: str | None = None) -> None:
     logging.getLogger().handlers.clear()
 
 
-def _run(module: str, arguments: list[str], env: dict[str, str], log: str) -> None:
+def _run(module: str, arguments: list[str], env: dict[str, str], log: str, folder: str | None) -> None:
     _begin(env, log)
+    os.chdir(folder or ".")
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -6,8 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +17,8 @@ from redis import Redis
 from producers import Client
 from producers.contract import keys
 from producers.store.epoch import LOOK_S
-from tests.processes import ROOT, TESTS, free_port, guarded, running_valkey
+from tests.processes import TESTS, free_port, running_valkey
+from tests.warm import Forked, printed
 from tests.webhooks_process import WebhooksProcess
 from tests.workers.rig import Rig
 
@@ -39,17 +38,14 @@ def rig_elsewhere() -> Iterator[Rig]:
 
 
 def penstock(folder: Path, *argv: str, status: int = 0) -> str:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    argv = (sys.executable, "-m", "workers.cli", *argv)
-    done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == status, (argv, done.stdout, done.stderr)
-    return done.stdout + done.stderr
+    found, told = printed(("-m", "workers.cli", *argv), {}, folder, 300)
+    assert found == status, (argv, told)
+    return told
 
 
 @contextlib.contextmanager
-def process(folder: Path, *argv: str) -> Iterator[subprocess.Popen[bytes]]:
-    argv = (sys.executable, "-m", "workers.cli", *argv)
-    running = subprocess.Popen(guarded(*argv), cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
+def process(folder: Path, *argv: str) -> Iterator[Forked]:
+    running = Forked(("-m", "workers.cli", *argv), {}, folder / f"{argv[0]}.log", folder)
     try:
         yield running
     finally:
@@ -57,7 +53,7 @@ def process(folder: Path, *argv: str) -> Iterator[subprocess.Popen[bytes]]:
         running.wait()
 
 
-def sweeper(folder: Path, url: str, *more: str) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+def sweeper(folder: Path, url: str, *more: str) -> contextlib.AbstractContextManager[Forked]:
     return process(folder, "sweeper", "--broker", url, *more)
 
 

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -33,10 +32,11 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.store.access.audit import Actor
 from producers.store.protocol import admit
-from tests.processes import ROOT, Worker, free_port, guarded, running_valkey
+from tests.processes import Worker, free_port, running_valkey
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import CARD, QUEUE, publish
 from tests.waiting import within
+from tests.warm import Forked
 
 #: Scopes of an ordinary tenant's key.
 TENANT: Final = ("submit", "read", "cancel")
@@ -161,10 +161,20 @@ def stage(*options: str, worker: bool | Mapping[str, Any] = False) -> Iterator[S
             stack.enter_context(Worker(url, **(worker if isinstance(worker, Mapping) else {}))).wait_ready()
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-hostile-")))
         port, log = free_port(), folder / "gateway.log"
-        command = ("gateway", "--broker", url, "--auth", "keys", "--port", str(port), "--files-dir", str(folder))
-        with log.open("w") as said:
-            argv = guarded(sys.executable, "-m", "workers.cli", *command, *options)
-            process = subprocess.Popen(argv, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
+        command = (
+            "-m",
+            "workers.cli",
+            "gateway",
+            "--broker",
+            url,
+            "--auth",
+            "keys",
+            "--port",
+            str(port),
+            "--files-dir",
+            str(folder),
+        )
+        process = Forked((*command, *options), {}, log)
         stack.callback(_end, process)
         hostile = Stage(url, redis, port, process.pid, log)
         stack.callback(hostile.close)
@@ -183,7 +193,7 @@ def _ready(port: int) -> bool:
         return False
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: Forked) -> None:
     process.terminate()
     try:
         process.wait(60)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import shlex
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,8 +16,10 @@ from producers.admin import keys as api_keys
 from producers.connection.connect import connect_async
 from producers.contract import keys
 from producers.store.access.audit import Actor
-from tests.processes import ROOT, guarded, running_valkey
+from tests.processes import ROOT, running_valkey
 from tests.producers.fake_worker import FakeWorker
+from tests.waiting import until
+from tests.warm import Forked, printed
 
 PAGE = (ROOT / "docs" / "run" / "backup.md").read_text("utf-8").replace("\\\n", "")
 #: The commands of the page's code blocks.
@@ -48,21 +46,12 @@ class Shell:
         return [sys.executable, "-m", "workers.cli", *shlex.split(line)[1:]]
 
     def run(self, line: str, status: int = 0) -> str:
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(self.argv(line), cwd=self._folder, env=env, capture_output=True, text=True, timeout=120)
-        assert done.returncode == status, (line, done.stdout, done.stderr)
-        return done.stdout + done.stderr
+        found, told = printed(self.argv(line), {}, self._folder, 120)
+        assert found == status, (line, told)
+        return told
 
-    def start(self, line: str) -> subprocess.Popen[bytes]:
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        return subprocess.Popen(guarded(*self.argv(line)), cwd=self._folder, env=env)
-
-
-def until(condition: Callable[[], object], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    def start(self, line: str) -> Forked:
+        return Forked(self.argv(line), {}, self._folder / "log", self._folder)
 
 
 @pytest.mark.slow

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import shutil
 import ssl
 import stat
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,6 +33,7 @@ from producers.contract import keys
 from producers.store.servers import check_server
 from tests.in_process import app
 from tests.processes import ROOT, free_port, guarded, valkey
+from tests.warm import Forked
 from tests.workers.http_server import Handler
 
 #: What nobody's role may do, whatever its keys.
@@ -89,13 +88,10 @@ def server(folder: Path) -> Iterator[tuple[Callable[[str], str], redis.Redis]]:
 
 
 @contextmanager
-def process(*argv: str, url: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    env = {**os.environ, "BROKER_URL": url, "STORE_URL": url, "FILES_DIR": str(folder / "files")}
+def process(*argv: str, url: str, folder: Path) -> Iterator[Forked]:
+    env = {"BROKER_URL": url, "STORE_URL": url, "FILES_DIR": str(folder / "files")}
     log = folder / f"{argv[0]}.log"
-    with log.open("w") as stream:
-        running = subprocess.Popen(
-            guarded(sys.executable, "-m", "workers.cli", *argv), cwd=ROOT, env=env, stdout=stream, stderr=stream
-        )
+    running = Forked(("-m", "workers.cli", *argv), env, log)
     try:
         yield running
     finally:
