@@ -1,7 +1,8 @@
 """The suite's short form: a few seconds of harm, on systems of their own, judged by the checker.
 
-`make test` has every kind of fault on one system that asks for keys, and kills on one with SQS; `make test-all` also a
-system for some kinds at a time; the long form is `python -m tests.chaos`.
+`make test` has every kind of fault on one system that asks for keys. `make test-all` also has a system for some kinds
+at a time, and two with SQS: of its faults, tests/workers/sqs/test_worker.py and tests/protocol/test_sqs.py have one at
+a time. The long form is `python -m tests.chaos`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FORMS: dict[str, tuple[int, tuple[str, ...], float, Shape]] = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("form", few(FORMS, "SQS", "everything"))
+@pytest.mark.parametrize("form", few(FORMS, "everything"))
 def test_every_promise_is_kept(form: str) -> None:
     seed, kinds, seconds, shape = FORMS[form]
     if "clock" in kinds and not clock.available():

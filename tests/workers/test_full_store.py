@@ -117,8 +117,8 @@ def test_a_worker_that_starts_in_a_full_store_goes_on_with_what_waits(rig: Rig) 
 
 @pytest.fixture
 def small() -> Iterator[Rig]:
-    """A store of 40 MB."""
-    with own_rig(maxmemory="40mb", **{"maxmemory-policy": "noeviction"}) as made:
+    """A store of 20 MB."""
+    with own_rig(maxmemory="20mb", **{"maxmemory-policy": "noeviction"}) as made:
         yield made
 
 
@@ -156,7 +156,7 @@ def test_a_flood_of_batch_work_keeps_no_stream_from_going_on(small: Rig) -> None
     small.until_settled(accepted, 120)
     assert {small.status(task_id) for task_id in accepted} == {"completed"}
     assert len(accepted) > 100
-    assert small.redis.info("memory")["used_memory"] < 40_000_000
+    assert small.redis.info("memory")["used_memory"] < 20_000_000
     small.check_nothing_left()
 
 

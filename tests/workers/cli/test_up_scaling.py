@@ -18,8 +18,10 @@ from workers.cli.client import Gateway
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
+#: Streams at a time: far more than one worker runs.
+STREAMS = 10
 #: Tokens of short and of long tasks.
-SHORT, LONG = 60, 400
+SHORT, LONG = 40, 200
 
 
 def stream(gateway: Gateway, seed: int, tokens: int) -> list[dict[str, Any]]:
@@ -56,8 +58,8 @@ def test_workers_come_with_the_tasks_and_go_without_them(up: Callable[..., Up]) 
             found.append(stream(gateway, seed, SHORT if seed % 4 else LONG))
         return found
 
-    with ThreadPoolExecutor(20) as pool:
-        every = list(pool.map(streams, range(20)))
+    with ThreadPoolExecutor(STREAMS) as pool:
+        every = list(pool.map(streams, range(STREAMS)))
     done.set()
     watch.join()
     for seed, found in enumerate(every):
