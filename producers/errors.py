@@ -23,7 +23,7 @@ class InvalidTask(PenstockError, ValueError):
 
 
 class UnknownModel(InvalidTask):
-    """No card of that model is in the store."""
+    """No card of that model is in the store, or nobody serves it and nothing starts a worker for it."""
 
 
 class LimitReached(PenstockError):

@@ -235,7 +235,10 @@ class Carrier:
             unready = f" ({view.unready} more are not ready)" if view.unready else ""
             waits = f"ready workers of version {record.version}: {view.ready} of {record.workers}{unready}"
             if view.ready >= record.workers:
-                await asyncio.to_thread(cards.publish, self.store, self.new.card, self.new.files, rollout.before)
+                publisher = cards.rollout_publisher(cards.read(self.store, rollout.model))
+                await asyncio.to_thread(
+                    cards.publish, self.store, self.new.card, self.new.files, rollout.before, publisher
+                )
                 self._tell_once(f"new tasks go to version {rollout.version}")
                 switched = True
                 continue

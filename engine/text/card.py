@@ -19,6 +19,9 @@ fixed, one JSON object. A reader ignores keys that it does not know:
 In the store it has more (`producers.store.fleet.cards`):
 
     published         unix milliseconds at which it was published; not there while only workers have written it
+    publisher         who published it; absent where an earlier release did
+    withdrawn         unix milliseconds since when nobody serves it or starts workers of it: it is not listed, and takes
+                      no new tasks; absent otherwise
     served            whether a worker of this version has been up; only then is the KV capacity known
     kv_capacity       tokens of the longest sequence that the KV cache of any worker holds, if less than the context
 """

@@ -115,7 +115,7 @@ class AsyncClient:
         return AsyncHandle(self, task_id)
 
     async def models(self) -> list[dict[str, Any]]:
-        """The cards of all models (`engine.text.card`), by name."""
+        """The cards of all models that take tasks (`engine.text.card`), by name."""
         return await self.run(operations.models(self.patience))
 
     async def card(self, model: str) -> dict[str, Any]:

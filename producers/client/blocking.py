@@ -104,7 +104,7 @@ class Client:
         return Handle(self, task_id)
 
     def models(self) -> list[dict[str, Any]]:
-        """The cards of all models (`engine.text.card`), by name."""
+        """The cards of all models that take tasks (`engine.text.card`), by name."""
         return self.run(operations.models(self.patience))
 
     def run(self, steps: Steps[T]) -> T:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from producers.client.steps import FAILURES, Read, Steps, lost, persistently
-from producers.client.submission import KEPT, MAX_PATIENCE_S, TASK, Directory, failed, submit
+from producers.client.submission import KEPT, MAX_PATIENCE_S, TASK, Directory, failed, listed, submit
 from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.record import Record
@@ -82,8 +82,9 @@ def delete(task_id: str, patience_s: float) -> Steps[None]:
 
 
 def models(patience_s: float) -> Steps[list[dict[str, Any]]]:
+    """The cards of all models that take tasks, by name."""
     (raw,) = yield from persistently(Read((("HGETALL", keys.MODELS),)), patience_s)
-    return [json.loads(card) for _, card in sorted(raw.items())]
+    return list(listed(raw).values())
 
 
 def not_found(task_id: str) -> TaskNotFound:

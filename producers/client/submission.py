@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from producers.client.steps import FAILURES, Read, Send, Steps, lost, persistently
 from producers.connection.connect import SILENT_S
-from producers.connection.script import text
+from producers.connection.script import parsed, text
 from producers.connection.trouble import CODES, Trouble, error_text, trouble
 from producers.contract import keys, levels
 from producers.contract.message import Message
@@ -69,6 +69,8 @@ class Directory:
     def __init__(self, *, ordered: bool = False) -> None:
         self._models: dict[str, ResolvedModel] = {}
         self._ordered = ordered
+        self.finds_withdrawn = False
+        """Whether models that nobody serves are found, too: for tasks that were accepted elsewhere, and wait anyway."""
 
     def check(self, task: Task) -> None:
         """Raise InvalidTask if the task needs a feature that the broker lacks."""
@@ -81,17 +83,20 @@ class Directory:
             )
 
     def find(self, model: str, patience_s: float) -> Steps[ResolvedModel]:
-        """Look a model up. Raises UnknownModel, which names the models that exist; redis.RedisError or OSError."""
+        """Look a model up. Raises UnknownModel, which names the models that take tasks, also for a withdrawn one;
+        redis.RedisError or OSError."""
         resolved = self._models.get(model)
         if resolved is not None and time.monotonic() - resolved.read_at < FRESH_S:
             return resolved
         commands = (("TIME",), ("HGET", keys.MODELS, model), ("HVALS", keys.POOLS))
         now, card, pools = yield from persistently(Read(commands), patience_s)
-        if card is None:
+        read = None if card is None else json.loads(card)
+        if read is None or ("withdrawn" in read and not self.finds_withdrawn):
             self._models.pop(model, None)
-            (names,) = yield from persistently(Read((("HKEYS", keys.MODELS),)), patience_s)
-            raise UnknownModel(_unknown(model, sorted(map(text, names))), param="model", code="model_not_found")
-        read = json.loads(card)
+            (cards,) = yield from persistently(Read((("HGETALL", keys.MODELS),)), patience_s)
+            names = list(listed(cards))
+            message = _unknown(model, names) if read is None else _withdrawn_text(model, names)
+            raise UnknownModel(message, param="model", code="model_not_found")
         resolved = ResolvedModel(
             card=read,
             queue=keys.version_queue(model, read["version"]),
@@ -275,13 +280,30 @@ def _only_fingerprint(pools: Sequence[Any], model: str, version: str) -> str | N
     return matching[0].get("fingerprint") if len(matching) == 1 else None
 
 
+def listed(cards: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
+    """The cards of all models that take tasks, in the order of their names. `cards`: HGETALL's answer."""
+    by_name = {text(name): parsed(card) for name, card in sorted(cards.items())}
+    return {name: card for name, card in by_name.items() if "withdrawn" not in card}
+
+
 def _unknown(model: str, names: list[str]) -> str:
     if not names:
         none = f"There is no model {shown(model)}: none is published in this store"
         return f"{none}; `penstock models publish` lets tasks wait for a worker, or start a worker"
+    return f"There is no model {shown(model)}; {_names(names)}; `penstock models publish` adds one"
+
+
+def _withdrawn_text(model: str, names: list[str]) -> str:
+    others = f"; {_names(names)}" if names else ""
+    return (
+        f"Nobody serves the model {shown(model)}, and nothing starts a worker for it: start one (`penstock up` or "
+        f"`penstock worker`, with --model), or let tasks wait for one (`penstock models publish`){others}"
+    )
+
+
+def _names(names: list[str]) -> str:
     more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-    here = f"models here: {', '.join(names[:20])}{more}"
-    return f"There is no model {shown(model)}; {here}; `penstock models publish` adds one"
+    return f"models here: {', '.join(names[:20])}{more}"
 
 
 def _monotonic_ms() -> int:

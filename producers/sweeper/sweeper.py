@@ -3,7 +3,7 @@
     run   (gateways, and the leading sweeper): interrupted tasks, lost readers, deadlines, unsettled final tasks
     lead  (`penstock sweeper`, any number of them): acquire the lease -> run; and compact streams, store results of
           plain Celery tasks, return killed workers' messages, handle pools without workers and stale data;
-          take batches forward (`producers.sweeper.batches`)
+          withdraw models that nobody serves; take batches forward (`producers.sweeper.batches`)
           -> until the lease is lost
 
 Each action is one script that checks the record itself. So any number of processes may act at once, and be stopped or
@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Final
 
+from producers.admin.listing import UnservedModels
 from producers.backup.journal import EVERY_S as JOURNAL_EVERY_S
 from producers.backup.journal import Journal
 from producers.client.aio import AsyncClient
@@ -268,6 +269,7 @@ async def _duties(
     pools = RetiredPools(client, settings.retire_after)
     orphaned = OrphanedQueues(client, settings.orphaned_after)
     undone = UnservedTasks(client, results, settings.unserved_after)
+    models = UnservedModels(client)
     blobs = open_blobs(settings.files_dir)
     offload = None if settings.results_to_files is None else Offload(blobs, settings.results_to_files)
     journal = None
@@ -318,7 +320,7 @@ async def _duties(
             windows = {"window": settings.batch_lines, "max_lines": settings.tenant_lines}
             batches = Batches(client, blobs, endpoints, partial(_count, client), **windows)
             group.create_task(batches.run(min(BATCHES_EVERY_S, settings.every)))
-        often: tuple[Duty, ...] = (store_celery_results, pack, returned, end_unserved, add_up)
+        often: tuple[Duty, ...] = (store_celery_results, pack, returned, end_unserved, models.sweep, add_up)
         expired_files = partial(_named, "files", partial(remove_files, client.store, blobs))
         removals = (partial(_named, "removed", pools.sweep), partial(_named, "removed", stale.sweep))
         deleted = partial(_named, "erased", partial(erase, client, journal))

@@ -159,6 +159,7 @@ async def sweep(settings: SweeperSettings, health: Health | None = None) -> None
     from workers.runtime.signals import on_stop_signal
 
     async with AsyncClient(settings.broker, settings.store) as client:
+        client.directory.finds_withdrawn = True  # for lines of batches that were begun
         endpoints = _endpoints(client)
         condition = Condition()
         if health is not None:
@@ -241,6 +242,7 @@ async def _run_sources(
 
     log = logging.getLogger(__name__)
     async with AsyncClient(broker, store) as client:
+        client.directory.finds_withdrawn = True  # what came waits here as it would wait at its source
         context = Context(client, store, f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(3)}", files_dir)
         sources = Sources([settings.source(name, context) for name, settings in configured.items()])
         health.serve(sources, asyncio.get_running_loop())

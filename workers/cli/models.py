@@ -1,4 +1,4 @@
-"""`penstock models` lists, shows, pulls and publishes models; `penstock rollout` replaces a version while tasks run.
+"""`penstock models` lists, shows, pulls, publishes and removes models; `penstock rollout` replaces a version.
 
 `penstock up` publishes its own models by `publish_own`.
 """
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from redis import Redis
 
     from engine.text import ModelCard
+    from producers.client.aio import AsyncClient
     from producers.store.fleet.rollouts import Rollout
     from workers.library import ResolvedModel
     from workers.rollout import New
@@ -46,7 +47,7 @@ SHAPE: Final = {
 }
 rollout_app = Commands("Operations", OPERATOR_STATUS)
 
-app = Commands("Models", PROCESS_STATUS, "models", "List, show, pull and publish models.")
+app = Commands("Models", PROCESS_STATUS, "models", "List, show, pull, publish and remove models.")
 
 
 @app.shown("penstock models ls --json", "ls")
@@ -257,10 +258,66 @@ def publish(
             typer.echo(json.dumps(published) if as_json else f"{published['name']} {published['version']}{before}")
 
 
-def publish_to(broker: str, store: str, model: ResolvedModel, over: str | None = None) -> dict[str, str | None]:
+@app.shown("penstock models rm tiny-v2 --broker redis://10.0.0.5:6379/0", "rm", status=OPERATOR_STATUS)
+def remove(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of models in the store.")],
+    broker: AnyBroker = None,
+    store: Store = None,
+    as_json: Json = False,
+) -> None:
+    """Remove models' cards from the store, so that clients know them no more. No file on this machine is removed.
+
+    A model that workers serve, or an autoscaler scales, is refused: end these first. Tasks that wait for it stay until
+    it is served again.
+    """
+    from producers.connection.local import servers
+    from workers.cli.servers import system
+    from workers.connect import connect
+
+    with system(broker, store) as (client, loop), connect(servers(broker, store)[1]) as records:
+        for name in names:
+            removed = loop.run(_removed(client, records, name))
+            waiting = f"; {removed['waiting']} tasks still wait for it" if removed["waiting"] else ""
+            typer.echo(json.dumps(removed) if as_json else f"{name} {removed['version']} removed{waiting}")
+
+
+async def _removed(client: AsyncClient, store: Redis, name: str) -> dict[str, Any]:
+    """Remove a model's card. Raises Failure where it is in use, or is none."""
+    import asyncio
+
+    from producers.admin.listing import look
+    from producers.contract import keys
+    from producers.contract.levels import looked_after
+    from producers.store.fleet import cards, rollouts
+
+    while True:
+        models = await look(client)
+        model = models.get(name)
+        if model is None:
+            raise Failure(f"there is no model {name!r}; there are {', '.join(sorted(models)) or 'none'}")
+        version = str(model.card["version"])
+        if model.workers:
+            raise Failure(f"{name} is served by {', '.join(model.workers)}: end them first (penstock drain)")
+        if model.scaled_by:
+            raise Failure(
+                f"{name} is scaled by {', '.join(model.scaled_by)}: end that autoscaler, or take it out there"
+            )
+        rollout = rollouts.read(store, name)
+        if rollout is not None and rollout.phase in rollouts.UNDER_WAY:
+            raise Failure(f"a rollout of {name} is under way: end it first (penstock rollout {name} --cancel)")
+        if cards.remove(store, name, model.raw, version):
+            break
+    queues = [*looked_after(keys.version_queue(name, version)), keys.model_queue(name)]
+    waiting = await asyncio.gather(*map(client.broker.waiting, queues))
+    return {"name": name, "version": version, "waiting": sum(sum(queue.tiers.values()) for queue in waiting)}
+
+
+def publish_to(
+    broker: str, store: str, model: ResolvedModel, over: str | None = None, publisher: str | None = None
+) -> dict[str, str | None]:
     """Check the servers, make queues where these do not make themselves, and publish. Raises Refused, and Failure.
 
-    `over`: as of `cards.publish`.
+    `over`, `publisher`: as of `cards.publish`.
     """
     with needs("gateway"):
         from producers.connection.connect import shown
@@ -278,18 +335,18 @@ def publish_to(broker: str, store: str, model: ResolvedModel, over: str | None =
     try:
         with connect(store) as client:
             before = cards.read(client, model.name)
-            cards.publish(client, card, files, over)
+            cards.publish(client, card, files, over, publisher)
     except LOST as error:
         raise Failure(f"the store at {shown(store)} does not take it: {error_text(error)}", Exit.UNREACHABLE) from error
     return {"name": model.name, "version": card["version"], "before": before and before["version"]}
 
 
-def publish_own(broker: str, store: str, model: ResolvedModel) -> str:
+def publish_own(broker: str, store: str, model: ResolvedModel, publisher: str) -> str:
     """Publish a model of `penstock up`, but for one whose rolling update is under way, from or to this version.
 
     An `up` that ends in the middle of an update is started again with the folder that it had. It must neither turn the
-    update back nor switch it: the other version's tasks would wait for workers that nobody starts. Returns what the
-    operator should know of it, or "". Raises Failure, and Refused.
+    update back nor switch it: the other version's tasks would wait for workers that nobody starts. `publisher`: this
+    `up`. Returns what the operator should know of it, or "". Raises Failure, and Refused.
     """
     from engine.text.checkpoint import model_version
     from producers.connection.trouble import error_text
@@ -300,13 +357,16 @@ def publish_own(broker: str, store: str, model: ResolvedModel) -> str:
     try:
         with connect(store) as client:
             rollout, card = rollouts.read(client, model.name), cards.read(client, model.name)
+            current = None if card is None else str(card["version"])
+            versions = {rollout.before, rollout.version} if rollout and rollout.phase in rollouts.UNDER_WAY else set()
+            left_alone = {own_version, current} == versions
+            if left_alone:
+                cards.take_over(client, model.name, publisher)
     except LOST as error:
         raise Failure(f"the store does not answer: {error_text(error)}", Exit.UNREACHABLE) from error
-    current = None if card is None else str(card["version"])
-    under_way = rollout is not None and rollout.phase in rollouts.UNDER_WAY
-    if rollout is not None and under_way and {own_version, current} == {rollout.before, rollout.version}:
+    if left_alone:
         return f"new tasks of {model.name} go to version {current}: its rollout goes on with `penstock rollout`"
-    publish_to(broker, store, model, over=current)
+    publish_to(broker, store, model, over=current, publisher=publisher)
     if current in (None, own_version):
         return ""
     return (

@@ -1,11 +1,12 @@
 """The whole system on one machine, as child processes of this one.
 
     start:  the first worker's imports, beside our own (`workers.processes.ahead`)
-            -> valkey (unless one is given) -> gateway, workers, sources; models are published -> wait until all serve
+            -> valkey (unless one is given) -> gateway, workers, sources; models are published, and those of an `up`
+            that has died are withdrawn -> wait until all serve
             -> sweeper, webhooks: before, their imports would delay the workers'
             -> the autoscaler begins, if the plan has it
-    stop:   autoscaler -> gateway stops listening -> workers drain -> sweeper, webhooks, sources, the gateway's streams
-            end -> valkey
+    stop:   autoscaler -> gateway stops listening -> workers drain -> its models are withdrawn -> sweeper, webhooks,
+            sources, the gateway's streams end -> valkey
 
 Once all run, a child that dies is restarted. A worker that was told to drain, or that drained for a spot notice, stays
 stopped. What happens when a process dies:
@@ -19,6 +20,8 @@ stopped. What happens when a process dies:
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 import signal
 import socket
 import sys
@@ -54,6 +57,8 @@ STREAMS_END_S: Final = 5.0
 WEBHOOKS_DRAIN_S: Final = 5.0
 SOURCES_DRAIN_S: Final = 10.0
 VALKEY_STOP_S: Final = 15.0
+#: Longest time (s) for which a start or a stop withdraws models.
+WITHDRAWAL_S: Final = 5.0
 #: Longest time (s) for which a start waits for the standby.
 STANDBY_S: Final = 15.0
 #: Pause (s) after which an autoscaler that failed begins anew.
@@ -81,6 +86,16 @@ class System:
     _standby: Standby | None = field(init=False, default=None)
     _pools: LocalPools | None = field(init=False, default=None)
     _scaling: asyncio.Task[None] | None = field(init=False, default=None)
+    _name: str = field(init=False)
+    """Its name, as an autoscaler and as a publisher. Its workers' begin alike."""
+
+    def __post_init__(self) -> None:
+        self._name = f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(3)}"
+
+    @property
+    def publisher(self) -> str:
+        """As the cards of its models name it."""
+        return f"up:{self._name}"
 
     @property
     def url(self) -> str:
@@ -125,6 +140,8 @@ class System:
         await self._stop_scaling()
         if self._pools is not None:
             await self._pools.stop()
+        if self.store:
+            await self._withdraw(at_end=True)
         await self._end("sweeper", STREAMS_END_S)
         await self._end("webhooks", WEBHOOKS_DRAIN_S + STREAMS_END_S)  # the last events of the workers that drained
         await self._end("sources", SOURCES_DRAIN_S + STREAMS_END_S)
@@ -190,6 +207,7 @@ class System:
 
     async def _ready(self) -> None:
         await asyncio.gather(*(asyncio.to_thread(self._publish, model) for model in self.plan.models))
+        await self._withdraw()
         while not all(child.serves for child in self.children):  # noqa: ASYNC110 - children change
             await asyncio.sleep(0.02)
         COLD_START.mark("workers")
@@ -208,8 +226,22 @@ class System:
                     await asyncio.sleep(0.02)
 
     def _publish(self, model: ResolvedModel) -> None:
-        if notice := publish_own(self.broker, self.store, model):
+        if notice := publish_own(self.broker, self.store, model, self.publisher):
             self.say("up", notice)
+
+    async def _withdraw(self, *, at_end: bool = False) -> None:
+        """Withdraw models of an `up` that has died, and `at_end` our own. Without an answer it is left to a sweeper."""
+        from producers.admin.listing import has_died, withdraw
+        from producers.client.aio import AsyncClient
+        from producers.client.steps import FAILURES
+
+        def ended(publisher: str) -> bool:
+            return (at_end and publisher == self.publisher) or has_died(publisher, self.publisher)
+
+        async with AsyncClient(self.broker, self.store) as client:
+            with suppress(TimeoutError, *FAILURES):
+                async with asyncio.timeout(WITHDRAWAL_S):
+                    await withdraw(client, ended)
 
     async def _begin_standby(self) -> Standby | None:
         """Keep a standby, if the plan has it, or the one that was begun ahead for the first worker."""
@@ -228,13 +260,13 @@ class System:
         """Let the autoscaler decide how many workers run, from now on. If it fails, it begins again."""
         from producers.client.aio import AsyncClient
         from producers.store.fleet.scaling import forget
-        from workers.autoscaler.autoscaler import Autoscaler
+        from workers.autoscaler.autoscaler import Autoscaler, AutoscalerSettings
 
         while True:
             try:
                 async with AsyncClient(self.broker, self.store) as client:
                     await forget(client.store, pools.names)  # of an earlier `up`, its workers and its failed starts
-                    scaler = Autoscaler(client, pools)
+                    scaler = Autoscaler(client, pools, AutoscalerSettings(self._name))
                     telling = asyncio.create_task(tell_who_follows(scaler, self.say))
                     try:
                         await scaler.run()

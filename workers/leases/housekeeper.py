@@ -222,10 +222,15 @@ class Housekeeper(threading.Thread):
         self._others.end_unwanted()
 
     def _read_what_changes(self) -> None:
-        """Reads tenants' shares, and whether this version takes plain Celery tasks."""
+        """Reads tenants' shares, and whether this version takes plain Celery tasks. Announces its model again where the
+        card was removed or withdrawn while no lease stood."""
         served = self._served
         served.weights = self._broker.weights()
-        served.takes_plain = cards.takes_new(cards.read(self._store, served.model), served.pool.version)
+        card = cards.read(self._store, served.model)
+        served.takes_plain = cards.takes_new(card, served.pool.version)
+        if card is None or ("withdrawn" in card and card["version"] == served.pool.version):
+            logger.warning("The model %s is not listed any more: announcing it again", served.model)
+            self._announce(self._store)
 
     def _look_at_neighbours(self) -> None:
         if self._neighbours.look(self._life):

@@ -14,6 +14,20 @@ nothing back. Only workers know WORKER_FIELDS: `context_length`, if theirs is se
 They write it into their pool's entry first, and into the card if that is of their version. A publisher writes the card
 first, and then reads the pools. So either sees the other.
 
+A published card says who published it: `publisher` is `cli:USER@HOST` of `penstock models publish`, `up:HOST.PID.ID` of
+`penstock up`, `rollout:USER@HOST` of a rolling update that nobody had published before. An earlier release wrote none.
+Only what an operator published, or an earlier release, lets tasks wait for a worker that nobody starts. Any other model
+that no worker serves and no autoscaler scales is **withdrawn**: its card stays, with `withdrawn`, and clients neither
+list the model nor send it tasks. Whoever announces or publishes it writes a card without that.
+
+    who withdraws                                               when
+    `penstock up`, its own models                               at its end
+    the next `penstock up`, those of one that has died          at its start, if that ran on this host
+    the sweeper that leads, all others                          a minute after nobody served or scaled them
+
+A withdrawal replaces the card that was looked at (SWAP), so a worker that announces the model meanwhile wins. The
+sweeper gives a model back that is served or scaled again, and a worker announces its own again.
+
 A version whose card is replaced may have tasks in its queue, but no pool that names them: no worker was ever up, or
 a sweeper has forgotten its pool. It then gets the pool `unserved`, which a sweeper forgets once nothing is left.
 
@@ -21,6 +35,9 @@ a sweeper has forgotten its pool. It then gets the pool `unserved`, which a swee
     files               files that no card names                        the sweeper removes them
     a pool's entry      a pool without workers                          the sweeper forgets it
     the card            a card, perhaps without WORKER_FIELDS           the next worker; a task too large fails
+    `up`, its workers   a card that is listed                           the next `up`, or the sweeper: withdrawn
+    some withdrawals    the others are listed                           the same
+    `rm`: kept pool     the pool `unserved` beside the card             the sweeper forgets it
 
 Files lie in the store as `penstock:blob:<sha256>`: written once, read by gateways, removed once no card names them. The
 hash `penstock:profiles` has one profile (`producers.contract.profile`) under each `model@version`, so that it is known
@@ -46,6 +63,8 @@ from producers.store.protocol import PACKAGE, enter, swap
 
 #: A card's keys that workers set.
 WORKER_FIELDS = ("context_length", "kv_capacity")
+#: How the publishers begin whose models are withdrawn once nobody serves or scales them.
+UP, ROLLOUT = "up:", "rollout:"
 
 
 def put_file(store: Redis, sha256: str, data: bytes) -> None:
@@ -93,23 +112,26 @@ def announce(store: Redis, card: Card, pool: keys.Pool, files: Mapping[str, byte
             return _learnt(card, before)
         if before["version"] != card["version"]:
             return None
-        return _learnt(card, before) | {"published": before["published"]}
+        return _learnt(card, before) | {name: before[name] for name in ("published", "publisher") if name in before}
 
     entry = enter(pool.queue, json.dumps(pool_entry), keys.pool_queue(pool.model, pool.version, keys.UNSERVED))
     return _put(store, card, files, change, lambda: run(store, entry))
 
 
-def publish(store: Redis, card: Card, files: Mapping[str, bytes], over: str | None = None) -> Card:
+def publish(
+    store: Redis, card: Card, files: Mapping[str, bytes], over: str | None = None, publisher: str | None = None
+) -> Card:
     """Write a model's card and files, with no worker up. Returns the current card.
 
-    `over`: only if the current version is this one, or the card's own. Errors as of `announce`.
+    `over`: only if the current version is this one, or the card's own. `publisher`: an `up` or a rollout; None: the
+    operator. What an operator has published of the same version stays the operator's. Errors as of `announce`.
     """
 
     def change(before: Card | None) -> Card | None:
         current = before and before["version"]
         if over is not None and current not in (over, card["version"]):
             return None
-        new = card | {"published": _now_ms(), "served": False}
+        new = card | {"published": _now_ms(), "served": False} | _publisher(publisher, before, card["version"])
         if before is not None and current == card["version"]:
             new |= {name: before[name] for name in WORKER_FIELDS if name in before}
             new["served"] = before.get("served", "published" not in before)
@@ -125,9 +147,68 @@ def pin(store: Redis, name: str, version: str) -> Card:
     def change(before: Card | None) -> Card | None:
         if before is None or before["version"] != version or "published" in before:
             return None
-        return before | {"published": _now_ms(), "served": True}
+        return before | {"published": _now_ms(), "served": True, "publisher": rollout_publisher()}
 
     return _write(store, name, change, _published(name, version))
+
+
+def rollout_publisher(before: Card | None = None) -> str | None:
+    """The publisher of a rollout's new card: that of the card before, or the rollout's own. None: the operator, or an
+    earlier release."""
+    if before is None or "published" not in before:
+        return operator().replace("cli:", ROLLOUT, 1)
+    return None if waits_alone(before) else str(before["publisher"])
+
+
+def waits_alone(card: Card) -> bool:
+    """Whether tasks may wait for this model though nobody serves or scales it."""
+    return "published" in card and not str(card.get("publisher", "")).startswith((UP, ROLLOUT))
+
+
+def withdraw(raw: str | bytes, card: Card) -> Call:
+    """SWAP: withdraw a model whose card is stored as `raw`. Answers 0 if its card has changed."""
+    return swap(keys.MODELS, card["name"], text(raw), json.dumps(card | {"withdrawn": _now_ms()}))
+
+
+def offer(raw: str | bytes, card: Card) -> Call:
+    """SWAP: list a withdrawn model again. Answers as `withdraw`."""
+    return swap(keys.MODELS, card["name"], text(raw), json.dumps(_offered(card)))
+
+
+def take_over(store: Redis, name: str, publisher: str) -> None:
+    """List the model again, as published by this `up` if its card is another one's. An operator's stays."""
+
+    while True:
+        raw: Any = store.hget(keys.MODELS, name)
+        card = _parsed(raw)
+        if card is None:
+            return
+        mine = "published" in card and not waits_alone(card)
+        new = _offered(card) | ({"publisher": publisher} if mine else {})
+        if run(store, swap(keys.MODELS, name, text(raw), json.dumps(new))):
+            return
+
+
+def remove(store: Redis, name: str, raw: str | bytes, version: str) -> bool:
+    """Remove the card that is stored as `raw`; tasks of its version that wait are kept. False if it has changed."""
+    _keep_known(store, name, version)
+    change = Change(operator(), "model.remove", f"{name}@{version}")
+    if not run(store, swap(keys.MODELS, name, text(raw), "", audit=change)):
+        return False
+    change.say()
+    store.hdel(keys.ROLLOUTS, name)
+    return True
+
+
+def all_of(store: Redis) -> dict[str, tuple[bytes, Card]]:
+    """All cards by their models, each with its stored form. Unreadable ones are left out."""
+    return parsed_cards(store.hgetall(keys.MODELS))
+
+
+def parsed_cards(raw: Mapping[Any, Any]) -> dict[str, tuple[bytes, Card]]:
+    """The same from HGETALL's answer. A card that has another name than its field is unreadable."""
+    cards = {text(name): (value, _parsed(value)) for name, value in raw.items()}
+    return {name: (value, card) for name, (value, card) in cards.items() if card and card.get("name") == name}
 
 
 def read(store: Redis, name: str) -> Card | None:
@@ -138,6 +219,18 @@ def read(store: Redis, name: str) -> Card | None:
 def takes_new(card: Card | None, version: str) -> bool:
     """Whether new tasks go to this version, for a worker of it. Unpublished cards change with each worker."""
     return card is None or "published" not in card or bool(card["version"] == version)
+
+
+def _publisher(publisher: str | None, before: Card | None, version: str) -> Card:
+    """The field `publisher` of a card that is published now."""
+    kept = before.get("publisher", "") if before is not None and before["version"] == version else ""
+    if publisher is None or not kept or kept.startswith((UP, ROLLOUT)):
+        return {"publisher": publisher or operator()}
+    return {"publisher": kept}
+
+
+def _offered(card: Card) -> Card:
+    return {name: value for name, value in card.items() if name != "withdrawn"}
 
 
 def _learnt(card: Card, before: Card | None) -> Card:

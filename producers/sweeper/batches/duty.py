@@ -21,8 +21,9 @@ from typing import Final
 
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
+from producers.client.submission import listed
 from producers.connection.log_throttle import warn_throttled
-from producers.connection.script import arun, text
+from producers.connection.script import arun
 from producers.contract import keys, levels
 from producers.store import batches, files
 from producers.store.batches import Batch
@@ -168,7 +169,7 @@ class Batches:
             async with self._long_steps.turn(batch.tenant):
                 if await files.get(self._store, batch.input_file) is None:
                     raise BlobNotFound(batch.input_file)
-                names = map(text, await self._store.hkeys(keys.MODELS))
+                names = listed(await self._store.hgetall(keys.MODELS))
                 models = [name for name in names if batch.principal.may_use(name)]
                 checked = await asyncio.to_thread(check, read, batch.endpoint, models, stop=stopped.is_set)
         finally:

@@ -11,6 +11,7 @@ from workers.library import find_model
 from workers.library.reference import BUNDLED, described
 from workers.rollout import New, begin
 
+UP = "up:here.1.ab"
 OLD, NEW = (ModelCard.from_folder(BUNDLED / name).version for name in ("tiny", "tiny-v2"))
 
 
@@ -18,7 +19,7 @@ def test_a_start_with_the_version_that_a_rollout_goes_back_to_leaves_the_card_to
     valkey: Redis, valkey_url: str
 ) -> None:
     old, new = find_model("tiny"), find_model("tiny=tiny-v2")
-    publish_own(valkey_url, valkey_url, old)
+    publish_own(valkey_url, valkey_url, old, UP)
     begun = begin(valkey, New(new, *described(new)), None, 1)
     assert begun.before_reference == ""
     cards.publish(valkey, *described(new))
@@ -26,14 +27,14 @@ def test_a_start_with_the_version_that_a_rollout_goes_back_to_leaves_the_card_to
     assert rollouts.change(valkey, begun, draining)
     back = begin(valkey, New(old, *described(old)), None, 1)
     assert (back.phase, back.before, back.before_reference) == ("starting", NEW, new.reference)
-    assert f"new tasks of tiny go to version {NEW}: its rollout goes on" in publish_own(valkey_url, valkey_url, old)
+    assert f"new tasks of tiny go to version {NEW}: its rollout goes on" in publish_own(valkey_url, valkey_url, old, UP)
     assert (cards.read(valkey, "tiny") or {})["version"] == NEW
     assert rollouts.change(valkey, back, back.to("done", 2.0)), "it is stored as it is read"
 
 
 def test_a_rollout_that_has_switched_is_turned_back_only_once_it_is_done(valkey: Redis, valkey_url: str) -> None:
     def start() -> str:
-        return publish_own(valkey_url, valkey_url, find_model("tiny"))
+        return publish_own(valkey_url, valkey_url, find_model("tiny"), UP)
 
     def standing() -> str:
         card = cards.read(valkey, "tiny")

@@ -175,6 +175,29 @@ def _hastened(system: Up, gateway: Gateway) -> None:
     assert system.nothing_left()
 
 
+def test_a_model_of_an_earlier_up_is_neither_listed_nor_called(up: Callable[..., Up]) -> None:
+    """Whether that one ended in order, or was killed; and its tasks and its own next start find it."""
+    options = ("--min", "0", "--max", "1", "--no-standby")
+    earlier = up(*options, "--model", "tiny", "--model", "first=tiny")
+    waiting = earlier.wait_ready().submit(task(model="first", tier="batch"))["id"]
+    assert earlier.stop() == 0
+    killed = up(*options, "--model", "tiny", "--model", "second=tiny")
+    gateway = killed.wait_ready()
+    assert [model["id"] for model in gateway.models()] == ["second", "tiny"]
+    with pytest.raises(Refused, match=r'Nobody serves the model "first".*models here: second, tiny'):
+        gateway.submit(task(model="first"))
+    killed.children()
+    killed.process.kill()
+    killed.ended()
+    assert killed.nothing_left()
+    system = up(*options, "--model", "tiny", "--model", "first=tiny")
+    gateway = system.wait_ready()
+    assert [model["id"] for model in gateway.models()] == ["first", "tiny"]
+    assert gateway.task(waiting)["status"] == "queued"
+    assert gateway.submit(task(model="first", tier="batch"))["status"] == "queued"
+    assert system.stop() == 0
+
+
 @pytest.mark.exhaustive
 def test_a_model_that_cannot_be_served_is_said_and_nothing_is_left(up: Callable[..., Up], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
