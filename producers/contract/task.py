@@ -447,8 +447,12 @@ class Task(BaseModel):
         output = ASSUMED_OUTPUT if self.max_tokens is None else self.max_tokens
         return min(prompt + output * self.width, context_length * self.width)
 
-    def check(self, card: Mapping[str, Any]) -> None:
-        """Raise InvalidTask if the model of this card (`engine.text.card`) cannot run the task."""
+    def check(self, card: Mapping[str, Any], *, counted: bool = True) -> None:
+        """Raise InvalidTask if the model of this card (`engine.text.card`) cannot run the task.
+
+        `counted`: False where the prompt's tokens are yet to be counted: then its length is checked later, so that an
+        error names true numbers.
+        """
         context, vocabulary = int(card["context_length"]), int(card["vocab_size"])
         if "generate" not in card["capabilities"]:
             raise InvalidTask(f"model {shown(self.model)} generates no text", param="model", code="unsupported_model")
@@ -471,14 +475,19 @@ class Task(BaseModel):
                 )
         if len(set(self.banned_token_ids)) >= vocabulary:
             raise InvalidTask(f"banned_token_ids bans all tokens of {shown(self.model)}", param="banned_token_ids")
-        prompt = self.prompt_tokens or 1
+        if counted:
+            self._check_length(card, context)
+
+    def _check_length(self, card: Mapping[str, Any], context: int) -> None:
+        """Raise InvalidTask if prompt and output do not fit. A text's tokens are not counted: it has one at least."""
+        prompt, least = self.prompt_tokens or 1, "" if self.prompt_tokens else "at least "
         output = max(self.min_tokens, 1) if self.max_tokens is None else self.max_tokens
         self._check_size(prompt, context)
         if prompt + output > context:
             # OpenAI's words: clients recognise an overflow by the message's beginning and shorten the conversation.
             raise InvalidTask(
                 f"This model's maximum context length is {context} tokens. However, you requested "
-                f"{'' if self.prompt_tokens else 'at least '}{prompt + output} tokens ({prompt} in the prompt, "
+                f"{least}{prompt + output} tokens ({least}{prompt} in the prompt, "
                 f"{output} in the completion). Shorten the prompt, lower max_tokens, or use a model with "
                 f"more context than {shown(self.model)}.",
                 param="prompt" if prompt >= context else "max_tokens",

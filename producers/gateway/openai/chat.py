@@ -194,12 +194,14 @@ async def _prompt(
     """The token ids of the messages, after all other checks."""
     work = work_of(request)
     with chat.text_request.in_its_words():
-        task.check(card)
+        task.check(card, counted=False)
         check_chats(card)
         if (prompts := await idempotency.made_prompts(request, gateway.client, 1, tenant=task.tenant)) is not None:
             return prompts[0]
         text = await gateway.templates.render(card, chat.messages, work, **chat.template)
-        return await gateway.prompts.encode(card, text, work, special=False)
+        prompt = await gateway.prompts.encode(card, text, work, special=False)
+        task.model_copy(update={"prompt": prompt}).check(card)
+        return prompt
 
 
 def shape(index: int, choice: Choice) -> Iterator[bytes | bytearray]:

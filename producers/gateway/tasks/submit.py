@@ -31,7 +31,7 @@ async def encoded(request: Request, gateway: Gateway, task: Task) -> Task:
     """
     gateway.client.directory.check(task)
     card = (await resolve(request, gateway.client, task.model)).card
-    task.check(card)
+    task.check(card, counted=task.prompt_tokens is not None)
     if task.webhook is not None:
         await gateway.destinations.check(task.webhook.url, "webhook.url")
     if task.prompt_tokens is not None:

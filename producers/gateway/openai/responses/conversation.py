@@ -96,7 +96,7 @@ async def fitted(
     the beginning stay, and what follows them begins with a user's message.
     """
     with response_request.text_request.in_its_words():
-        task.check(card)
+        task.check(card, counted=False)
         check_chats(card)
         stay, starts = _starts(items, response_request.truncate)
         if response_request.previous is not None:

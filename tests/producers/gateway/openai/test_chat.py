@@ -6,6 +6,7 @@ import re
 import time
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import OpenAI
@@ -348,3 +349,21 @@ def test_what_vllm_calls_otherwise_reaches_the_task(
         assert ask(**fields).status_code == 200
         task = answering.records[-1].task
         assert {name: task[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("output", [1000, 1024, 5000])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/tasks"])
+def test_an_overflow_names_the_tokens_of_the_prompt_however_long_the_output(
+    http: httpx.Client, path: str, output: int
+) -> None:
+    messages = [{"role": "user", "content": "def f(x):" * 10}]
+    body = {"/v1/responses": {"input": messages, "max_output_tokens": output}}.get(
+        path, {"messages": messages, "max_tokens": output}
+    )
+    error = http.post(path, json={"model": "tiny", **body}).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    numbers = re.search(r"requested (\d+) tokens \((\d+) in the prompt, (\d+) in the completion", error["message"])
+    assert numbers is not None, error
+    whole, prompt, completion = map(int, numbers.groups())
+    assert (whole, completion) == (prompt + output, output)
+    assert prompt > 40
