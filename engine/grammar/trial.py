@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from engine.confined import ConfinedProcess, Limits, Stopped
 from engine.errors import RequestError
+from engine.grammar.schema import STEP
 from engine.grammar.source import SLOW, STACK_BYTES, check_installed, form_of, judge
 from engine.params import parts_of_form
 
@@ -46,7 +47,7 @@ _PLAIN: Final = frozenset(
     {
         "$schema", "$id", "$comment", "type", "required", "enum", "const", "title", "description", "default",
         "examples", "minItems", "maxItems", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength",
-        "maxLength", "format",
+        "maxLength", "format", "multipleOf",
     }
 )  # fmt: skip
 #: Keywords that choose among other schemas: light if nothing else in the same object has to hold as well.
@@ -180,6 +181,8 @@ def _light(schema: Any) -> bool:
         return isinstance(schema, bool)
     alone = _ALONE & schema.keys()
     if not schema.keys() <= (_BESIDE | alone if alone else _INNER | _BY_NAME | _PLAIN) or len(alone) > 1:
+        return False
+    if schema.get("multipleOf", STEP) != STEP:
         return False
     inner = [schema[name] for name in _INNER & schema.keys()]
     for name in _BY_NAME & schema.keys():

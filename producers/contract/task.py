@@ -34,6 +34,7 @@ from engine.declared import MAX_INT32, Integer, JsonObject, Number, Strings, Tok
 from engine.declared import Biases as BiasesBound
 from engine.declared import Text as TextBound
 from engine.errors import RequestError
+from engine.grammar.schema import bounded
 from engine.params import (
     DEFAULTS,
     FORMS,
@@ -315,6 +316,9 @@ class Task(BaseModel):
     banned_token_ids: Ids = sampling("banned_token_ids")
     bad_words: Texts = sampling("bad_words")
     json_schema: Schema | None = sampling("json_schema", f"a JSON schema: an object of at most {MAX_SCHEMA} characters")
+    open_objects: bool = Field(
+        False, description="true (JSON objects may have members that their schema does not name) or false"
+    )
     regex: Regex | None = sampling("regex", f"a regular expression of 1 to {MAX_REGEX} characters")
     grammar: Lark | None = sampling("grammar", f"a Lark grammar of 1 to {MAX_GRAMMAR} characters")
     seed: int | None = sampling("seed")
@@ -527,10 +531,27 @@ class Task(BaseModel):
                 param="best_of",
             )
 
+    def formed(self) -> Self:
+        """The task with a JSON schema whose outputs end (`engine.grammar.schema`), which its record keeps.
+
+        A schema that would be larger than it may be is kept as it is.
+        """
+        if self.json_schema is None:
+            return self.model_copy(update={"open_objects": False}) if self.open_objects else self
+        schema = bounded(self.json_schema, open_objects=self.open_objects).schema
+        if len(json.dumps(schema, ensure_ascii=False)) > MAX_SCHEMA or too_many_parts(
+            "json_schema", schema, self.width
+        ):
+            schema = self.json_schema
+        return self.model_copy(update={"json_schema": schema, "open_objects": False})
+
     def resolved(self, card: Mapping[str, Any]) -> Self:
-        """The task as the worker will run it: checked, with the card's defaults and a seed. Raises InvalidTask."""
+        """The task as the worker will run it: checked, with the card's defaults, a seed and the schema that its outputs
+        follow. Raises InvalidTask."""
         self.check(card)
         update = filled({name: getattr(self, name) for name in DEFAULTS}, card.get("defaults", {}))
+        if (formed := self.formed()) is not self:
+            update |= {name: getattr(formed, name) for name in ("json_schema", "open_objects")}
         if self.seed is None:
             update["seed"] = secrets.randbits(63)
         if self.max_tokens is None and self.logprobs is not None:

@@ -66,6 +66,7 @@ EXPOSED: Final = (
     "location",
     "penstock-degraded",
     "penstock-shortened",
+    "penstock-warning",
     "preference-applied",
     "retry-after",
     "retry-after-ms",

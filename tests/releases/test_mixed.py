@@ -46,7 +46,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 Running = subprocess.Popen[bytes] | Forked
 
-SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}}, "required": ["a", "b"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,  # the release before leaves an object open that does not say
+}
 #: Lines of a batch.
 LINES = examples(6, 12)
 #: Seconds for which a received message is hidden on SQS, longer than any test waits: none comes twice by itself.

@@ -68,6 +68,9 @@ HealthPort = Annotated[
 Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on. 0: any free port.")]
 Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from standard input.")]
 AsChat = Annotated[bool, typer.Option("--chat", help="PROMPT is a user's message: apply the model's chat template.")]
+OpenObjects = Annotated[
+    bool, typer.Option("--open-objects", help="JSON objects may have members that their schema does not name.")
+]
 LogLevel = Annotated[str, typer.Option(help="Least severe messages to log: debug, info, warning or error.")]
 Url = Annotated[str, typer.Option(envvar="PENSTOCK_URL", help="The gateway's URL.")]
 Gpus = Annotated[

@@ -20,7 +20,7 @@ import typer
 
 from workers.cli.commands import Commands
 from workers.cli.exits import CALLER_STATUS, Exit, Failure, check_extras, needs, refusing
-from workers.cli.options import ENGINE_OF_ONE, SAMPLING, AsChat, Model, Prompt, find_models, takes
+from workers.cli.options import ENGINE_OF_ONE, SAMPLING, AsChat, Model, OpenObjects, Prompt, find_models, takes
 from workers.cli.terminal import TextStream, text_from
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def run(
     chat: AsChat = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
     sampling: dict[str, Any],
+    open_objects: OpenObjects = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
     engine: dict[str, Any],
 ) -> None:
@@ -61,6 +62,7 @@ def run(
         raise Failure("--system needs --chat")
     with needs("worker"):
         from engine import Engine, EngineConfig, EngineError, Request, SamplingParams
+        from engine.grammar.schema import bounded
         from engine.params import filled
         from workers.library import verify
     (resolved,) = find_models([model])
@@ -68,7 +70,9 @@ def run(
         (guesser,) = find_models([engine["draft_model"]])
         engine["draft_model"] = str(guesser.folder)
     with refusing(EngineError):
-        SamplingParams(**sampling)  # refuses bad parameters before the model is loaded for seconds
+        checked = SamplingParams(**sampling)  # refuses bad parameters before the model is loaded for seconds
+        if checked.json_schema is not None:
+            sampling["json_schema"] = bounded(json.loads(checked.json_schema), open_objects=open_objects).schema
         config = EngineConfig(**engine | ({"max_num_seqs": sampling["n"]} if "n" in sampling else {}))
         text = text_from(sys.stdin.read) if prompt == "-" else prompt
         verify(resolved.folder)

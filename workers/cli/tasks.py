@@ -14,7 +14,7 @@ import typer
 from workers.cli.client import FINAL, Gateway, Refused
 from workers.cli.commands import Commands
 from workers.cli.exits import CALLER_STATUS, Exit, Failure
-from workers.cli.options import DEFAULT_URL, SAMPLING, AsChat, Prompt, Url, takes
+from workers.cli.options import DEFAULT_URL, SAMPLING, AsChat, OpenObjects, Prompt, Url, takes
 from workers.cli.terminal import JsonLines, TextStream, choices, say, text_from
 
 TaskId = Annotated[str, typer.Argument(metavar="ID", help="The task's id, as `penstock submit` printed it.")]
@@ -39,6 +39,7 @@ def submit(
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
     tier: Annotated[str, typer.Option(help="Service tier: priority, default, flex or batch.")] = "default",
     sampling: dict[str, Any],
+    open_objects: OpenObjects = False,
     timeout: Annotated[
         float | None, typer.Option(help="Seconds after which the task ends with the output so far.")
     ] = None,
@@ -68,6 +69,7 @@ def submit(
         **({"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}),
         "tier": tier,
         **sampling,
+        "open_objects": open_objects or None,
         "timeout": timeout,
         "tenant": tenant,
         "order_key": order_key,

@@ -6,6 +6,7 @@ stands outside of CORS, which answers preflights by itself. `Edge` is inside of 
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import time
@@ -58,6 +59,8 @@ RATE_LIMITS: Final = tuple(
     )
     for at, kind in ((3, "requests"), (5, "tokens"))
 )
+#: Most characters of the header that says what of a request is not followed.
+MAX_WARNING: Final = 1000
 #: Most parameters of a URL's query.
 MAX_PARAMETERS: Final = 256
 #: The client of a connection without an address, over a Unix socket.
@@ -160,6 +163,8 @@ class Edge:
                 if (charge := state.get("charge")) is not None and charge.answer:
                     message["headers"] += rate_limit_headers(charge.answer)
                 message["headers"].extend(overload(state))
+                if warnings := state.get("warnings"):
+                    message["headers"].append((b"penstock-warning", _one_line("; ".join(warnings))))
                 route = getattr(scope.get("route"), "path", "unmatched")
                 self._metrics.answered(method, route, message.get("status", 101), time.perf_counter() - arrived)
             elif message["type"] == "websocket.close" and not begun:  # the framework's answer where no route matches
@@ -217,6 +222,11 @@ def rate_limit_headers(answer: Sequence[Any]) -> list[tuple[bytes, bytes]]:
         if answer[at + 1] >= 0:
             headers += [(limit, b"%d" % answer[at + 1]), (remaining, b"%d" % answer[at]), (until, reset)]
     return headers
+
+
+def _one_line(text: str) -> bytes:
+    """A text for a header: of printable ASCII, other characters as JSON writes them, and cut."""
+    return json.dumps(text)[1:-1].replace("\x7f", "?")[:MAX_WARNING].encode()
 
 
 def overload(state: Mapping[str, Any]) -> Iterator[tuple[bytes, bytes]]:

@@ -130,6 +130,7 @@ async def create(request: Request) -> Response:
     syntax = None
     if calling is not None:
         task, syntax = task.model_copy(update={"grammar": calling.grammar}), calling.syntax
+        request.state.warnings = calling.warnings
     scorer = None if chat.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(resolved.card))
     scored = [] if task.prompt_logprobs is None else [ScoredPrompt(await gateway.prompts.tokenizer(resolved.card))]
     with text_request.in_its_words():
@@ -181,7 +182,7 @@ def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
         text_request = replace(text_request, names=text_request.names | {"logprobs": "top_logprobs"})
     text_request = formed(text_request, "response_format", values.get("response_format", TEXT))
     template = variables | {"add_generation_prompt": prompting, "continue_final_message": going_on}
-    tools = read_tools(values)
+    tools = read_tools(values, open_objects=text_request.fields.get("open_objects") is True)
     if tools is not None:
         template["tools"] = tools.shown
         text_request, tools = with_tools(text_request, tools)

@@ -28,7 +28,7 @@ _OTHERWISE: Final = frozenset({"max_tokens", "seed", "best_of", "logprobs", "pro
 #: Parameters with the same name and meaning as in a task: OpenAI's, then ours and other servers' (`extra_body`).
 SAME: Final[tuple[str, ...]] = (
     *(name for name in declared(SamplingParams) if name not in _OTHERWISE),
-    *("metadata", "timeout"),
+    *("open_objects", "metadata", "timeout"),
 )
 #: Other servers' parameter -> a task's field.
 OTHER_NAMES: Final = {"include_stop": "include_stop", "include_stop_str_in_output": "include_stop"}

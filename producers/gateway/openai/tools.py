@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
+from engine.grammar.schema import bounded
 from engine.grammar.source import SPACE
 from engine.grammar.trial import STOPPED
 from engine.params import FORMS, MAX_GRAMMAR
@@ -62,7 +63,7 @@ FLAT_TOOL_PARAMETERS: Final = _schemas_of(["name"], _PARAMETERS)
 #: Members of a flat tool that clients send, with the value that asks for nothing.
 _NEUTRAL: Final = {"defer_loading": False, "async": False}
 #: Members of a schema that only describe it.
-_ANNOTATIONS: Final = ("title", "description", "examples", "$comment")
+_ANNOTATIONS: Final = ("title", "description", "default", "examples", "$schema", "$comment")
 #: Members that have schemas by names of the caller's own.
 _BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
@@ -70,12 +71,14 @@ _BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions", "d
 @dataclass(frozen=True, slots=True)
 class Function:
     """A function that a model may call. `path`: its parameter in the request, such as `tools[0].function`.
-    `parameters`: the JSON schema of its arguments. `strict`: whether that must be followed to the letter."""
+    `parameters`: the JSON schema of its arguments, whose outputs end (`engine.grammar.schema`). `strict`: whether all
+    of the caller's must be followed. `dropped`: the keywords of it that are not."""
 
     path: str
     name: str
     parameters: dict[str, Any]
     strict: bool
+    dropped: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +96,9 @@ class Tools:
     answer: dict[str, Any] | None = None
 
 
-def read_tools(values: Mapping[str, Any], *, flat: bool = False) -> Tools | None:
+def read_tools(values: Mapping[str, Any], *, flat: bool = False, open_objects: bool = False) -> Tools | None:
     """The tools in a request's own parameters; None if none may be called. `flat`: they are written as in responses.
+    `open_objects`: as of a task.
 
     Raises Problem and InvalidTask.
     """
@@ -103,7 +107,7 @@ def read_tools(values: Mapping[str, Any], *, flat: bool = False) -> Tools | None
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise refusal("tools", tools, f"a list of at most {MAX_TOOLS} tools", code="invalid_type")
     written = [_written(f"tools[{at}]", tool, flat) for at, tool in enumerate(tools)]
-    functions = [_function(parameter, function) for parameter, function in written]
+    functions = [_function(parameter, function, open_objects) for parameter, function in written]
     names = [function.name for function in functions]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise refusal("tools", twice, "functions of different names")
@@ -137,14 +141,16 @@ def _written(parameter: str, tool: Any, flat: bool) -> tuple[str, dict[str, Any]
     return parameter, function
 
 
-def _function(parameter: str, function: Mapping[str, Any]) -> Function:
+def _function(parameter: str, function: Mapping[str, Any], open_objects: bool) -> Function:
     name, strict = described(parameter, function)
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise refusal(f"{parameter}.parameters", parameters, "a JSON schema, which is an object", code="invalid_type")
     if parameters and parameters.get("type", "object") != "object":
         raise refusal(f"{parameter}.parameters.type", parameters["type"], '"object"')
-    return Function(parameter, name, {"type": "object", **parameters} if parameters else _NOTHING, strict)
+    schema = {"type": "object", **parameters} if parameters else _NOTHING
+    made = bounded(schema, open_objects=open_objects, drop=not strict)
+    return Function(parameter, name, made.schema, strict, made.dropped)
 
 
 def _named(choice: Any, names: Sequence[str], flat: bool) -> str | None:
@@ -172,6 +178,8 @@ def with_tools(text_request: TextRequest, tools: Tools) -> tuple[TextRequest, To
         raise invalid_value(parameter, f"tools and {parameter} are both given; an output has one form")
     fields = dict(text_request.fields)
     answer = fields.pop("json_schema", None)
+    if isinstance(answer, dict):
+        answer = bounded(answer, open_objects=fields.get("open_objects") is True).schema
     return replace(text_request, fields=fields, names=text_request.names | {"grammar": "tools"}), replace(
         tools, answer=answer
     )
@@ -300,6 +308,8 @@ class Calling:
 
     syntax: CallSyntax
     grammar: str
+    warnings: tuple[str, ...] = ()
+    """What of the functions' schemas the outputs do not follow."""
 
 
 async def calling_of(gateway: Gateway, card: Mapping[str, Any], tools: Tools, work: Work) -> Calling:
@@ -328,10 +338,12 @@ def make_calling(tools: Tools, template: str, tokenizer: Tokenizer, style: CallF
     single = {mark: added[mark].id for mark in style.marks if mark in added}
     # Tokens that are no text to llguidance, and that a model may write all the same, such as <think>.
     free = [token.id for text, token in added.items() if not token.special and text in template and text not in single]
-    grammar = _grammar(tools, style, single, free, judge)
+    warnings: list[str] = []
+    arguments = [_followed(function, judge, warnings) for function in tools.callable]
+    grammar = _grammar(tools, style, single, free, arguments)
     if len(grammar) > MAX_GRAMMAR:
         raise too_large(len(grammar), MAX_GRAMMAR)
-    return Calling(CallSyntax(style, single.get(style.begin), tools.must), grammar)
+    return Calling(CallSyntax(style, single.get(style.begin), tools.must), grammar, tuple(warnings))
 
 
 def _check_answer(tools: Tools, style: CallFormat, judge: Judge) -> None:
@@ -348,11 +360,19 @@ def _check_answer(tools: Tools, style: CallFormat, judge: Judge) -> None:
         raise InvalidTask(str(error), param=error.param, code=error.code) from None
 
 
-def _grammar(tools: Tools, style: CallFormat, single: dict[str, int], free: Sequence[int], judge: Judge) -> str:
-    """`single`: the marks that are one token. `free`: the tokens that may stand in text, beside plain ones."""
+def _grammar(
+    tools: Tools,
+    style: CallFormat,
+    single: dict[str, int],
+    free: Sequence[int],
+    arguments: Sequence[Mapping[str, Any]],
+) -> str:
+    """`single`: the marks that are one token. `free`: the tokens that may stand in text, beside plain ones.
+    `arguments`: the schemas that the functions' arguments follow."""
     repeated = f"({_literal(style.between, single)} function)*" if tools.many and style.between else ""
     calls = f"{_literal(style.opening, single)} function {repeated} {_literal(style.closing, single)}"
-    functions = " | ".join(_call(style.arguments, function, judge) for function in tools.callable)
+    each = zip(tools.callable, arguments, strict=True)
+    functions = " | ".join(_call(style.arguments, function.name, schema) for function, schema in each)
     rules = [f"function: {functions}"]
     begin = _literal(style.begin, single)
     if tools.must:
@@ -370,15 +390,15 @@ def _grammar(tools: Tools, style: CallFormat, single: dict[str, int], free: Sequ
     return "\n".join([f"start: {before}TEXT | {before}begun {calls}", rf"begun[lazy]: /(.|\n)*/ {begin}", *rules])
 
 
-def _call(key: str, function: Function, judge: Judge) -> str:
+def _call(key: str, name: str, arguments: Mapping[str, Any]) -> str:
     """A call of a function. Each schema is a document of its own, in which its references hold."""
-    head = json.dumps(f'{{"name": "{function.name}", "{key}": ')
-    return f'{head} {_json(_followed(function, judge))} "}}"'
+    head = json.dumps(f'{{"name": "{name}", "{key}": ')
+    return f'{head} {_json(arguments)} "}}"'
 
 
 def _json(schema: Mapping[str, Any]) -> str:
     """JSON of a schema in a grammar."""
-    members = json.dumps(_lean(schema))[1:]
+    members = json.dumps(_lean(schema), separators=(",", ":"))[1:]
     return f"%json {{{SPACE}{'' if members == '}' else ', '}{members}"
 
 
@@ -397,18 +417,23 @@ def _part(name: str, value: Any) -> Any:
     return value if name in ("enum", "const") else _lean(value)
 
 
-def _followed(function: Function, judge: Judge) -> dict[str, object]:
+def _followed(function: Function, judge: Judge, warnings: list[str]) -> dict[str, Any]:
     """The schema of a function's arguments; of one that is not strict, any object if the schema cannot be followed.
+    Adds to `warnings` what is not.
 
     Raises InvalidTask, also if it takes too long to find out.
     """
+    parameter = f"{function.path}.parameters"
     try:
         judge(*_form(function.parameters))
     except RequestError as error:
+        message = str(error).replace("json_schema", parameter)
         if not function.strict and error.code != STOPPED:
-            return {"type": "object"}
-        parameter = f"{function.path}.parameters"
-        raise InvalidTask(str(error).replace("json_schema", parameter), param=parameter, code=error.code) from None
+            warnings.append(f"{message}; any object is taken")
+            return bounded({"type": "object"}).schema
+        raise InvalidTask(message, param=parameter, code=error.code) from None
+    if function.dropped:
+        warnings.append(f"{parameter}: these keywords are not followed: {', '.join(function.dropped)}")
     return function.parameters
 
 

@@ -133,7 +133,9 @@ class Forms:
 
 
 def _form(task: Task) -> tuple[str, str] | None:
-    """A task's form, by its parameter's name, as text. Raises InvalidTask if it has too many parts."""
+    """The form that a task's outputs will follow, by its parameter's name, as text. Raises InvalidTask if it has too
+    many parts."""
+    task = task.formed()
     name = next((name for name in FORMS if getattr(task, name) is not None), None)
     if name is None:
         return None

@@ -144,7 +144,7 @@ def test_a_bad_field_is_refused_by_name(fields: dict[str, Any], param: str, code
     with pytest.raises(InvalidTask, match=re.escape(param.rstrip("."))) as refused:
         Task(**{"model": "tiny", "prompt": "hello", **fields})
     assert (refused.value.param, refused.value.code) == (param, code)
-    assert len(str(refused.value)) < 500
+    assert len(str(refused.value)) < 600
     str(refused.value).encode()  # it can be sent: a bad value's surrogates are escaped
 
 
@@ -385,3 +385,29 @@ def test_a_schema_as_text_is_not_read_beyond_its_size(monkeypatch: pytest.Monkey
     monkeypatch.undo()
     assert refused.value.param == "json_schema"
     assert Task(model="m", prompt="x", json_schema="{" + " " * 200_000 + "}").json_schema == {}
+
+
+def test_a_record_keeps_the_schema_that_its_outputs_follow() -> None:
+    asked = {"type": "object", "properties": {"n": {"type": "number"}}}
+    task = Task(model="tiny", prompt=[1], json_schema=asked)
+    assert task.json_schema == asked
+    resolved = task.resolved(CARD)
+    assert resolved.json_schema is not None
+    assert (resolved.json_schema["additionalProperties"], resolved.json_schema["$comment"]) == (False, "penstock:1")
+    assert Task.parse_json(resolved.to_json()).resolved(CARD) == resolved, "a retry keeps it"
+    begun = Task.parse_json(task.to_json())
+    assert begun.json_schema == asked, "a worker follows what is recorded"
+    opened = Task(model="tiny", prompt=[1], json_schema=asked, open_objects=True).resolved(CARD)
+    assert opened.json_schema is not None
+    assert "$ref" in opened.json_schema["additionalProperties"]
+    assert "open_objects" not in opened.to_json(), "a worker of the release before does not know it"
+    assert Task.parse_json(opened.to_json()).resolved(CARD) == opened
+
+
+def test_a_schema_that_would_be_too_large_is_kept_as_it_is() -> None:
+    numbers = {"type": "object", "properties": {f"p{at}": {"type": ["number", "null"]} for at in range(1400)}}
+    assert Task(model="tiny", prompt=[1], json_schema=numbers).resolved(CARD).json_schema == numbers
+    texts = {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(127)}}
+    parts = {"model": "tiny", "prompt": [1], "json_schema": texts}
+    assert Task(**parts, n=64).resolved(CARD).json_schema == texts, "it has 256 parts, as many as 64 outputs may have"
+    assert Task(**parts, n=63).resolved(CARD).json_schema != texts

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
+from engine.grammar.schema import bounded
 from engine.text import ChatTemplate, Tokenizer
 from producers.client import listing
 from producers.contract import keys
@@ -56,7 +57,7 @@ class TestSubmit:
             " --typical-p 0.8 --logit-bias 5=-100 --logit-bias 6=1.5 --allow-token 5 --allow-token 6 --ban-token 7"
         )
         options += " --bad-word x --bad-word y --stop-token 9 --include-stop --best-of 3 --prompt-logprobs 2"
-        options += ' --json-schema {"type":"object"}'
+        options += ' --json-schema {"properties":{}} --open-objects'
         options += " --metadata k=v=w --metadata l= --ttl 120"
         task = task_of(valkey, submitted(penstock, *options.split()))
         asked = {
@@ -76,7 +77,7 @@ class TestSubmit:
             "allowed_token_ids": [5, 6],
             "banned_token_ids": [7],
             "bad_words": ["x", "y"],
-            "json_schema": {"type": "object"},
+            "json_schema": bounded({"properties": {}}, open_objects=True).schema,
             "stop_token_ids": [9],
             "include_stop": True,
             "best_of": 3,

@@ -370,7 +370,7 @@ def read_response(body: Mapping[str, Any], tenant: str | None) -> ResponseReques
         text_request.fields["logprobs"] = top or 0
     text = _text(values)
     text_request = formed(text_request, "text.format", text["format"])
-    tools = read_tools(values, flat=True)
+    tools = read_tools(values, flat=True, open_objects=text_request.fields.get("open_objects") is True)
     if tools is not None:
         text_request, tools = with_tools(text_request, tools)
     texts: dict[str, Any] = {name: _string(body, name) for name in SHOWN}

@@ -151,3 +151,19 @@ def test_tools_that_are_too_large_are_refused_by_name(calls: str, http: httpx.Cl
     wide["properties"] = {f"p{i}": {"type": "string", "description": "y" * 500} for i in range(100)}
     answer = send(http, "/v1/chat/completions", {"model": calls, "messages": MESSAGES, "tools": tools})
     assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_header_says_which_keywords_of_a_tool_are_not_followed(
+    calls: str, http: httpx.Client, answering: Answering
+) -> None:
+    inner = {"type": "array", "uniqueItems": True}
+    function = {"name": "weather", "parameters": {"type": "object", "properties": {"é\r\nx: y": inner}}}
+    body = {"model": calls, "messages": MESSAGES, "tools": [{"type": "function", "function": function}]}
+    for stream in (False, True):
+        answering.scripts = [says(*PIECES)]
+        answer = send(http, "/v1/chat/completions", body | {"stream": stream})
+        assert answer.headers["penstock-warning"] == (
+            r"tools[0].function.parameters: these keywords are not followed: properties.\u00e9\r\nx: y.uniqueItems"
+        )
+    answering.scripts = [says(*PIECES)]
+    assert "penstock-warning" not in send(http, "/v1/chat/completions", body | {"tools": TOOLS}).headers

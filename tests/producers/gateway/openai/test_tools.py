@@ -256,13 +256,21 @@ def test_a_mistral_call_has_an_id_that_its_template_takes() -> None:
     assert HERMES.id_of("task", 0, 0).startswith("call_")
 
 
-def test_of_tools_that_are_not_strict_any_arguments_are_taken(model: Model) -> None:
-    odd = {"name": "odd", "parameters": {"type": "object", "not": {}}}
-    made = model.calling(
-        tools=[{"type": "function", "function": odd}], tool_choice="required", parallel_tool_calls=False
-    )
+def test_of_tools_that_are_not_strict_what_cannot_be_followed_is_left_out(model: Model) -> None:
+    kept = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    odd = {"name": "odd", "parameters": {**kept, "not": {}}}
+    once = {"tool_choice": "required", "parallel_tool_calls": False}
+    made = model.calling(tools=[{"type": "function", "function": odd}], **once)
     ((name, arguments),) = parsed(model, made, drawn(model, made, 2), 2)[1]
-    assert (name, type(json.loads(arguments))) == ("odd", dict)
+    assert (name, json.loads(arguments)["n"] in (1, 2)) == ("odd", True)
+    assert made.warnings == ("tools[0].function.parameters: these keywords are not followed: not",)
+    never = {"name": "never", "parameters": {**kept, "allOf": [{"type": "null"}]}}
+    made = model.calling(tools=[{"type": "function", "function": never}], **once)
+    ((_, arguments),) = parsed(model, made, drawn(model, made, 2), 2)[1]
+    assert isinstance(json.loads(arguments), dict)
+    (warning,) = made.warnings
+    assert re.fullmatch(r"tools\[0\]\.function\.parameters cannot be followed: .*; any object is taken", warning)
+    assert model.calling().warnings == ()
     with pytest.raises(InvalidTask, match=r"tools\[0\]\.function\.parameters cannot be followed: Unimplemented keys"):
         model.calling(tools=[{"type": "function", "function": odd | {"strict": True}}])
     choice = {"type": "function", "function": {"name": "odd"}}

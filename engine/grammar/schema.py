@@ -1,0 +1,634 @@
+"""JSON schemas whose outputs end: bounded numbers, closed objects, and what generators of schemas write. No llguidance.
+
+a caller's schema ─▶ `bounded`: annotations apart, numbers and objects bounded ─▶ the schema that outputs follow
+
+The new schema allows no output that the old one does not, but where a keyword is dropped, which `dropped` tells. It
+names the version of these rules, and stands in the task's record: an output that was begun keeps its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Final
+from urllib.parse import unquote
+
+#: The version of these rules. A schema with this as its `$comment` has been bounded, or is to be followed to the letter
+#: (version 0).
+VERSION: Final = 1
+MARK: Final = "penstock:"
+#: The most digits of a number before its point, unless its schema has wider bounds, and after it.
+DIGITS: Final = 15
+DECIMALS: Final = 10
+_MOST: Final = 10**DIGITS - 1
+#: A number is to be a multiple of this: then it has at most DECIMALS decimals, and no exponent.
+STEP: Final = 1e-10
+#: The widest bounds that llguidance reads, of integers and of numbers.
+_INTEGERS: Final = (-(2**63) + 1024, 2**63 - 1)
+_NUMBERS: Final = (-9 * 10**18, 9 * 10**18)
+#: The formats that llguidance follows. Any other only describes.
+FORMATS: Final = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)
+#: Keywords that constrain a value, and that llguidance cannot follow.
+UNSUPPORTED: Final = frozenset(
+    {
+        *("not", "if", "then", "else", "dependentSchemas", "dependentRequired", "dependencies", "propertyNames"),
+        *("contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems", "unevaluatedProperties"),
+        *("$dynamicRef", "$recursiveRef"),
+    }
+)
+#: Keywords with schemas that hold for the same value.
+_ALTERNATIVES: Final = ("anyOf", "oneOf")
+_IN_PLACE: Final = ("allOf", *_ALTERNATIVES)
+_LOW: Final = ("minimum", "exclusiveMinimum")
+_HIGH: Final = ("maximum", "exclusiveMaximum")
+#: Keywords with schemas by names of the caller's own.
+_DEFINITIONS: Final = frozenset({"$defs", "definitions"})
+_BY_NAME: Final = ("properties", "patternProperties", *sorted(_DEFINITIONS))
+_TYPES: Final = frozenset({"null", "boolean", "number", "integer", "string", "array", "object"})
+#: Keywords that constrain nothing, of those that llguidance knows.
+_ANNOTATIONS: Final = frozenset(
+    {
+        *("title", "description", "default", "examples", "$comment", "readOnly", "writeOnly", "deprecated"),
+        *("contentMediaType", "contentEncoding", "contentSchema", "discriminator", "example", "$schema"),
+    }
+)
+_NUMERIC: Final = ("number", "integer")
+_NULL: Final = {"type": "null"}
+_LOOK_AROUND: Final = re.compile(r"\(\?(?:[=!]|<[=!])")
+#: The beginning of the patterns that pydantic writes for a Decimal, and their ends.
+_DECIMAL: Final = r"^(?!^[-+.]*$)[+-]?0*"
+_DECIMAL_ENDS: Final = (
+    re.compile(r"\\d\*\\\.\?\\d(?:\*|\{0,(?P<decimals>\d+)\}0\*)\$"),
+    re.compile(r"\(\?:\\d\{0,(?P<whole>\d+)\}\|\(\?=.{1,30}0\*\$\)\\d\{0,\d+\}\\\.\\d\{0,(?P<decimals>\d+)\}0\*\$\)"),
+    re.compile(r"\(\?:\\d\{0,(?P<digits>\d+)\}\|\(\?=.{1,30}0\*\$\)\\d\*\\\.\\d\*0\*\$\)"),
+)
+#: Other generators' patterns with look-around -> a part of what they allow, without.
+_REWRITTEN: Final = {  # zod's email
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        r"^[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+    )
+}
+#: The deepest schema that is read, in schemas within schemas: llguidance takes no deeper one. And the most steps of
+#: looking at what holds in one place. Beyond, a schema is left as it is.
+_DEPTH: Final = 128
+_STEPS: Final = 30_000
+#: The keywords of a schema in which there is nothing to bound, close or leave out, with these types.
+_LEAF: Final = frozenset({"type", "const", "enum", "minLength", "maxLength", "title", "description", "default"})
+_LEAF_TYPES: Final = frozenset({"string", "boolean", "null"})
+_ANY: Final = "penstock.any"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """A schema whose outputs end. `dropped`: the keywords that it does not follow, each with its place, as text."""
+
+    schema: dict[str, Any]
+    dropped: tuple[str, ...] = ()
+
+
+class _TooLarge(Exception):
+    """The schema is too deep, or too much holds in one place."""
+
+
+def bounded(schema: Mapping[str, Any], *, open_objects: bool = False, drop: bool = False) -> Bounded:
+    """The schema whose outputs end, of a caller's schema. `open_objects`: objects may have members that it does not
+    name. `drop`: leave out what llguidance cannot follow; else that stays, and is refused later.
+
+    A schema that these rules have made, of whatever version, is returned as it is, and so is one that is too deep. The
+    result may be another call's, too: do not change it.
+    """
+    if rules_of(schema) is not None:
+        return Bounded(dict(schema))
+    try:
+        made = _bounded(json.dumps(schema), open_objects, drop)
+    except RecursionError:
+        made = None
+    return made or Bounded(dict(schema))
+
+
+@lru_cache(maxsize=16)  # a task's is asked for when it is judged and when it is queued; a batch has many of one form
+def _bounded(text: str, open_objects: bool, drop: bool) -> Bounded | None:
+    """None for a schema that is too large for these rules."""
+    rewriter = _Rewriter(json.loads(text), open_objects, drop)
+    try:
+        made = rewriter.whole()
+    except (_TooLarge, RecursionError):
+        return None
+    return Bounded(made, tuple(rewriter.dropped))
+
+
+def rules_of(schema: Mapping[str, Any]) -> int | None:
+    """The version of the rules by which a schema was made; None for one that they have not read."""
+    comment = schema.get("$comment")
+    if not isinstance(comment, str) or not comment.startswith(MARK):
+        return None
+    version = comment.removeprefix(MARK)
+    return int(version) if version.isascii() and version.isdecimal() and len(version) < 5 else None
+
+
+@dataclass(slots=True)
+class _Facts:
+    """What holds for the values of one place: of a schema with all that it refers to or combines there.
+
+    `names`: of the properties -> whether one of its schemas describes it; others are only required. `listed`: whether
+    `properties` is given. `open`: whether something says which other properties there may be, or cannot be read.
+    `numeric`: whether a number may be there. `limited`: whether its size or steps are.
+    """
+
+    names: dict[str, bool] = field(default_factory=dict)
+    listed: bool = False
+    open: bool = False
+    numeric: bool = False
+    limited: bool = False
+
+
+class _Rewriter:
+    """Makes one schema's bounded one.
+
+    A schema that stands by itself as a value is closed, and its numbers are bounded (`_value`). One that holds beside
+    others in the same place is not (`_part`): it would forbid the others' properties.
+    """
+
+    def __init__(self, root: dict[str, Any], open_objects: bool, drop: bool) -> None:
+        self._root = root
+        self._open = open_objects
+        self._drop = drop
+        self.dropped: list[str] = []
+        #: Definitions of our own.
+        self._made: dict[str, Any] = {}
+        #: References -> those to the same schemas as parts; and the ones that are still to be made, by name.
+        self._parts: dict[str, str] = {}
+        self._waiting: list[tuple[str, dict[str, Any]]] = []
+        self._steps = 0
+        everything = list(_schemas(root))
+        #: In a schema with an address of its own "#/..." leads elsewhere.
+        self._one_document = not any(map(_has_address, everything[1:]))
+        #: Properties that tell the alternatives of a `oneOf` apart, by the id of the object of properties.
+        self._telling: dict[int, str] = {}
+        #: The ids of lists of alternatives of which no value is of two.
+        self._apart: set[int] = set()
+        for node in everything:
+            if isinstance(node.get("oneOf"), list):
+                self._tell_apart(node["oneOf"])
+
+    def whole(self) -> dict[str, Any]:
+        made: dict[str, Any] = self._value(self._root, ())
+        while self._waiting:
+            name, schema = self._waiting.pop()
+            self._made[name] = self._part(schema, (f"$defs.{name}",))
+        if self._made:
+            own = made.get("$defs", {})
+            made = made | {"$defs": {**(own if isinstance(own, dict) else {}), **self._made}}
+        return made | {"$comment": f"{MARK}{VERSION}"}
+
+    # ---- one place
+
+    def _value(self, schema: Any, path: tuple[str, ...]) -> Any:
+        """A schema that stands by itself."""
+        if not self._one_document or not isinstance(schema, dict | bool) or schema is False:
+            return self._node(schema, path, {})
+        if schema is True or schema.keys() <= _ANNOTATIONS:
+            return self._anything()
+        kind = schema.get("type")
+        if kind in _NUMERIC and schema.keys() - _ANNOTATIONS == {"type"}:
+            self._made.setdefault(f"penstock.{kind}", _limit({"type": kind}))
+            return {"$ref": f"#/$defs/penstock.{kind}"}
+        return self._node(schema, path, {})
+
+    def _part(self, schema: Any, path: tuple[str, ...], outer: Mapping[str, bool] | None = None) -> Any:
+        """A schema that holds beside others. With `outer` it is closed, for all the properties of its place."""
+        return self._node(schema, path, outer, part=True)
+
+    def _node(self, schema: Any, path: tuple[str, ...], outer: Mapping[str, bool] | None, part: bool = False) -> Any:
+        if len(path) > _DEPTH:
+            raise _TooLarge
+        if not isinstance(schema, dict) or (_leaf_type(schema) and schema.keys() <= _LEAF):
+            return schema
+        if schema.get("nullable") is True and "type" not in schema:
+            value = {name: part for name, part in schema.items() if name not in _DEFINITIONS | {"nullable"}}
+            schema = {"anyOf": [value, _NULL]} | {name: schema[name] for name in _DEFINITIONS & schema.keys()}
+        facts = self._facts(schema)
+        made = self._keywords(schema, path)
+        for name in _BY_NAME:
+            if isinstance(schemas := made.get(name), dict):
+                made[name] = {key: self._value(one, (*path, f"{name}.{key}")) for key, one in schemas.items()}
+        for name in ("items", "prefixItems", "additionalItems", "additionalProperties"):
+            inner = made.get(name)
+            if isinstance(inner, list):
+                made[name] = [self._value(one, (*path, f"{name}[{at}]")) for at, one in enumerate(inner)]
+            elif name in made:
+                made[name] = self._value(inner, (*path, name))
+        if not part:
+            self._fill(made, facts)
+        self._combine(schema, made, facts, path, outer)
+        return made
+
+    def _fill(self, made: dict[str, Any], facts: _Facts) -> None:
+        """Bound what the schema of a value leaves open: its numbers, also those of its items and further members."""
+        if {"const", "enum"} & made.keys() or _refers(made):
+            return
+        if self._one_document:
+            if _may_be(made, "array") and "items" not in made:
+                made["items"] = self._anything()
+            further = not facts.listed or (self._open and not _combines(made))
+            if _may_be(made, "object") and further and not facts.open:
+                made["additionalProperties"] = self._anything()
+        if _combines(made):
+            if facts.numeric and not facts.limited and not _alone(made):
+                _limit(made)
+        elif "type" not in made or any(_may_be(made, kind) for kind in _NUMERIC):
+            _limit(made)
+
+    def _combine(
+        self,
+        schema: dict[str, Any],
+        made: dict[str, Any],
+        facts: _Facts,
+        path: tuple[str, ...],
+        outer: Mapping[str, bool] | None,
+    ) -> None:
+        """What else holds in the place, and what closes it: the first group of alternatives, or the schema itself."""
+        forbids = schema.get("unevaluatedProperties") is False
+        groups = [name for name in _ALTERNATIVES if isinstance(made.get(name), list)]
+        beside = self._facts(schema, but=groups[:1])
+        names = {name: listed or (outer or {}).get(name, False) for name, listed in beside.names.items()}
+        names = {**(outer or {}), **names}
+        closes = (forbids or (outer is not None and not self._open)) and not beside.open
+        if isinstance(made.get("allOf"), list):
+            made["allOf"] = [self._part(one, (*path, f"allOf[{at}]")) for at, one in enumerate(made["allOf"])]
+        for name in groups:
+            inner = names if closes and name == groups[0] else None
+            alone = outer == {} and _alone(made)
+            made[name] = [
+                self._alternative(name, one, (*path, f"{name}[{at}]"), inner, alone)
+                for at, one in enumerate(made[name])
+            ]
+        if _refers(made) and outer == {} and not forbids:
+            return  # closed where it is defined
+        if isinstance(made.get("$ref"), str):
+            made["$ref"] = self._reference(made["$ref"])
+        if groups or not closes or not _may_be(made, "object", default=True) or {"const", "enum"} & made.keys():
+            return
+        if not (beside.listed or outer or forbids):
+            return
+        self._count(len(names))
+        properties = dict(made.get("properties", {}))
+        for name in names:
+            if name not in properties:
+                properties[name] = True if names[name] or not self._one_document else self._anything()
+        made |= {"properties": properties} if properties else {}
+        made["additionalProperties"] = False
+
+    def _alternative(
+        self, group: str, schema: Any, path: tuple[str, ...], outer: Mapping[str, bool] | None, alone: bool
+    ) -> Any:
+        if not alone:
+            return self._part(schema, path, outer)
+        # llguidance tells those of `oneOf` apart by their types, which a reference hides.
+        return self._value(schema, path) if group == "anyOf" else self._node(schema, path, {})
+
+    def _reference(self, reference: str) -> str:
+        """The reference to the same schema as a part."""
+        if reference in self._parts:
+            return self._parts[reference]
+        target = self._resolve(reference)
+        if not isinstance(target, dict) or not self._one_document:
+            return reference
+        facts = self._facts(target)
+        if not (facts.listed or facts.numeric):
+            return reference
+        name = f"penstock.part{len(self._parts)}"
+        self._parts[reference] = f"#/$defs/{name}"
+        self._waiting.append((name, {key: value for key, value in target.items() if key not in _DEFINITIONS}))
+        return self._parts[reference]
+
+    def _anything(self) -> dict[str, Any]:
+        """Any JSON, with bounded numbers."""
+        reference = {"$ref": f"#/$defs/{_ANY}"}
+        if _ANY not in self._made:
+            self._made[_ANY] = _limit({"items": reference, "additionalProperties": reference})
+        return reference
+
+    # ---- what holds in one place
+
+    def _facts(self, schema: dict[str, Any], but: Sequence[str] = ()) -> _Facts:
+        """`but`: keywords of the schema itself that are left out."""
+        facts = _Facts()
+        todo: list[Any] = [{name: value for name, value in schema.items() if name not in but}]
+        references: set[str] = set()
+        while todo:
+            node = todo.pop()
+            if not isinstance(node, dict):
+                continue
+            properties, required = node.get("properties"), node.get("required")
+            for name in required if isinstance(required, list) else ():
+                if isinstance(name, str):
+                    facts.names.setdefault(name, False)
+            if isinstance(properties, dict):
+                facts.listed = True
+                facts.names |= dict.fromkeys(properties, True)
+                self._count(len(properties))
+            self._count(1)
+            facts.open |= bool(
+                {"additionalProperties", "patternProperties", "const", "enum", "$dynamicRef"} & node.keys()
+            )
+            facts.open |= node.get("unevaluatedProperties", False) is not False or "propertyNames" in node
+            facts.numeric |= any(_may_be(node, kind) for kind in _NUMERIC)
+            bounds = [node[name] for name in (*_LOW, *_HIGH) if _is_number(node.get(name))]
+            facts.limited |= "multipleOf" in node or any(abs(bound) > _MOST for bound in bounds)
+            inner: list[Any] = []
+            for name, value in node.items():  # in the order in which properties come
+                if name in _IN_PLACE and isinstance(value, list):
+                    inner += value
+                elif name in ("then", "else"):
+                    inner.append(value)
+                elif name == "$ref" and isinstance(value, str) and value not in references:
+                    references.add(value)
+                    inner.append(target := self._resolve(value))
+                    facts.open |= not isinstance(target, dict | bool)
+            todo += reversed(inner)
+        return facts
+
+    def _count(self, steps: int) -> None:
+        self._steps += steps
+        if self._steps > _STEPS:
+            raise _TooLarge
+
+    def _resolve(self, reference: str) -> Any:
+        """The schema at a pointer into this one; None if there is none."""
+        if reference != "#" and not reference.startswith("#/"):
+            return None
+        node: Any = self._root
+        for part in reference[2:].split("/") if len(reference) > 1 else ():
+            name = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(node, dict) and name in node:
+                node = node[name]
+            elif (
+                isinstance(node, list)
+                and name.isascii()
+                and name.isdecimal()
+                and len(name) < 6
+                and int(name) < len(node)
+            ):
+                node = node[int(name)]
+            else:
+                return None
+        return node
+
+    def _tell_apart(self, alternatives: list[Any]) -> None:
+        """Find out whether no value is of two alternatives: by types, by values, or by a property that each has with
+        other values. Such a property becomes required, for without it a value may be of several."""
+        branches = [self._target(one) for one in alternatives]
+        if not all(isinstance(branch, dict) for branch in branches):
+            return
+        values = [_values(branch) for branch in branches]
+        types = [_kinds(branch) for branch in branches]
+        if _disjoint(values) or _disjoint(types):
+            self._apart.add(id(alternatives))
+            return
+        listed = [branch.get("properties") for branch in branches]
+        if not all(isinstance(properties, dict) for properties in listed):
+            return
+        for name in listed[0]:
+            each = [_values(properties.get(name)) for properties in listed]
+            if _disjoint(each) and all(self._telling.get(id(properties), name) == name for properties in listed):
+                self._telling |= {id(properties): name for properties in listed}
+                self._apart.add(id(alternatives))
+                return
+
+    def _target(self, schema: Any) -> Any:
+        for _ in range(_DEPTH):
+            if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
+                break
+            schema = self._resolve(schema["$ref"])
+        return schema
+
+    # ---- keywords
+
+    def _keywords(self, schema: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+        """The schema's keywords as llguidance has them."""
+        made = dict(schema)
+        if "format" in made and made["format"] not in FORMATS:
+            del made["format"]
+        if made.pop("nullable", False) is True and isinstance(made["type"], str | list):
+            kinds = [made["type"]] if isinstance(made["type"], str) else list(made["type"])
+            made["type"] = kinds if "null" in kinds else [*kinds, "null"]
+            if isinstance(made.get("enum"), list) and None not in made["enum"]:
+                made["enum"] = [*made["enum"], None]
+        telling = self._telling.get(id(made.get("properties")))
+        if telling is not None and isinstance(made.get("required", []), list):
+            made["required"] = list(dict.fromkeys([*made.get("required", []), telling]))
+        if isinstance(pattern := made.get("pattern"), str) and _LOOK_AROUND.search(pattern):
+            plain = without_look_around(pattern)
+            if plain is not None:
+                made["pattern"] = plain
+            elif self._drop:
+                self._leave_out(made, path, "pattern")
+        _name_members(made)
+        if made.get("unevaluatedItems") is False and not _combines(made):
+            made.setdefault("items", False)
+            del made["unevaluatedItems"]
+        for name in sorted(UNSUPPORTED & made.keys()):
+            if _says_nothing(name, made[name], made):
+                del made[name]
+            elif self._drop:
+                self._leave_out(made, path, name)
+        if id(schema.get("oneOf")) in self._apart and "anyOf" not in made:
+            made["anyOf"] = made.pop("oneOf")
+        if self._drop:
+            self._leave_out_odd(made, path)
+        if any(name in made for name in (*_LOW, *_HIGH)):
+            _clamp(made)
+        return made
+
+    def _leave_out_odd(self, made: dict[str, Any], path: tuple[str, ...]) -> None:
+        """Leave out what llguidance cannot follow, of keywords that it can follow elsewhere."""
+        if isinstance(made.get("oneOf"), list) and "anyOf" not in made:
+            made["anyOf"] = made["oneOf"]
+            self._leave_out(made, path, "oneOf")
+        if not isinstance(required := made.get("required", []), list):
+            self._leave_out(made, path, "required")
+            required = []
+        kinds = made.get("type", "object")
+        if not ((isinstance(kinds, str) and kinds in _TYPES) or (isinstance(kinds, list) and {*kinds} <= _TYPES)):
+            self._leave_out(made, path, "type")
+        if isinstance(made.get("$ref"), str) and not made["$ref"].startswith("#"):
+            self._leave_out(made, path, "$ref")
+        if isinstance(properties := made.get("properties"), dict) and not properties.keys() <= {*required}:
+            closed = made.get("additionalProperties", self._open) is False
+            for name in ("minProperties", "maxProperties"):
+                if name in made and not (closed and name == "minProperties" and made[name] in (0, 1)):
+                    self._leave_out(made, path, name)
+
+    def _leave_out(self, made: dict[str, Any], path: tuple[str, ...], name: str) -> None:
+        del made[name]
+        self.dropped.append(".".join((*path, name)))
+
+
+# ---- numbers
+
+
+def _limit(made: dict[str, Any]) -> dict[str, Any]:
+    """Bound the digits of a schema's numbers where it does not. Returns it."""
+    integer = _may_be(made, "integer") and not _may_be(made, "number")
+    lowest, highest = _INTEGERS if integer else _NUMBERS
+    low = max((made[name] for name in _LOW if _is_number(made.get(name))), default=None)
+    high = min((made[name] for name in _HIGH if _is_number(made.get(name))), default=None)
+    if low is None:
+        low = made["minimum"] = -_MOST if high is None or high > -_MOST else max(lowest, math.floor(high) * 1000)
+    if high is None:
+        high = made["maximum"] = _MOST if low < _MOST else min(highest, math.ceil(low) * 1000)
+    if not integer and "multipleOf" not in made and high - low > STEP * 1000:
+        made["multipleOf"] = STEP
+    return made
+
+
+def _clamp(made: dict[str, Any]) -> None:
+    """Bring bounds within those that llguidance reads."""
+    integer = _may_be(made, "integer") and not _may_be(made, "number")
+    lowest, highest = _INTEGERS if integer else _NUMBERS
+    for name in (*_LOW, *_HIGH):
+        if _is_number(made.get(name)):
+            made[name] = min(max(made[name], lowest), highest)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# ---- patterns and names
+
+
+def without_look_around(pattern: str) -> str | None:
+    """A pattern that allows a part of what this one does, without look-around; None if it is not known."""
+    if not pattern.startswith(_DECIMAL):
+        return _REWRITTEN.get(pattern)
+    for end in _DECIMAL_ENDS:
+        if match := end.fullmatch(pattern.removeprefix(_DECIMAL)):
+            count = {name: min(int(digits), 40) for name, digits in match.groupdict().items() if digits is not None}
+            if "digits" not in count:
+                return _decimal(count.get("whole", DIGITS), count.get("decimals", DECIMALS))
+            digits = count["digits"]
+            # Each number of decimals leaves the rest of the digits.
+            return f"^({'|'.join(_decimal(digits - some, some)[1:-1] for some in range(digits + 1))})$"
+    return None
+
+
+def _decimal(whole: int, decimals: int) -> str:
+    digits = "0" if whole == 0 else f"(0|[1-9][0-9]{{0,{whole - 1}}})"
+    return f"^-?{digits}(\\.[0-9]{{1,{decimals}}})?$" if decimals else f"^-?{digits}$"
+
+
+def _name_members(made: dict[str, Any]) -> None:
+    """Say which names members may have (`propertyNames`) in the way that llguidance knows."""
+    names = made.get("propertyNames")
+    if not isinstance(names, dict) or made.keys() & {"properties", "patternProperties"}:
+        return
+    keys = names.keys() - _ANNOTATIONS - {"type"}
+    members = made.get("additionalProperties", True)
+    if names.get("type", "string") != "string":
+        return
+    if keys == {"enum"} and isinstance(names["enum"], list) and all(isinstance(name, str) for name in names["enum"]):
+        made["properties"] = dict.fromkeys(names["enum"], members)
+    elif keys == {"pattern"} and isinstance(names["pattern"], str) and not _LOOK_AROUND.search(names["pattern"]):
+        made["patternProperties"] = {names["pattern"]: members}
+    else:
+        return
+    made["additionalProperties"] = False
+    del made["propertyNames"]
+
+
+def _says_nothing(name: str, value: Any, made: Mapping[str, Any]) -> bool:
+    """Whether a keyword of UNSUPPORTED allows all, or is followed in another way."""
+    match name:
+        case "not" | "uniqueItems":
+            return value is False
+        case "if":
+            return "then" not in made and "else" not in made
+        case "then" | "else":
+            return "if" not in made
+        case "minContains" | "maxContains":
+            return "contains" not in made
+        case "contains":
+            return made.get("minContains") == 0 and "maxContains" not in made
+        case "propertyNames":
+            return value is True or value in ({}, {"type": "string"})
+        case "unevaluatedProperties":
+            return isinstance(value, bool) or bool(value == {})
+        case "unevaluatedItems":
+            return value is True or bool(value == {})
+        case _:
+            return bool(value == {})
+
+
+# ---- schemas
+
+
+def _schemas(root: Any) -> Iterator[dict[str, Any]]:
+    """All objects in a schema, itself first, but for those in values."""
+    todo = [root]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, dict):
+            yield node
+            todo += (value for name, value in node.items() if name not in ("const", "enum", "default", "examples"))
+        elif isinstance(node, list):
+            todo += node
+
+
+def _leaf_type(schema: Mapping[str, Any]) -> bool:
+    kind = schema.get("type")
+    return isinstance(kind, str) and kind in _LEAF_TYPES
+
+
+def _has_address(schema: Mapping[str, Any]) -> bool:
+    return isinstance(schema.get("$id"), str) or "://" in str(schema.get("id", ""))[:20]
+
+
+def _refers(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema is a reference and nothing else."""
+    return isinstance(schema.get("$ref"), str) and schema.keys() <= _ANNOTATIONS | _DEFINITIONS | {"$ref"}
+
+
+def _may_be(schema: Mapping[str, Any], kind: str, default: bool = False) -> bool:
+    """Whether a schema names this type. `default`: if it names none."""
+    kinds = schema.get("type")
+    return kind == kinds or (isinstance(kinds, list) and kind in kinds) or (kinds is None and default)
+
+
+def _combines(schema: Mapping[str, Any]) -> bool:
+    """Whether other schemas hold in its place."""
+    return "$ref" in schema or any(name in schema for name in _IN_PLACE)
+
+
+def _alone(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema is a group of alternatives and nothing else."""
+    return len(schema.keys() - _ANNOTATIONS - _DEFINITIONS) == 1 and any(name in schema for name in _ALTERNATIVES)
+
+
+def _values(schema: Any) -> set[Any] | None:
+    """The texts that a schema allows; None if it does not list them, or others."""
+    if not isinstance(schema, dict):
+        return None
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return {*values} if isinstance(values, list) and all(isinstance(value, str) for value in values) else None
+
+
+def _kinds(schema: Mapping[str, Any]) -> set[str] | None:
+    """The types that a schema names, integers as numbers; None if it names none."""
+    kinds = schema.get("type")
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        return None
+    return {"number" if kind == "integer" else kind for kind in kinds}
+
+
+def _disjoint(sets: Sequence[set[Any] | None]) -> bool:
+    known = [one for one in sets if one is not None]
+    return len(known) == len(sets) and sum(map(len, known)) == len(set().union(*known))
