@@ -218,6 +218,7 @@ class Strings(Bound):
                 raise RequestError(
                     f"{name} has a string of {len(item)} characters; each must have 1 to {self.longest}", param=name
                 )
+            _unicode(name, item)
         return items
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -36,6 +36,9 @@ MAX_SEED: Final = (1 << 63) - 1
 MAX_SCHEMA: Final = 65_536
 MAX_REGEX: Final = 8_192
 MAX_GRAMMAR: Final = 32_768
+#: The most texts of a choice, and characters of each. As a grammar they are as long as one may be.
+MAX_TEXTS: Final = 1_000
+MAX_TEXT: Final = 1_024
 #: The most parts of the forms of a request's outputs, which have one each: see `parts_of_form`.
 MAX_FORM_PARTS: Final = 16_384
 #: Temperatures below this count as 0, because dividing by them would overflow.
@@ -116,11 +119,18 @@ class SamplingParams:
         None, JsonObject(MAX_SCHEMA), "Write JSON that this JSON schema allows.", metavar="JSON"
     )
     """The output is JSON that this schema allows; {} allows any. A mapping, or its text; kept as text. The output is in
-    the form of at most one of json_schema, regex and grammar, and ends where nothing can follow."""
+    the form of at most one of json_schema, regex, grammar and choice, and ends where nothing can follow."""
     regex: str | None = declare(None, Text(MAX_REGEX), "Write a text that this regular expression matches.")
     """The whole output matches this, in the syntax of Rust's regex crate."""
     grammar: str | None = declare(None, Text(MAX_GRAMMAR), "Write a text of this Lark grammar.", metavar="LARK")
     """The output is a text of this grammar, in llguidance's variant of Lark."""
+    choice: tuple[str, ...] = declare(
+        (),
+        Strings(MAX_TEXTS, MAX_TEXT),
+        "Write this text, or another such one. May be repeated.",
+        metavar="TEXT",
+    )
+    """The output is one of these texts."""
     seed: int | None = declare(None, Integer(0, MAX_SEED), "Random seed; the same seed repeats the output.")
     stop: tuple[str, ...] = declare(
         (), Strings(16, 256, allow_single=True), "Text that ends the output. May be repeated.", metavar="TEXT"
@@ -168,13 +178,19 @@ class SamplingParams:
             )
         if len(forms := self.forms) > 1:
             raise RequestError(f"{forms[0]} and {forms[1]} are both given; an output has one form", param=forms[1])
-        if forms and (why := too_many_parts(forms[0], getattr(self, forms[0]), self.width)):
+        if forms and (why := too_large(forms[0], getattr(self, forms[0]), self.width)):
             raise RequestError(why, param=forms[0], code="form_too_large")
 
     @property
     def forms(self) -> tuple[str, ...]:
         """The names of those of FORMS that are given: at most one."""
-        return tuple(name for name in FORMS if getattr(self, name) is not None)
+        return tuple(name for name in FORMS if getattr(self, name) not in (None, ()))
+
+    @property
+    def form(self) -> tuple[str, str]:
+        """The form that is given, by its parameter's name, as text."""
+        (name,) = self.forms
+        return name, grammar_of(self.choice) if name == "choice" else getattr(self, name)
 
     @property
     def divisor(self) -> float:
@@ -204,7 +220,7 @@ class SamplingParams:
 
 
 #: The parameters that give the output a form.
-FORMS: Final = ("json_schema", "regex", "grammar")
+FORMS: Final = ("json_schema", "regex", "grammar", "choice")
 
 #: The parameters for which a model may have defaults of its own, with the defaults where it has none.
 DEFAULTS: Final[Mapping[str, float]] = {
@@ -219,9 +235,19 @@ def filled(requested: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, 
     return {name: model.get(name, usual) for name, usual in DEFAULTS.items() if requested.get(name) is None}
 
 
-def too_many_parts(name: str, form: str | Mapping[str, Any], outputs: int) -> str | None:
+def grammar_of(choice: Sequence[str]) -> str:
+    """The Lark grammar of one of these texts."""
+    texts = (json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in dict.fromkeys(choice))
+    return f"start: CHOICE\nCHOICE: {' | '.join(texts)}"
+
+
+def too_large(name: str, form: str | Mapping[str, Any] | Sequence[str], outputs: int) -> str | None:
     """Why a request may not have this form `name`; None if it may. Each of its outputs has the form read for it."""
-    parts = parts_of_form(name, form)
+    if name == "choice":
+        form = grammar_of(form)  # type: ignore[arg-type]
+        if len(form) > MAX_GRAMMAR:
+            return f"choice has {len(form)} characters with what separates its texts; at most {MAX_GRAMMAR} are taken"
+    parts = parts_of_form(name, form)  # type: ignore[arg-type]
     if parts * outputs <= MAX_FORM_PARTS:
         return None
     outputs_limit = MAX_FORM_PARTS // parts
@@ -234,7 +260,7 @@ def too_many_parts(name: str, form: str | Mapping[str, Any], outputs: int) -> st
 
 def parts_of_form(name: str, form: str | Mapping[str, Any]) -> int:
     """A form's size, to which the time to read it is nearly proportional: of a schema, the members of all objects and
-    the entries of all lists; of a regular expression or grammar, a quarter of its characters."""
+    the entries of all lists; of a regular expression, grammar or choice, a quarter of its characters."""
     if name != "json_schema":
         return -(-len(form) // 4)
     parts, todo = 0, [json.loads(form) if isinstance(form, str) else form]

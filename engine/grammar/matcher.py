@@ -45,14 +45,12 @@ class Grammars:
 
     def tried(self, params: SamplingParams) -> bool:
         """Whether `try_out` has nothing to do for the request's form."""
-        (name,) = params.forms
-        return self._trial.is_judged(name, getattr(params, name))
+        return self._trial.is_judged(*params.form)
 
     def try_out(self, params: SamplingParams) -> None:
         """Make a matcher of the request's form in another process. Takes milliseconds, for forms at the limits seconds.
         Raises RequestError if the form cannot be followed, or it does not end."""
-        (name,) = params.forms
-        self._trial.check(name, getattr(params, name))
+        self._trial.check(*params.form)
 
     def maker(self, params: SamplingParams) -> Callable[[], Matcher]:
         """Makes matchers of the request's form, each at the beginning of an output, at each call one.
@@ -62,8 +60,7 @@ class Grammars:
         matcher of its own, and no copy: copies would share the lexer's states, so that one output could use up what
         another may need.
         """
-        (name,) = params.forms
-        text = getattr(params, name)
+        name, text = params.form
         self._trial.check_known(name, text)
         form = form_of(name, text)
         ends = self._mask([*params.stop_token_ids, *(() if params.ignore_eos else self._eos)])

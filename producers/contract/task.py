@@ -43,9 +43,11 @@ from engine.params import (
     MAX_PROMPT_LOGPROBS,
     MAX_REGEX,
     MAX_SCHEMA,
+    MAX_TEXT,
     SamplingParams,
     filled,
-    too_many_parts,
+    grammar_of,
+    too_large,
 )
 from producers.contract import levels
 from producers.contract.chat import MESSAGE, read_messages
@@ -188,6 +190,8 @@ Tier = Literal["priority", "default", "flex", "batch"]
 Count = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=_STOPS.longest)]
 Texts = Annotated[tuple[Text, ...], FailFast(), BeforeValidator(as_tuple, json_schema_input_type=list[Text])]
+Option = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
+Choice = Annotated[tuple[Option, ...], FailFast(), BeforeValidator(as_tuple, json_schema_input_type=list[Option])]
 Ids = Annotated[tuple[Count, ...], FailFast(), BeforeValidator(as_tuple, json_schema_input_type=list[Count])]
 Bias = Annotated[float, Field(ge=-_BIASES.reach, le=_BIASES.reach)]
 Biases = Annotated[dict[Count, Bias], BeforeValidator(_biases, json_schema_input_type=dict[str, Bias])]
@@ -321,6 +325,7 @@ class Task(BaseModel):
     )
     regex: Regex | None = sampling("regex", f"a regular expression of 1 to {MAX_REGEX} characters")
     grammar: Lark | None = sampling("grammar", f"a Lark grammar of 1 to {MAX_GRAMMAR} characters")
+    choice: Choice = sampling("choice")
     seed: int | None = sampling("seed")
     stop: Annotated[tuple[Text, ...], BeforeValidator(stops, json_schema_input_type=Text | list[Text])] = sampling(
         "stop", "a string, or a list of at most 16, each of 1 to 256 characters"
@@ -405,9 +410,9 @@ class Task(BaseModel):
             raise InvalidTask(
                 "allowed_token_ids has no token that banned_token_ids does not ban", param="allowed_token_ids"
             )
-        if len(forms := [name for name in FORMS if getattr(self, name) is not None]) > 1:
+        if len(forms := [name for name in FORMS if getattr(self, name) not in (None, ())]) > 1:
             raise InvalidTask(f"{forms[0]} and {forms[1]} are both given; an output has one form", param=forms[1])
-        if forms and (why := too_many_parts(forms[0], getattr(self, forms[0]), self.width)):
+        if forms and (why := too_large(forms[0], getattr(self, forms[0]), self.width)):
             raise InvalidTask(why, param=forms[0], code="form_too_large")
         return self
 
@@ -532,16 +537,17 @@ class Task(BaseModel):
             )
 
     def formed(self) -> Self:
-        """The task with a JSON schema whose outputs end (`engine.grammar.schema`), which its record keeps.
+        """The task with the form that its record keeps: a JSON schema whose outputs end (`engine.grammar.schema`), and
+        a choice as a grammar, as which workers of all releases know it.
 
         A schema that would be larger than it may be is kept as it is.
         """
+        if self.choice:
+            return self.model_copy(update={"grammar": grammar_of(self.choice), "choice": (), "open_objects": False})
         if self.json_schema is None:
             return self.model_copy(update={"open_objects": False}) if self.open_objects else self
         schema = bounded(self.json_schema, open_objects=self.open_objects).schema
-        if len(json.dumps(schema, ensure_ascii=False)) > MAX_SCHEMA or too_many_parts(
-            "json_schema", schema, self.width
-        ):
+        if len(json.dumps(schema, ensure_ascii=False)) > MAX_SCHEMA or too_large("json_schema", schema, self.width):
             schema = self.json_schema
         return self.model_copy(update={"json_schema": schema, "open_objects": False})
 
@@ -551,7 +557,7 @@ class Task(BaseModel):
         self.check(card)
         update = filled({name: getattr(self, name) for name in DEFAULTS}, card.get("defaults", {}))
         if (formed := self.formed()) is not self:
-            update |= {name: getattr(formed, name) for name in ("json_schema", "open_objects")}
+            update |= {name: getattr(formed, name) for name in (*FORMS, "open_objects")}
         if self.seed is None:
             update["seed"] = secrets.randbits(63)
         if self.max_tokens is None and self.logprobs is not None:

@@ -30,8 +30,18 @@ SAME: Final[tuple[str, ...]] = (
     *(name for name in declared(SamplingParams) if name not in _OTHERWISE),
     *("open_objects", "metadata", "timeout"),
 )
+#: vLLM's names of the forms of an output, after `guided_` or in `structured_outputs` -> a task's field.
+VLLM_FORMS: Final = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 #: Other servers' parameter -> a task's field.
-OTHER_NAMES: Final = {"include_stop": "include_stop", "include_stop_str_in_output": "include_stop"}
+OTHER_NAMES: Final = {
+    "include_stop": "include_stop",
+    "include_stop_str_in_output": "include_stop",
+    **{ours: ours for ours in VLLM_FORMS.values()},
+    **{f"guided_{theirs}": ours for theirs, ours in VLLM_FORMS.items()},
+}
+#: The JSON schema of vLLM's `structured_outputs`. Of its options, those that ask for nothing.
+STRUCTURED: Final = "structured_outputs"
+_STRUCTURED_OPTIONS: Final = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
 #: Least seed: OpenAI's seeds are signed 64-bit integers, a task's are unsigned.
 MIN_SEED: Final = -MAX_SEED - 1
 #: OpenAI's service tier -> (our tier, the tier named in the answer). Without bought scale, `scale` is the default.
@@ -50,6 +60,7 @@ HINTS: Final[dict[str, type]] = {
     "prompt_cache_key": str,
     "prompt_cache_retention": str,
     "prompt_cache_options": dict,
+    "guided_decoding_backend": str,
 }
 _KINDS: Final[Mapping[type, str]] = {str: "string", dict: "object"}
 #: Unsupported parameter -> its values that request nothing, which are accepted.
@@ -72,7 +83,17 @@ NOT_OFFERED: Final[dict[str, tuple[Any, ...]]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
     "use_beam_search": (False,),
+    "cache_salt": (),
+    "guided_whitespace_pattern": (),
 }
+#: Why a parameter is not offered, where another does what it is for.
+_INSTEAD: Final = {
+    "cache_salt": "which is not offered here: cached prompts are kept apart by tenant, so let the header "
+    "Penstock-Tenant or the API key name another one",
+    "guided_whitespace_pattern": "which is not offered here: white space in JSON ends by itself; a grammar has its own",
+}
+#: Why a parameter is not offered, where nothing else does what it is for.
+NOT_HERE: Final = "which is not offered here"
 #: The endpoints' answers for OpenAPI: complete, or as a stream.
 RESPONSES: Final = {
     200: {"content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}},
@@ -157,6 +178,15 @@ class Parameters:
             **self.endpoint_schemas,
             **{name: task[name] for name in self.same},
             **{name: task[ours] for name, ours in (OTHER_NAMES | self.renamed).items()},
+            STRUCTURED: {
+                "type": "object",
+                "maxProperties": 1,
+                "properties": {
+                    **{theirs: task[ours] for theirs, ours in VLLM_FORMS.items()},
+                    "json_object": {"const": True},
+                },
+                "additionalProperties": False,
+            },
             "seed": {"type": "integer", "minimum": MIN_SEED, "maximum": MAX_SEED},
             "service_tier": {"enum": list(SERVICE_TIERS)},
             "stream": {"type": "boolean"},
@@ -202,6 +232,13 @@ class Parameters:
                 raise invalid_value(name, f"{other} and {name} mean the same; give one of them")
         fields = {name: values[name] for name in self.same if name in values}
         fields |= {renamed[name]: values[name] for name in renamed if name in values}
+        if (structured := _structured(values)) is not None:
+            name, ours_of_it, value = structured
+            if ours_of_it in fields:
+                raise invalid_value(
+                    name, f"{theirs.get(ours_of_it, ours_of_it)} and {name} mean the same; give one of them"
+                )
+            fields[ours_of_it], theirs[ours_of_it] = value, name
         fields |= _seed(values) | _top_k(values)
         fields |= {} if tenant is None else {"tenant": tenant}
         options = _stream_options(values, stream, self.stream_options)
@@ -225,6 +262,7 @@ class Parameters:
             "stream_options",
             "service_tier",
             "seed",
+            STRUCTURED,
             *self.same,
             *self.endpoint_schemas,
             *renamed,
@@ -238,7 +276,7 @@ class Parameters:
                 )
             nothing = self.not_offered.get(name)
             if nothing is not None and not any(_same(value, neutral) for neutral in nothing):
-                raise refused(name, value, nothing)
+                raise refused(name, value, nothing, _INSTEAD.get(name, NOT_HERE))
             if name in HINTS and not isinstance(value, HINTS[name]):
                 kind = "a string" if HINTS[name] is str else "an object"
                 raise refusal(name, value, f"{kind} (it is not used here)", code="invalid_type")
@@ -288,6 +326,32 @@ def _top_k(values: Mapping[str, Any]) -> dict[str, int]:
     return {"top_k": 0} if type(top_k) is int and top_k == -1 else {}
 
 
+def _structured(values: Mapping[str, Any]) -> tuple[str, str, Any] | None:
+    """The form in `structured_outputs`: the parameter's name, the task's field, its value. Raises Problem."""
+    value = values.get(STRUCTURED)
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise refusal(STRUCTURED, value, "an object", code="invalid_type")
+    given = {name: part for name, part in value.items() if part is not None}
+    forms = [*VLLM_FORMS, "json_object"]
+    for name, part in given.items():
+        if name in _STRUCTURED_OPTIONS and part is not False:
+            raise refused(f"{STRUCTURED}.{name}", part, (False,))
+        if name not in (*forms, *_STRUCTURED_OPTIONS):
+            raise unknown_parameter(f"{STRUCTURED}.{shown(name)[1:-1]}", f"there is {', '.join(forms)}")
+    chosen = [name for name in given if name in forms and not (name == "json_object" and given[name] is False)]
+    if len(chosen) > 1:
+        raise invalid_value(STRUCTURED, f"{STRUCTURED} has {' and '.join(chosen)}; an output has one form")
+    if not chosen:
+        return None
+    (name,) = chosen
+    if name == "json_object":
+        flag(given, name)
+        return f"{STRUCTURED}.{name}", "json_schema", {"type": "object"}
+    return f"{STRUCTURED}.{name}", VLLM_FORMS[name], given[name]
+
+
 def _stream_options(values: Mapping[str, Any], stream: bool, offered: Sequence[str]) -> dict[str, bool]:
     options = values.get("stream_options")
     if options is None:
@@ -311,7 +375,7 @@ def _same(value: Any, nothing: Any) -> bool:
     return type(value) is type(nothing) and bool(value == nothing)
 
 
-def refused(name: str, value: Any, nothing: Sequence[Any], why: str = "which is not offered here") -> Problem:
+def refused(name: str, value: Any, nothing: Sequence[Any], why: str = NOT_HERE) -> Problem:
     """The error for a parameter that is not offered. `nothing`: its values that are accepted."""
     neutral = " or ".join(map(shown, nothing))
     hint = f" or give {neutral}" if neutral else ""

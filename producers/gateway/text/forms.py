@@ -136,11 +136,11 @@ def _form(task: Task) -> tuple[str, str] | None:
     """The form that a task's outputs will follow, by its parameter's name, as text. Raises InvalidTask if it has too
     many parts."""
     task = task.formed()
-    name = next((name for name in FORMS if getattr(task, name) is not None), None)
+    name = next((name for name in FORMS if getattr(task, name) not in (None, ())), None)
     if name is None:
         return None
     try:  # a grammar of tools comes after the task's own checks
-        return name, getattr(SamplingParams(**{name: getattr(task, name)}, n=task.width), name)
+        return SamplingParams(**{name: getattr(task, name)}, n=task.width).form
     except RequestError as error:
         raise _invalid(error) from None
 

@@ -47,6 +47,15 @@ def test_an_output_ends_with_its_form(engine: Engine) -> None:
     assert (text, reason) == ("x,x,x", "stop")
 
 
+def test_an_output_is_one_of_the_choices(engine: Engine) -> None:
+    choice = ["x", "x y", 'a "quoted"\n/line/', "é\x7f"]
+    seen = {said(engine, choice=choice, temperature=5.0, seed=seed) for seed in range(12)}
+    assert {text for text, _ in seen} <= {*choice}
+    assert {reason for _, reason in seen} == {"stop"}
+    assert len(seen) > 1
+    assert said(engine, choice=["only this"]) == ("only this", "stop")
+
+
 def test_an_output_may_end_only_where_its_form_is_complete(engine: Engine) -> None:
     ends = engine.tokenizer.eos_token_ids if engine.tokenizer else ()
     biased = {"logit_bias": dict.fromkeys(ends, 100), "temperature": 0}

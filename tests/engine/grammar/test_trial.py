@@ -203,4 +203,8 @@ def test_a_forms_parts_times_the_outputs_are_bounded() -> None:
         SamplingParams(json_schema={"enum": [1] * 20_000})
     with pytest.raises(RequestError, match="regex has 2000 parts"):
         SamplingParams(regex="a" * 8000, n=9)
+    with pytest.raises(RequestError, match=r"choice has 3[0-9]{4} characters .* at most 32768"):
+        SamplingParams(choice=["a" * 1000 + str(at) for at in range(36)])
+    with pytest.raises(RequestError, match="regex and choice are both given"):
+        SamplingParams(choice=["a"], regex="a")
     assert MAX_FORM_PARTS == 16_384

@@ -404,6 +404,13 @@ def test_a_record_keeps_the_schema_that_its_outputs_follow() -> None:
     assert Task.parse_json(opened.to_json()).resolved(CARD) == opened
 
 
+def test_a_record_keeps_a_choice_as_a_grammar() -> None:
+    """A worker of the release before knows no choice."""
+    resolved = Task(model="tiny", prompt=[1], choice=["a", "b"]).resolved(CARD)
+    assert (resolved.choice, resolved.grammar) == ((), 'start: CHOICE\nCHOICE: "a" | "b"')
+    assert Task.parse_json(resolved.to_json()).resolved(CARD) == resolved
+
+
 def test_a_schema_that_would_be_too_large_is_kept_as_it_is() -> None:
     numbers = {"type": "object", "properties": {f"p{at}": {"type": ["number", "null"]} for at in range(1400)}}
     assert Task(model="tiny", prompt=[1], json_schema=numbers).resolved(CARD).json_schema == numbers

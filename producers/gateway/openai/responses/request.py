@@ -125,6 +125,7 @@ PARAMETERS: Final = Parameters(
         "moderation": (),
         "access_programs": (),
         "image": (),
+        "cache_salt": (),
     },
     stream_options=("include_obfuscation",),
 )

@@ -13,6 +13,7 @@ from openai import OpenAI
 
 from engine.text import ChatTemplate, Tokenizer
 from producers.contract.record import Record
+from producers.contract.task import Task
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import CARD, TINY, Ask
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, chunks, ends, says
@@ -367,3 +368,27 @@ def test_an_overflow_names_the_tokens_of_the_prompt_however_long_the_output(
     whole, prompt, completion = map(int, numbers.groups())
     assert (whole, completion) == (prompt + output, output)
     assert prompt > 40
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"),
+    [
+        ({"guided_json": {"type": "null"}, "guided_decoding_backend": "auto"}, {"json_schema": {"type": "null"}}),
+        ({"guided_json": '{"type": "null"}'}, {"json_schema": {"type": "null"}}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
+        ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"structured_outputs": {"choice": ["a", "b"], "disable_fallback": False}}, {"choice": ["a", "b"]}),
+        ({"structured_outputs": {"json_object": True, "json": None}}, {"json_schema": {"type": "object"}}),
+        ({"structured_outputs": {"json_object": False}}, {}),
+    ],
+)
+def test_forms_are_taken_by_their_names_elsewhere(
+    chat: Ask, answering: Answering, asked: dict[str, Any], kept: dict[str, Any]
+) -> None:
+    assert chat(**asked).status_code == 200
+    (record,) = answering.records
+    expected = Task(model="m", prompt=[1], **kept).formed()
+    for name in ("json_schema", "regex", "grammar", "choice"):
+        assert record.task.get(name) == (getattr(expected, name) or None), name
