@@ -39,15 +39,19 @@ if TYPE_CHECKING:
 
 #: What the processes of a system would import when they start; last, what lets them share its memory.
 _IMPORTS = """
-    billiard.dummy celery.app.control celery.app.events celery.app.log celery.apps.worker celery.backends.redis
-    celery.events celery.fixups.django celery.worker.autoscale celery.worker.consumer celery.worker.control
-    celery.worker.heartbeat celery.worker.loops celery.worker.request celery.worker.strategy encodings.idna
+    billiard.dummy billiard.pool boto3 celery.app.control celery.app.events celery.app.log celery.apps.worker
+    celery.backends.redis celery.events celery.fixups.django celery.worker.autoscale celery.worker.consumer
+    celery.worker.consumer.delayed_delivery celery.worker.control celery.worker.heartbeat celery.worker.loops
+    celery.worker.request celery.worker.strategy encodings.idna importlib.resources.readers
+    producers.broker.memory producers.broker.redis.books producers.broker.redis.broker producers.broker.sqs.check
+    producers.broker.sqs.consumer producers.broker.sqs.operator producers.broker.sqs.receiver
+    producers.broker.sqs.repair producers.sources.settings
     hiredis redis.asyncio tests.chaos.strike tests.chaos.sweeping tests.stub_engine
     workers.pool.consumer workers.pool.engine_pool workers.pool.app workers.runtime.assembly workers.runtime.worker
     producers.gateway producers.gateway.app producers.gateway.batch_endpoints
     uvicorn uvicorn.protocols.http.httptools_impl uvloop
     workers.trials.chaos.senders workers.trials.chaos.caller workers.cli.commands workers.cli.gateway
-    workers.cli.background workers.cli.webhooks workers.cli.worker workers.webhooks.deliverer boto3
+    workers.cli.background workers.cli.webhooks workers.cli.worker workers.webhooks.deliverer
     tests.frozen
 """
 

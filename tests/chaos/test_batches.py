@@ -92,7 +92,7 @@ def test_two_sweepers_that_both_lead_write_each_line_once(valkey: Redis, valkey_
 
 
 @pytest.mark.parametrize(
-    ("count", "kills"), [(300, 3), pytest.param(10_000, 20, marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)])]
+    ("count", "kills"), [(150, 3), pytest.param(10_000, 20, marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)])]
 )
 def test_sweepers_and_workers_die_at_random(
     valkey: Redis, valkey_url: str, tmp_path: Path, count: int, kills: int

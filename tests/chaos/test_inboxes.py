@@ -80,7 +80,7 @@ def test_it_may_end_while_it_copies(valkey: Redis, valkey_url: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("count", "kills"), [(300, 4), pytest.param(10_000, 20, marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)])]
+    ("count", "kills"), [(150, 3), pytest.param(10_000, 20, marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)])]
 )
 def test_all_die_at_random_lines(valkey: Redis, valkey_url: str, tmp_path: Path, count: int, kills: int) -> None:
     """Sources and sweepers, two of the former at a time."""

@@ -1,4 +1,4 @@
-"""Twelve workers are killed, one of three is always spared: each death is seen by a look, however young the looker is.
+"""Workers are killed, one of three is always spared: each death is seen by a look, however young the looker is.
 
 Leases are far longer than the test, so that no worker ever stands for one, and none that was killed lapses.
 """
@@ -16,6 +16,7 @@ from redis import Redis
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.chaos.kills import blows
+from tests.histories import examples
 from tests.processes import TESTS, running_valkey
 from tests.workers.rig import Rig, rig, two_servers
 
@@ -72,7 +73,7 @@ def _strike(on: Rig, seed: int, kills: int) -> None:
 @pytest.mark.slow
 def test_each_death_is_judged_by_a_look() -> None:
     with rig() as on:
-        _strike(on, 1, KILLS)
+        _strike(on, 1, examples(6, KILLS))
 
 
 @pytest.mark.slow

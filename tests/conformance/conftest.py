@@ -74,6 +74,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
             engine_factory="workers.runtime.worker:load_engine",
             engine={"dtype": "float32", "threads": 1},
             lease=WORKER_LEASE,
+            warm=True,
             LOG_LEVEL="WARNING",
         )
         with worker:

@@ -12,6 +12,7 @@ import pytest
 from openai import OpenAI
 
 from tests.conformance.conftest import TINY, System
+from tests.exhaustive import few
 from tests.processes import Worker
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -48,6 +49,7 @@ def client(system: System, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         model=str(folder),
         engine_factory="workers.runtime.worker:load_engine",
         engine={"dtype": "float32", "threads": 1},
+        warm=True,
         LOG_LEVEL="WARNING",
     )
     with worker, OpenAI(base_url=f"{system.url}/v1", api_key="none", timeout=180, max_retries=0) as made:
@@ -55,7 +57,7 @@ def client(system: System, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield made
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", few([False, True], True))
 def test_a_call_is_made_and_answered(client: OpenAI, stream: bool) -> None:
     asked = {"model": "caller", "tools": TOOLS, "max_tokens": 200, "seed": 3}
     once = {"messages": MESSAGES, "tool_choice": "required", "parallel_tool_calls": False}

@@ -129,6 +129,7 @@ def _time_passes(valkey: Redis) -> None:
     for name in valkey.keys("*"):
         if 60_000 < valkey.pttl(name) <= LONGEST_S * 1000:
             valkey.delete(name)
+    valkey.delete(keys.WAITING_MEMORY)  # the last look at it, which counts for a minute
     for name in valkey.keys("penstock:delayed:*"):
         valkey.zadd(name, dict.fromkeys(valkey.zrange(name, 0, -1), 1), xx=True)
     if erasing := valkey.zrange(keys.ERASING, 0, -1):
