@@ -93,6 +93,8 @@ class TestSubmit:
             "ttl": 120,
         }
         assert {name: task[name] for name in asked} == asked
+        chosen = task_of(valkey, submitted(penstock, "--choice", "yes", "--choice", "no"))
+        assert chosen["grammar"] == 'start: CHOICE\nCHOICE: "yes" | "no"'
         plain = task_of(valkey, submitted(penstock))
         assert plain["temperature"] == 0.7, "the model's own"
         assert not {"max_tokens", "tier"} & plain.keys()
