@@ -140,33 +140,41 @@ class Observation:
 async def look(store: Redis, broker: Broker, record: Record) -> Observation:
     """Observe a task. Raises redis.exceptions.RedisError or OSError."""
     fleet = await read_fleet(store, broker)
+    observed, message = observed_in(fleet, record), _message(record)
+    position = None
+    if message is not None:
+        since = fleet.at - observed.pool.oldest_s.get(record.tier, fleet.at)
+        counted = await count_tenants(store, message, since)
+        position = await _queue_position(broker, record, message, counted)
+    return replace(
+        observed,
+        queue_position=position,
+        fetched=message is not None and position is None and broker.capabilities.front_of_queue,
+        orphaned=await _orphaned(store, record),
+        used=(await read_storage(store)).ratio,
+    )
+
+
+def observed_in(fleet: Fleet, record: Record, used: float = 0.0) -> Observation:
+    """What a reading of the fleet tells of a task: all but its place in the queue, and whether its worker died."""
     queue = record.fields.get("queue", "")
     name = queue.removeprefix(keys.model_queue(""))
     version, level = levels.split(name)
     pools = [pool for pool in fleet.pools if takes_from(levels.split(pool.name)[0], version)]
     workers: list[Lease] = [worker for pool in pools for worker in pool.workers]
     able = [worker for worker in workers if (sane(worker.get("level")) or 0) >= level]
-    pool = next((pool for pool in pools if pool.name == name), Pool(name, record.model))
-    message = _message(record)
-    position = None
-    if message is not None:
-        counted = await count_tenants(store, message, fleet.at - pool.oldest_s.get(record.tier, fleet.at))
-        position = await _queue_position(broker, record, message, counted)
     return Observation(
         record,
         fleet.at * 1000,
-        pool,
+        next((pool for pool in pools if pool.name == name), Pool(name, record.model)),
         able,
-        position,
-        fleet.scaling.profiles.get(version, Profile()),
-        _scaling(fleet, record.model, version),
-        bool(fleet.scaling.leads),
-        message is not None and position is None and broker.capabilities.front_of_queue,
-        await _orphaned(store, record),
-        [worker for worker in workers if worker not in able],
-        level,
-        _others(pools, version, level),
-        (await read_storage(store)).ratio,
+        profile=fleet.scaling.profiles.get(version, Profile()),
+        scaling=_scaling(fleet, record.model, version),
+        led=bool(fleet.scaling.leads),
+        unable=[worker for worker in workers if worker not in able],
+        level=level,
+        others=_others(pools, version, level),
+        used=used,
     )
 
 

@@ -44,6 +44,7 @@ from producers.gateway.tasks import routes as tasks
 from producers.gateway.text.forms import Forms
 from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
+from producers.gateway.wait_reasons import WaitReasons
 from producers.release import release
 from producers.store import epoch
 from producers.store.blobs import open_blobs
@@ -66,6 +67,7 @@ EXPOSED: Final = (
     "location",
     "penstock-degraded",
     "penstock-shortened",
+    "penstock-waits-for",
     "penstock-warning",
     "preference-applied",
     "retry-after",
@@ -197,6 +199,7 @@ def _parts(
         reports=Reports(),
         prices=prices,
         awaited=Awaited(client, prompts, templates, settings.awaited),
+        waits=WaitReasons(client),
     )
 
 

@@ -21,6 +21,7 @@ from producers.gateway.settings import GatewaySettings
 from producers.gateway.text.forms import Forms
 from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
+from producers.gateway.wait_reasons import WaitReasons
 from producers.store.blobs import Blobs
 from producers.store.usage.prices import Prices
 from producers.store.usage.report import Reports
@@ -59,6 +60,8 @@ class Gateway:
     prices: Prices | None
     """What tokens cost; None where that is not said."""
     awaited: Awaited
+    waits: WaitReasons
+    """What tasks wait for."""
 
 
 def gateway_of(request: HTTPConnection) -> Gateway:

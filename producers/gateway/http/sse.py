@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any, Final
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 #: Sent where there was nothing to send for a while; clients ignore a comment.
 HEARTBEAT: Final = b": still here\n\n"
+#: Silence (s) after which a stream first says what it waits for.
+FIRST_S: Final = 4.0
 #: The first line: the time (ms) after which an EventSource reconnects.
 PREAMBLE = b"retry: 1000\n\n"
 #: The JSON schema of an event, for OpenAPI.
@@ -86,13 +88,24 @@ def encode(event: Event) -> str:
 class Feed:
     """Gives chunks as they come, or a heartbeat after some silence (s), until they end or `stop` is set.
 
+    `waits`: tells what the stream waits for, or nothing. It is asked after FIRST_S of silence, and at each heartbeat.
+
     One task reads all chunks, and one timer runs: a task and a timer for each chunk took as long as all other work.
     A chunk waits for its caller's turn here, so that heartbeats go on meanwhile.
     """
 
-    def __init__(self, chunks: AsyncGenerator[bytes], stop: asyncio.Future[Any], heartbeat: float) -> None:
+    def __init__(
+        self,
+        chunks: AsyncGenerator[bytes],
+        stop: asyncio.Future[Any],
+        heartbeat: float,
+        waits: Callable[[], Awaitable[str]] | None = None,
+    ) -> None:
         self._stop = stop
         self._heartbeat = heartbeat
+        self._waits = waits
+        self._asking: asyncio.Task[None] | None = None
+        self._comment = HEARTBEAT
         self._ready: bytes | None = None
         self._delivered = True
         """Whether the last chunk was taken, so that the next one may be read."""
@@ -100,7 +113,9 @@ class Feed:
         self._wakeup, self._requested = asyncio.Event(), asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._last_read_at = self._loop.time()
-        self._timer = self._loop.call_later(heartbeat, self._beat)
+        self._silence = heartbeat if waits is None else min(heartbeat, FIRST_S)
+        """Time (s) of silence until the next comment."""
+        self._timer = self._loop.call_later(self._silence, self._beat)
         self._task = asyncio.create_task(measured(self._pump, chunks))
         for end in (stop, self._task):
             end.add_done_callback(self._wake)
@@ -125,13 +140,15 @@ class Feed:
             if self._stop.done():
                 return None
             if self._quiet:
-                self._quiet = False
-                return HEARTBEAT
+                self._quiet, comment, self._comment = False, self._comment, HEARTBEAT
+                return comment
             self._wakeup.clear()
             await self._wakeup.wait()
 
     async def close(self) -> None:
         self._timer.cancel()
+        if self._asking is not None:
+            self._asking.cancel()
         self._task.cancel()
         await asyncio.wait((self._task,))
         if not self._task.cancelled():
@@ -145,36 +162,58 @@ class Feed:
             if chunk is None:
                 return
             await turn()
-            self._ready = chunk
+            self._ready, self._quiet, self._comment = chunk, False, HEARTBEAT  # what it waited for has come
             self._wakeup.set()
 
     def _wake(self, _: object) -> None:
         self._wakeup.set()
 
     def _beat(self) -> None:
-        remaining_s = self._last_read_at + self._heartbeat - self._loop.time()
+        remaining_s = self._last_read_at + self._silence - self._loop.time()
         if remaining_s <= 0:
-            self._quiet, remaining_s = True, self._heartbeat
-            self._wakeup.set()
+            if self._waits is None:
+                self._quiet = True
+                self._wakeup.set()
+            elif self._asking is None or self._asking.done():
+                self._asking = asyncio.create_task(self._ask(self._waits))
+            remaining_s = self._silence = self._heartbeat
         self._timer = self._loop.call_later(remaining_s, self._beat)
+
+    async def _ask(self, waits: Callable[[], Awaitable[str]]) -> None:
+        """Let the next comment say what is waited for, unless a chunk comes first."""
+        asked_at = self._last_read_at
+        text = await waits()
+        if self._ready is None and asked_at == self._last_read_at:
+            self._comment = f": waits for: {text}\n\n".encode() if text else HEARTBEAT
+            self._quiet = True
+            self._wakeup.set()
 
 
 class LiveStream(Response):
     """Sends chunks as they come, until they end, the client leaves, its key ends, or the gateway stops.
 
     While a slow client takes a chunk, `chunks` is not advanced. `opening`, `cut` and `broken` give the bytes to send
-    before the first chunk, when the gateway stops, and for an error.
+    before the first chunk, when the gateway stops, and for an error. `waits`: as of `Feed`.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[bytes], streams: Streams, *, heartbeat: float, stall: float) -> None:
+    def __init__(
+        self,
+        chunks: AsyncGenerator[bytes],
+        streams: Streams,
+        *,
+        heartbeat: float,
+        stall: float,
+        waits: Callable[[], Awaitable[str]] | None = None,
+    ) -> None:
         self.status_code = 200
         self.background = None
         self._chunks = chunks
         self._streams = streams
         self._heartbeat = heartbeat
         self._stall = stall
+        self._waits = waits
         self.init_headers({"x-accel-buffering": "no"})
 
     def opening(self) -> bytes:
@@ -206,7 +245,7 @@ class LiveStream(Response):
     async def _sent(self, stop: Stop) -> AsyncGenerator[bytes]:
         if opening := self.opening():
             yield opening
-        feed = Feed(self._chunks, stop, self._heartbeat)
+        feed = Feed(self._chunks, stop, self._heartbeat, self._waits)
         try:
             while (chunk := await feed.next()) is not None:
                 yield chunk
@@ -231,8 +270,9 @@ class EventStream(LiveStream):
         first: Sequence[Event] = (),
         heartbeat: float,
         stall: float,
+        waits: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
-        super().__init__(_encoded(batches), streams, heartbeat=heartbeat, stall=stall)
+        super().__init__(_encoded(batches), streams, heartbeat=heartbeat, stall=stall, waits=waits)
         self._first = first
 
     def opening(self) -> bytes:

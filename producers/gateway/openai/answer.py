@@ -202,7 +202,9 @@ class ChunkStream(LiveStream):
 
     def __init__(self, chunks: AsyncGenerator[bytes], foreground: Foreground, gateway: Gateway) -> None:
         settings = gateway.settings
-        super().__init__(chunks, gateway.streams, heartbeat=settings.heartbeat, stall=settings.stall)
+        super().__init__(
+            chunks, gateway.streams, heartbeat=settings.heartbeat, stall=settings.stall, waits=foreground.waits
+        )
         self._foreground = foreground
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

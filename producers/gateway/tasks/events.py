@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response, WebSocket
@@ -90,7 +91,14 @@ async def follow(request: Request, task_id: str) -> Response:
         if not first:
             return Response(status_code=204)
     settings = gateway.settings
-    return EventStream(batches, gateway.streams, first=first, heartbeat=settings.heartbeat, stall=settings.stall)
+    return EventStream(
+        batches,
+        gateway.streams,
+        first=first,
+        heartbeat=settings.heartbeat,
+        stall=settings.stall,
+        waits=partial(gateway.waits.text, task_id, whole=True),
+    )
 
 
 @router.websocket("/{task_id}/events")

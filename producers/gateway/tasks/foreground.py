@@ -23,7 +23,7 @@ from producers.errors import PenstockError, TaskExists, TaskNotFound
 from producers.gateway.context import Gateway
 from producers.gateway.fair_share import measured, next_of
 from producers.gateway.http import idempotency
-from producers.gateway.http.authorization import charge_of, marks
+from producers.gateway.http.authorization import charge_of, marks, principal_of
 from producers.gateway.http.errors import CLIENT_LEFT, ONCE, Problem, unavailable
 from producers.gateway.http.request_state import resolve, work_of
 from producers.gateway.http.sse import watch
@@ -69,6 +69,12 @@ class Foreground:
         self.replayed = False
         #: The field of the answer that says so, where overload shortened its outputs.
         self.shortened: dict[str, Any] = {}
+
+    async def waits(self) -> str:
+        """What the first of its tasks that has not ended waits for (`WaitReasons.text`)."""
+        name = next((name for name in self.ids if name in self._open), None)
+        whole = principal_of(self._request).may("read")
+        return "" if name is None else await self._gateway.waits.text(name, whole=whole)
 
     @property
     def created(self) -> float:

@@ -179,6 +179,12 @@ def wait_headers(seconds: int | None) -> dict[str, str]:
     return {} if seconds is None else {"preference-applied": f"wait={seconds}"}
 
 
+async def waits_headers(request: Request, task_id: str) -> dict[str, str]:
+    """Returns the header that says what a task waits for, after a wait that it did not end in."""
+    text = await gateway_of(request).waits.text(task_id, whole=principal_of(request).may("read"))
+    return {"penstock-waits-for": text} if text else {}
+
+
 async def wait_for_end(request: Request, gateway: Gateway, handle: AsyncHandle, seconds: int) -> None:
     """Wait for the task's end, `seconds` at most; less if the caller leaves, the gateway stops or the store fails.
     Raises Problem if the caller's key ends."""
@@ -254,6 +260,8 @@ async def look(request: Request, task_id: str) -> Response:
         record = await handle.status()
     answer = await outcome.answer(gateway, handle, record) if record.final else _json(TaskView.of(record))
     answer.headers.update(wait_headers(seconds))
+    if seconds is not None and not record.final:
+        answer.headers.update(await waits_headers(request, task_id))
     return answer
 
 
@@ -317,6 +325,7 @@ async def _accepted(request: Request, task: Task, more: Mapping[str, str | int],
                 answer = await outcome.answer(gateway, handle, record)
                 answer.headers.update(headers)
                 return answer
+        headers |= await waits_headers(request, task_id)
     view = (
         submitted_view(task_id, task, more, getattr(request.state, "shortened_to", None))
         if record is None

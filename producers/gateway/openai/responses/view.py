@@ -445,7 +445,11 @@ class ResponseStream(LiveStream):
         batches = handle.batches() if foreground is None else foreground.only()
         settings = gateway.settings
         super().__init__(
-            self._frames(batches, handle), gateway.streams, heartbeat=settings.heartbeat, stall=settings.stall
+            self._frames(batches, handle),
+            gateway.streams,
+            heartbeat=settings.heartbeat,
+            stall=settings.stall,
+            waits=partial(gateway.waits.text, handle.id) if foreground is None else foreground.waits,
         )
         self._writer = writer
         self._foreground = foreground

@@ -98,7 +98,7 @@ def test_a_whole_request_is_waited_for_no_more(open_door: Open, model: str) -> N
         request = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
         connection.sendall(f"{request}Content-Type: application/json\r\n\r\n{body}".encode())
         received = b""
-        while b"still here" not in received:
+        while b"\n: " not in received:  # a comment
             part = connection.recv(1 << 16)
             assert part, received
             received += part
@@ -293,7 +293,7 @@ def test_no_refusal_stands_in_the_middle_of_an_answer(open_door: Open, model: st
     with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
         connection.sendall(chat(model))
         received = b""
-        while b"still here" not in received:
+        while b"\n: " not in received:  # a comment
             received += connection.recv(1 << 16)
         connection.sendall(b"\x00 no request")
         while part := connection.recv(1 << 16):

@@ -1,0 +1,117 @@
+"""A call that waits says what for: a stream in a comment, `Prefer: wait` in a header; however many wait."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from producers import AsyncClient
+from producers.contract import keys
+from producers.gateway import wait_reasons
+from producers.gateway.http import sse
+from tests.producers.fake_worker import FakeWorker
+from tests.producers.gateway.conftest import POOL, QUEUE, Open, Submit, until
+
+NAME = QUEUE.removeprefix(keys.model_queue(""))
+NOBODY = f"no worker serves {NAME}; no autoscaler starts one: start a worker, or `penstock autoscaler`"
+CALLS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/responses": {"input": "x"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "FIRST_S", 0.05)
+    monkeypatch.setattr(wait_reasons, "FRESH_S", 0.0)
+
+
+def comments(answer: httpx.Response) -> Iterator[str]:
+    return (line.removeprefix(": ") for line in answer.iter_lines() if line.startswith(":"))
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_a_stream_says_it_in_a_comment(http: httpx.Client, model: str, path: str) -> None:
+    with http.stream("POST", path, json={"model": model, "stream": True, **CALLS[path]}) as answer:
+        assert next(comments(answer)) == f"waits for: {NOBODY}"
+
+
+def test_a_tasks_events_say_it_until_it_runs(
+    http: httpx.Client, submit: Submit, valkey: Redis, worker: FakeWorker
+) -> None:
+    task_id = submit()
+    with http.stream("GET", f"/v1/tasks/{task_id}/events") as answer:
+        lines = answer.iter_lines()
+        assert next(line for line in lines if line.startswith(": ")) == f": waits for: {NOBODY}"
+        worker.serve(task_id)
+        events = [line for line in lines if line.startswith((":", "event"))]
+        assert events == ["event: token"] * 3 + ["event: end"], "no comment of what has come"
+
+
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_prefer_wait_says_it_in_a_header(http: httpx.Client, submit: Submit, model: str, method: str) -> None:
+    wait = {"Prefer": "wait=1"}
+    if method == "POST":
+        answer = http.post("/v1/tasks", json={"model": model, "prompt": "x"}, headers=wait)
+    else:
+        answer = http.get(f"/v1/tasks/{submit()}", headers=wait)
+    assert (answer.json()["status"], answer.headers["penstock-waits-for"]) == ("queued", NOBODY)
+    assert "penstock-waits-for" not in http.get(f"/v1/tasks/{submit()}").headers
+
+
+def test_a_trouble_of_several_lines_is_one_short_line(http: httpx.Client, submit: Submit, valkey: Redis) -> None:
+    state = {"at": valkey.time()[0], "wanted": 1, "trouble": "it died:\n\ndata: {}\r\nid: 7 é" + "x" * 1000}
+    valkey.hset(keys.SCALE_POOLS, POOL.model, json.dumps(state))
+    text = http.get(f"/v1/tasks/{submit()}", headers={"Prefer": "wait=1"}).headers["penstock-waits-for"]
+    assert text.startswith(f"no worker serves {NAME}; workers do not come up: it died: data: {{}} id: 7 \\xe9xx")
+    assert (len(text), text[-3:]) == (wait_reasons.LONGEST, "...")
+
+
+def test_all_who_wait_share_a_reading_of_the_fleet(
+    open_door: Open, submit: Submit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, readings, told = wait_reasons.read_fleet, [], []
+
+    async def counted(*arguments: Any) -> Any:
+        readings.append(1)
+        return await read(*arguments)
+
+    monkeypatch.setattr(wait_reasons, "read_fleet", counted)
+    monkeypatch.setattr(wait_reasons, "FRESH_S", 3600.0)
+
+    url = open_door().url
+
+    def follow(task_id: str) -> None:
+        with httpx.stream("GET", f"{url}/v1/tasks/{task_id}/events") as answer:
+            told.append(next(comments(answer)))
+
+    threads = [threading.Thread(target=follow, args=(submit(),), daemon=True) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    until(lambda: len(told) == len(threads))
+    assert ({*told}, len(readings)) == ({f"waits for: {NOBODY}"}, 1)
+
+
+def test_a_store_that_fails_leaves_a_heartbeat(
+    http: httpx.Client, submit: Submit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*arguments: Any) -> Any:
+        raise ConnectionResetError
+
+    monkeypatch.setattr(wait_reasons, "read_fleet", broken)
+    with http.stream("GET", f"/v1/tasks/{submit()}/events") as answer:
+        assert next(comments(answer)) == "still here"
+
+
+async def test_who_may_not_read_tasks_gets_the_reasons_names(submit: Submit, valkey_url: str) -> None:
+    async with AsyncClient(valkey_url) as client:
+        waits, task_id = wait_reasons.WaitReasons(client), submit()
+        assert await waits.text(task_id, whole=False) == "no_worker, not_scaled"
+        assert await waits.text("there is none") == ""
