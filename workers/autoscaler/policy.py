@@ -16,7 +16,8 @@ flapping load turns the number no more than once a cool-down. To `min`: once not
 cool-down, or twice the measured cold start if that is longer. Missing numbers: the number stays as it is.
 
 Tasks of priority and default are latency-sensitive. Those of flex and batch are for throughput: they count only once
-the oldest has waited for a share of its target wait, or their work is worth a start. Until then they start no worker.
+the oldest has waited for a share of its target wait, or their work is worth a start. Where a start is cheap they count
+once the oldest has waited for two cold starts. Until then they start no worker.
 They run in the room that latency-sensitive tasks leave, and keep one worker that runs from ending.
 
 d counts workers of earlier releases as they were when the tasks began to wait: if what is started is of no later one,
@@ -44,6 +45,10 @@ LATENCY_TIERS: Final = ("priority", "default")
 _ABOVE_ZERO: Final = (
     *("cool_down", "headroom", "default_knee", "worth", "ttft_objective", "kv_high", "duty_high", "blind"),
 )
+#: The cold start (s) of a version that was never started, where that decides.
+ASSUMED_START_S: Final = 10.0
+#: `cheap_start` of workers on this machine, which is there anyway.
+LOCAL_CHEAP_START_S: Final = 3600.0
 T = TypeVar("T")
 #: The pydantic settings for states that are read back: numbers are numbers and finite, and no field is unknown.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -79,6 +84,8 @@ class Rules:
     """Longest wait that each tier should have."""
     patience: float = 0.5
     """Share of its target wait after which a flex or batch task counts, whatever is queued beside it."""
+    cheap_start: float = 10.0
+    """Cold start below which a start is cheap: then such a task counts after two cold starts, if that is sooner."""
     worth: float = 2.0
     """Work queued in flex and batch, in cold starts of one worker, from which on their tasks count at once."""
     ttft_objective: float = 1.0
@@ -103,7 +110,7 @@ class Rules:
         for name in _ABOVE_ZERO:
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name):g}; it must be above 0")
-        for name in ("step", "patience", "duty_for"):
+        for name in ("step", "patience", "cheap_start", "duty_for"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name):g}; it must be 0 or more")
 
@@ -312,10 +319,17 @@ def _counts(rules: Rules, signals: Signals, tier: str) -> bool:
     if tier in LATENCY_TIERS:
         return True
     waits = signals.tiers[tier].oldest_s
-    if waits is not None and waits >= rules.patience * rules.target_wait[tier]:
+    if waits is not None and waits >= _patience(rules, signals, tier):
         return True
     work = _seconds(signals, sum(signals.tiers[name].waiting for name in signals.tiers if name not in LATENCY_TIERS))
     return work is not None and work >= rules.worth * signals.profile.cold_start.get("total", inf)
+
+
+def _patience(rules: Rules, signals: Signals, tier: str) -> float:
+    """Time (s) after which a throughput task counts."""
+    wait = rules.patience * rules.target_wait[tier]
+    start = signals.profile.cold_start.get("total", ASSUMED_START_S)
+    return min(wait, 2 * start) if start < rules.cheap_start else wait
 
 
 def _seconds(signals: Signals, tasks: int) -> float | None:
@@ -346,7 +360,7 @@ def _by_room(rules: Rules, signals: Signals, counted: dict[str, int]) -> tuple[i
 def _idle(rules: Rules, signals: Signals) -> str:
     """The reason for a pool in which nothing counts."""
     waiting = {name: tier for name, tier in signals.tiers.items() if tier.waiting}
-    remaining = [rules.patience * rules.target_wait[name] - (tier.oldest_s or 0.0) for name, tier in waiting.items()]
+    remaining = [_patience(rules, signals, name) - (tier.oldest_s or 0.0) for name, tier in waiting.items()]
     if remaining:
         number = sum(tier.waiting for tier in waiting.values())
         return f"{number} queued of flex or batch: worth no start yet, and counted in {min(remaining):.0f} s"

@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from producers.admin.fleet import Fleet
 from producers.errors import shown
 from workers.autoscaler.actuators import EXPORT, Actuator, checked, open_actuator
-from workers.autoscaler.policy import TARGET_WAIT_S, Rules
+from workers.autoscaler.policy import LOCAL_CHEAP_START_S, TARGET_WAIT_S, Rules
 from workers.library import name_of
 
 _HINTS: Final = get_type_hints(Rules)
@@ -131,6 +131,7 @@ def parse(values: Mapping[str, Any]) -> PoolSettings:
     try:
         table = Table.model_validate(dict(values))
         settings = {name: getattr(table, name) for name in _RULES}
+        settings |= cheap_start(values, local=table.actuator.partition(":")[0] == "local")
         settings["target_wait"] = _waits(settings["target_wait"])
         rules = Rules(**settings)
         checked(table.actuator)
@@ -142,6 +143,16 @@ def parse(values: Mapping[str, Any]) -> PoolSettings:
     return PoolSettings(
         name_of(table.model), table.version, rules, table.actuator, table.tries, table.start_limit, table.model
     )
+
+
+def cheap_start(values: Mapping[str, Any], *, local: bool) -> dict[str, float]:
+    """The setting `cheap_start` where it is not the usual one. `values`: the settings that were given. A patience that
+    was given holds whatever a start takes."""
+    if "cheap_start" in values:
+        return {}
+    if "patience" in values:
+        return {"cheap_start": 0.0}
+    return {"cheap_start": LOCAL_CHEAP_START_S} if local else {}
 
 
 def parse_rule(rule: str) -> dict[str, Any]:

@@ -282,6 +282,24 @@ def autoscaler(
             help="Seconds for which fewer workers must have been enough before one ends. Unset: 300.",
         ),
     ] = None,
+    patience: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            callback=finite,
+            help="Share of its target wait (flex 300 s, batch 3600 s) after which a flex or batch task starts a "
+            "worker. Unset: 0.5, but two cold starts where one takes less than 10 s, or workers are local.",
+        ),
+    ] = None,
+    worth: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            callback=finite,
+            help="Work queued in flex and batch, in cold starts of a worker, from which on it starts one at once. "
+            "Unset: 2.",
+        ),
+    ] = None,
     actuator: Annotated[
         str | None,
         typer.Option(
@@ -326,6 +344,8 @@ def autoscaler(
         "min": min_workers,
         "max": max_workers,
         "cool_down": cool_down,
+        "patience": patience,
+        "worth": worth,
         "actuator": actuator,
     }
     settings = AutoscalerSettings(lease=lease, every=interval)

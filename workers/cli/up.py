@@ -35,6 +35,8 @@ from workers.cli.terminal import relayed
 from workers.cli.worker import worker as worker_command
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from workers.autoscaler.policy import Rules
     from workers.cli.system import System
 
@@ -122,6 +124,24 @@ def up(
             callback=finite, help="Seconds for which fewer workers must have been enough before one ends. Unset: 300."
         ),
     ] = None,
+    patience: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            callback=finite,
+            help="With --min 0: share of its target wait (flex 300 s, batch 3600 s) after which a flex or batch task "
+            "starts a worker. Unset: two cold starts, 20 s before the first one, and half of the target wait at most.",
+        ),
+    ] = None,
+    worth: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            callback=finite,
+            help="With --min 0: work queued in flex and batch, in cold starts of a worker, from which on it starts one "
+            "at once. Unset: 2.",
+        ),
+    ] = None,
     standby: Annotated[
         bool | None,
         typer.Option(
@@ -189,7 +209,8 @@ def up(
     names = model or ["tiny"]
     if len(chosen) % len(names):
         raise Failure(f"{len(chosen)} GPUs cannot be shared evenly by {len(names)} models")
-    rules = _rules(workers, min_workers, max_workers, cool_down, len(chosen) // len(names))
+    scaling = {"cool_down": cool_down, "patience": patience, "worth": worth}
+    rules = _rules(workers, min_workers, max_workers, scaling, len(chosen) // len(names))
     idle = _standby_s(standby, standby_idle, rules)
     ports = health_ports(health_port, rules.max * len(names))
     if port in ports:
@@ -299,12 +320,18 @@ def _whole(system: System) -> str:
 
 
 def _rules(
-    workers: int | None, min_workers: int | None, max_workers: int | None, cool_down: float | None, gpus: int
+    workers: int | None,
+    min_workers: int | None,
+    max_workers: int | None,
+    scaling: Mapping[str, float | None],
+    gpus: int,
 ) -> Rules:
-    """The number of workers of each model. `gpus`: of each model; 0 if no GPU was named. Raises Failure."""
+    """The number of workers of each model. `scaling`: other rules, None where they are unset; `gpus`: of each model; 0
+    if no GPU was named. Raises Failure."""
     from dataclasses import replace
 
     from workers.autoscaler.policy import Rules
+    from workers.autoscaler.pools import cheap_start
 
     scaled = min_workers is not None or max_workers is not None
     if workers is not None and scaled:
@@ -315,20 +342,25 @@ def _rules(
         raise Failure(
             f"--max is {max_workers}, and each model has {gpus} of the GPUs; each worker needs one of its own"
         )
+    given: dict[str, Any] = {name: value for name, value in scaling.items() if value is not None}
     if not scaled:
-        if cool_down is not None:
-            raise Failure("--cool-down needs --min or --max: without them the number of workers never changes")
+        for name in given:
+            option = f"--{name.replace('_', '-')}"
+            raise Failure(f"{option} needs --min or --max: without them the number of workers never changes")
         min_workers = max_workers = gpus or workers or 1
     elif max_workers is None:
         if not gpus:
             raise Failure(f"--min {min_workers} needs --max, the most workers that may run")
         max_workers = gpus
+    more: dict[str, Any] = cheap_start(given, local=True) if scaled else {}
     try:
         rules = Rules(min=min_workers or 0, max=max_workers)
-        return rules if cool_down is None else replace(rules, cool_down=cool_down)
+        return replace(rules, **given, **more)
     except ValueError as error:
         message = f"--min is {min_workers} and --max is {max_workers}; --min must not be larger"
-        raise Failure(message if (min_workers or 0) > max_workers else f"--cool-down: {error}") from error
+        raise Failure(
+            message if (min_workers or 0) > max_workers else f"--{str(error).split()[0].replace('_', '-')}: {error}"
+        ) from error
 
 
 def _standby_s(standby: bool | None, idle: float | None, rules: Rules) -> float | None:

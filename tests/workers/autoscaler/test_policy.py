@@ -156,6 +156,33 @@ def test_patient_tasks_start_a_worker_once_they_waited_or_are_worth_it(said: dic
     assert Pool().see(0, **said) == number
 
 
+@pytest.mark.parametrize("tier", ["flex", "batch"])
+@pytest.mark.parametrize(
+    ("start", "cheap_start", "counts"),
+    [
+        (4.0, 10.0, 8.0),
+        (9.9, 10.0, 19.8),
+        (10.0, 10.0, None),
+        (20.0, 3600.0, 40.0),
+        (None, 3600.0, 20.0),  # it was never started
+        (None, 10.0, None),
+        (4.0, 0.0, None),
+        (1000.0, 3600.0, None),  # two of them are later than its patience
+    ],
+)
+def test_where_a_start_is_cheap_patient_tasks_wait_for_two(
+    tier: str, start: float | None, cheap_start: float, counts: float | None
+) -> None:
+    rules, profile = replace(RULES, cheap_start=cheap_start), Profile(cold_start={"total": start} if start else {})
+    late = counts or RULES.patience * RULES.target_wait[tier]
+    late = min(late, RULES.patience * RULES.target_wait[tier])
+    assert Pool(rules).see(0, profile, **{tier: (1, late - 0.1)}) == 0
+    pool = Pool(rules)
+    assert pool.see(0, profile, **{tier: (1, late - 7.0)}) == 0
+    assert pool.last.reason.endswith("counted in 7 s")
+    assert Pool(rules).see(0, profile, **{tier: (1, late)}) == 1
+
+
 def test_patience_and_worth_are_settings() -> None:
     assert Pool(replace(RULES, patience=0.9)).see(0, flex=(1, 269.0)) == 0
     assert Pool(replace(RULES, worth=3.0)).see(0, batch=(59, 0.0)) == 0

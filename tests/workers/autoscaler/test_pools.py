@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from workers.autoscaler.policy import Rules
-from workers.autoscaler.pools import BadScaling, PoolSettings, parse_rule, read
+from workers.autoscaler.pools import BadScaling, PoolSettings, parse, parse_rule, read
 
 
 def test_a_file_with_pools(tmp_path: Path) -> None:
@@ -60,3 +61,20 @@ def test_rules_of_a_command_line() -> None:
     assert parse_rule("target_wait.flex=60") == {"target_wait": {"flex": 60}}
     with pytest.raises(BadScaling, match="write NAME=NUMBER"):
         parse_rule("headroom")
+
+
+@pytest.mark.parametrize(
+    ("table", "cheap_start"),
+    [
+        ({}, 10.0),
+        ({"actuator": "local"}, 3600.0),
+        ({"actuator": "local:?threads=1", "cheap_start": 5.0}, 5.0),
+        ({"actuator": "local", "patience": 0.9}, 0.0),
+        ({"patience": 0.9}, 0.0),
+        ({"patience": 0.9, "cheap_start": 20.0}, 20.0),
+    ],
+)
+def test_a_start_of_local_workers_is_cheap_and_a_given_patience_holds(
+    table: dict[str, Any], cheap_start: float
+) -> None:
+    assert parse({"model": "tiny", **table}).rules.cheap_start == cheap_start

@@ -147,8 +147,10 @@ def test_what_no_process_would_take_is_refused_before_any_is_started(said: tuple
     [
         ((), Rules(min=1, max=1)),
         (("--workers", "3"), Rules(min=3, max=3)),
-        (("--max", "2"), Rules(min=0, max=2)),
-        (("--min", "1", "--max", "4", "--cool-down", "20"), Rules(min=1, max=4, cool_down=20.0)),
+        (("--max", "2"), Rules(min=0, max=2, cheap_start=3600.0)),
+        (("--min", "1", "--max", "4", "--cool-down", "20"), Rules(min=1, max=4, cool_down=20.0, cheap_start=3600.0)),
+        (("--max", "2", "--patience", "0.1"), Rules(min=0, max=2, patience=0.1, cheap_start=0.0)),
+        (("--max", "2", "--worth", "0.5"), Rules(min=0, max=2, worth=0.5, cheap_start=3600.0)),
     ],
 )
 def test_as_many_workers_run_as_was_said(conducted: Conducted, said: tuple[str, ...], runs: Rules) -> None:
@@ -178,6 +180,7 @@ def test_a_standby_is_kept_where_workers_come_and_go(
         (("--min", "1"), "--min 1 needs --max"),
         (("--workers", "2", "--max", "4"), "--workers 2 is a fixed number of workers"),
         (("--cool-down", "5"), "--cool-down needs --min or --max"),
+        (("--worth", "5"), "--worth needs --min or --max"),
         (("--max", "2", "--cool-down", "0"), "--cool-down: cool_down is 0; it must be above 0"),
         (("--standby-idle", "5"), "add --standby"),
         (("--max", "2", "--no-standby", "--standby-idle", "5"), "add --standby"),
