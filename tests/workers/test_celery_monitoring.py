@@ -91,6 +91,18 @@ def test_task_events_begin_and_end_at_run_time(rig: Rig, app: Celery) -> None:
         assert heard.of(later.id) == []
 
 
+def test_a_task_s_runtime_is_its_engine_s_and_not_the_tracer_s(rig: Rig, app: Celery) -> None:
+    rig.worker(events=True, STUB_STEP_S=0.05)
+    heard = Heard(rig, app)
+    with heard.listening():
+        result = generate(app, 40)
+        heard.until(lambda: "task-succeeded" in heard.of(result.id))
+    (event,) = [event for event in heard.events if event["type"] == "task-succeeded"]
+    record = rig.record(result.id)
+    took_s = (int(record["finished"]) - int(record["started"])) / 1000
+    assert event["runtime"] > took_s / 2
+
+
 def test_task_events_tell_every_end(rig: Rig, app: Celery) -> None:
     rig.worker(events=True, STUB_STEP_S=0.01, STUB_FAULTS=1, STUB_FAULT_SEEDS=FAULTY)
     heard = Heard(rig, app)

@@ -209,9 +209,13 @@ def test_a_message_whose_result_nobody_could_store_is_refused_as_ever(rig: Rig) 
     assert rig.waiting(ASIDE) == 0
 
 
-def test_another_unknown_name_is_refused_as_ever(rig: Rig, app: Celery) -> None:
-    rig.worker()
+def test_another_unknown_name_is_refused_in_one_line(rig: Rig, app: Celery) -> None:
+    worker = rig.worker()
+    before = len(worker.log.read_text())
     result = later(app, "app.unheard_of")
     rig.until(rig.dead)
-    assert result.state == "FAILURE"
+    rig.until(lambda: result.state == "FAILURE")
     assert rig.waiting(ASIDE) == 0
+    (line,) = [line for line in worker.log.read_text()[before:].splitlines() if "reload" not in line]
+    assert "no task of that name" in line
+    assert all(name in line for name in (result.id, "app.unheard_of"))

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from celery import Celery, states
@@ -67,6 +67,8 @@ class _Ending:
     """Why it goes back, for the task's explanation."""
     otherwise: Callable[[], None] | None = None
     """Called if a copy for Celery's retry cannot be sent."""
+    at: float = field(default_factory=time.monotonic)
+    """When it ended (monotonic)."""
 
 
 class Finisher(threading.Thread):
@@ -203,7 +205,6 @@ class Finisher(threading.Thread):
 
     def _run_tracer(self, end: _Ending, job: Job) -> None:
         job.headers[OUTCOME] = self._outcome(end)
-        started = time.monotonic()
         try:
             failed, value, _ = job.tracer(*job.args)
         except Reject as rejected:  # a link that the broker does not take (`workers.pool.app`)
@@ -211,7 +212,7 @@ class Finisher(threading.Thread):
         if failed and getattr(value, "internal", False):
             fault = getattr(value.exception, "exc", value.exception)
             raise getattr(fault, "reason", fault)  # a copy that could not be published comes as Reject(reason)
-        job.on_done((failed, value, time.monotonic() - started))
+        job.on_done((failed, value, _runtime_s(end)))
 
     def _outcome(self, end: _Ending) -> Any:
         """The value that the task's body is to return or raise."""
@@ -273,6 +274,16 @@ class Finisher(threading.Thread):
             )
             self.release(delivery)
         return True
+
+
+def _runtime_s(end: _Ending) -> float:
+    """Returns the time (s) for which the task ran: in this worker, or from its first start to its end if another worker
+    has ended it."""
+    record, began_at = end.delivery.record, end.delivery.began_at
+    if record is not None and record.final:
+        started, finished = record.time("started"), record.time("finished")
+        return 0.0 if started is None or finished is None else (finished - started) / 1000
+    return end.at - began_at if began_at else 0.0
 
 
 def _dead_letter(end: _Ending) -> str:

@@ -6,11 +6,15 @@ Beside it the commands of Celery's remote control that do not know how a Penstoc
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from celery.utils.log import get_logger
 from celery.worker import state
 from celery.worker.consumer import Consumer as Stock
+from celery.worker.consumer import consumer as stock
 from celery.worker.control import control_command, inspect_command, nok
 
 from producers.connection.log_throttle import warn_throttled
@@ -24,8 +28,8 @@ logger = get_logger(__name__)
 UNSHOWN: Final = "(not shown)"
 #: Seconds between tries to connect: at first, more after each try, at most.
 RECONNECT_S: Final = (0.2, 0.2, 1.0)
-#: Headers in which Celery's senders repeat the arguments.
-ARGUMENTS: Final = ("argsrepr", "kwargsrepr")
+#: What stock logs of messages that it refuses.
+STOCK_REPORTS: Final = (stock.UNKNOWN_FORMAT, stock.UNKNOWN_TASK_ERROR, stock.INVALID_TASK_ERROR)
 
 
 class Consumer(Stock):
@@ -60,18 +64,26 @@ class Consumer(Stock):
         message.reject()
 
     def on_unknown_message(self, body: Any, message: Any) -> None:
-        super().on_unknown_message(UNSHOWN, _without_arguments(message))
+        logger.error("A message is not Celery's: dead-lettered")
+        with _stock_is_quiet():
+            super().on_unknown_message(UNSHOWN, message)
 
     def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:
         name = message.headers["task"]
         if not name.startswith(KINDS):
-            super().on_unknown_task(UNSHOWN, _without_arguments(message), exc)
+            what = "Message %.200r is of task %.200r, and Penstock has no task of that name: dead-lettered"
+            logger.error(what, message.headers.get("id"), name)
+            with _stock_is_quiet():
+                super().on_unknown_task(UNSHOWN, message, exc)
             return
         batch_of(self.app).defer_to_later_release(message.delivery_tag, name)
         message.channel.qos.forget(message.delivery_tag)
 
     def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:
-        super().on_invalid_task(UNSHOWN, message, exc)
+        reason = " ".join(str(exc).split())
+        logger.error("Message %.200r is no task (%.200s): dead-lettered", message.headers.get("id"), reason)
+        with _stock_is_quiet():
+            super().on_invalid_task(UNSHOWN, message, exc)
 
     def _limit_task(self, request: Any, bucket: Any, tokens: int) -> Any:
         if is_plain(request.request_dict):
@@ -85,11 +97,18 @@ class Consumer(Stock):
         return self._limit_move_to_pool(request)
 
 
-def _without_arguments(message: Any) -> Any:
-    """Strip a refused message of its copies of the arguments before it is logged. The broker keeps it as it came."""
-    for name in ARGUMENTS:
-        message.headers.pop(name, None)
-    return message
+@contextmanager
+def _stock_is_quiet() -> Iterator[None]:
+    """Keeps stock from logging a refused message with a traceback, over 25 lines that may hold what callers sent."""
+
+    def refuse(record: logging.LogRecord) -> bool:
+        return record.msg not in STOCK_REPORTS
+
+    stock.logger.addFilter(refuse)
+    try:
+        yield
+    finally:
+        stock.logger.removeFilter(refuse)
 
 
 #: Countdown tasks that one answer shows.
