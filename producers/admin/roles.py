@@ -93,13 +93,14 @@ _FILES: Final = "penstock:file:* penstock:files:*"
 _SCALING: Final = "penstock:scale:leader penstock:scale:pools penstock:scale:retries penstock:scale:decisions"
 #: Celery's remote control and events, and kombu's tables of queues.
 _CELERY: Final = "_kombu.* *.celery.pidbox*"
-_CELERY_CHANNELS: Final = "/0.celery.pidbox /0.celeryev/*"
+_CONTROL_CHANNEL: Final = "/0.celery.pidbox"
+_CELERY_CHANNELS: Final = f"{_CONTROL_CHANNEL} /0.celeryev/*"
 _RESULTS: Final = "celery-task*"
 
 _WORKER: Final = Rights(
     f"{_TASKS} {_DELIVERIES} {_QUEUES} {_CELERY} {_RESULTS} penstock:models penstock:routes penstock:pools "
     "penstock:profiles penstock:ejected:* penstock:blob:* penstock:joins",
-    "penstock:webhooks:endpoints penstock:webhooks:endpoints:* penstock:rollouts penstock:epoch",
+    "penstock:webhooks:endpoints penstock:webhooks:endpoints:* penstock:rollouts penstock:epoch penstock:revoked",
     f"{_TASKS_CHANNELS} {_CELERY_CHANNELS} {_RESULTS}",
 )
 _AUTOSCALER: Final = Rights(
@@ -123,10 +124,10 @@ ROLES: Final[dict[str, Rights]] = {
     "sweeper": Rights(
         f"{_TASKS} {_DELIVERIES} {_QUEUES} {_FILES} {_RESULTS} penstock:sweeper penstock:swept penstock:usage "
         "penstock:usage:* penstock:webhooks:* penstock:models penstock:pools penstock:profiles penstock:blob:* "
-        "penstock:schedules penstock:source:* penstock:scale:pools penstock:journal",
+        "penstock:schedules penstock:source:* penstock:scale:pools penstock:journal penstock:revoked",
         # A batch's lines run within the limits that its key has by then. The journal has what was changed of these.
         f"{_TASKS_READ} penstock:rollouts penstock:tenants:limits penstock:keys penstock:audit penstock:audit:*",
-        f"{_TASKS_CHANNELS} {_RESULTS}",
+        f"{_TASKS_CHANNELS} {_RESULTS} {_CONTROL_CHANNEL}",
         # It looks for tokenizers that no model has. SCAN tells the names of all keys.
         f"{CONNECTION} {KEYS} scan",
     ),
@@ -160,7 +161,7 @@ ROLES: Final[dict[str, Rights]] = {
         "penstock:blob:* penstock:inbox:* penstock:limits:* penstock:erased:* penstock:keys penstock:tenants:limits "
         "penstock:audit penstock:audit:* penstock:ledger penstock:usage penstock:usage:* penstock:epoch penstock:dead "
         "penstock:weights penstock:sqs:* penstock:sorted:* penstock:deliveries:tokens penstock:incarnations "
-        f"penstock:queue:* {_RESULTS}",
+        f"penstock:revoked penstock:queue:* {_RESULTS}",
         commands=READER,
     ),
     "operator": Rights(f"penstock:* {_RESULTS}", "", f"penstock:* {_CELERY_CHANNELS}", f"{CONNECTION} {KEYS} scan"),

@@ -52,6 +52,7 @@ PAGE: Final = 1000
 TRIES: Final = 50
 #: Keys that are copied whole, in this order.
 NAMES: Final = (
+    keys.REVOKED,
     *(keys.MODELS, keys.ROUTES, keys.POOLS, keys.PROFILES, keys.ROLLOUTS, keys.SCHEDULES, "penstock:sqs:queues"),
     *(
         keys.AUDIT,

@@ -33,6 +33,7 @@ SUBMITTING: Final = "penstock:submitting"  # zset: task id -> ms; tasks whose me
 DEADLINES: Final = "penstock:deadlines"  # zset: task id -> ms; unfinished tasks with a deadline or a cancel
 UNSETTLED: Final = "penstock:unsettled"  # zset: task id -> ms; final tasks that are not settled
 SETTLED: Final = "penstock:settled"  # zset: task id -> ms; settled tasks whose streams are not compacted
+REVOKED: Final = "penstock:revoked"  # zset: task id -> ms; until when a plain message of it is cancelled (REVOKE)
 ERASING: Final = "penstock:erasing"  # zset: task id -> ms of DELETE; what is not in the store is to be erased, too
 SWEEPER: Final = "penstock:sweeper"  # string with a TTL: the sweeper that leads
 EPOCH: Final = "penstock:epoch"  # hash: the epoch that began with a restore (`producers.store.epoch`)

@@ -29,6 +29,10 @@ NOTED_S: Final = 6 * 3600
 ERASED_S: Final = 3600
 #: The same time for a plain Celery task, which its message would make again: SQS keeps a message for 14 days at most.
 ERASED_PLAIN_S: Final = 15 * 24 * 3600
+#: Time (s) for which an id is noted that was revoked before it had a record, and the most ids: as long as a plain
+#: message may wait for a worker, and as many as a Celery worker remembers.
+REVOKED_S: Final = ERASED_PLAIN_S
+MAX_REVOKED: Final = 50_000
 #: Worker deaths without a new token after which a task is given up; or STRETCH times as many deaths in all.
 MAX_DEATHS: Final = 3
 #: Silence (s) after which a reader counts as gone.
@@ -81,6 +85,13 @@ def delete(task_id: str, nonce: str) -> Call:
     """
     kept = (ERASED_S, ERASED_PLAIN_S)
     return Call(script(PACKAGE, "delete"), (keys.task(task_id), keys.stream(task_id)), (task_id, nonce, *kept))
+
+
+def revoke(task_id: str, seconds: float = REVOKED_S, limit: int = MAX_REVOKED) -> Call:
+    """REVOKE: follow Celery's revoke of a task. Answers `noted` (it has no record), `owned` (a live worker has it and
+    hears of it by itself), or its status after CANCEL."""
+    names = keys.task(task_id), keys.stream(task_id), keys.REVOKED
+    return Call(script(PACKAGE, "revoke"), names, (task_id, int(seconds * 1000), limit))
 
 
 def unread(task_id: str, over_ms: int) -> Call:

@@ -66,18 +66,7 @@ class CeleryResults:
                 self._backend.store_result(task_id, failure(error), states.FAILURE)
 
     def _store_one(self, record: Record, result: dict[str, Any]) -> bool:
-        from celery import states
-
-        backend = self._backend
-        if backend.get_state(record.id) in states.READY_STATES:
-            return False
-        if record.status == "cancelled":
-            backend.mark_as_revoked(record.id, "cancelled")
-        elif record.status == "failed":
-            backend.store_result(record.id, failure(record.json("error")), states.FAILURE)
-        else:
-            backend.store_result(record.id, result, states.SUCCESS)
-        return True
+        return store_result(self._backend, record, result)
 
     @cached_property
     def _backend(self) -> Any:
@@ -101,3 +90,19 @@ class CeleryResults:
 
         app = Celery("penstock", set_as_current=False)
         return Backend(app)
+
+
+def store_result(backend: Any, record: Record, result: dict[str, Any]) -> bool:
+    """Store a final plain task's result, as a worker would. False if Celery has one, which stays. Raises the backend's
+    errors."""
+    from celery import states
+
+    if backend.get_state(record.id) in states.READY_STATES:
+        return False
+    if record.status == "cancelled":
+        backend.mark_as_revoked(record.id, "cancelled")
+    elif record.status == "failed":
+        backend.store_result(record.id, failure(record.json("error")), states.FAILURE)
+    else:
+        backend.store_result(record.id, result, states.SUCCESS)
+    return True

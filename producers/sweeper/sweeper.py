@@ -5,6 +5,7 @@
           plain Celery tasks, return killed workers' messages, handle pools without workers and stale data;
           withdraw models that nobody serves; take batches forward (`producers.sweeper.batches`)
           -> until the lease is lost
+          All the while, leading or not, it hears Celery's `revoke` (`producers.sweeper.revocations`).
 
 Each action is one script that checks the record itself. So any number of processes may act at once, and be stopped or
 killed between any two calls. Actions are counted in `penstock:swept`.
@@ -27,6 +28,7 @@ from typing import Any, Final
 from producers.admin.listing import UnservedModels
 from producers.backup.journal import EVERY_S as JOURNAL_EVERY_S
 from producers.backup.journal import Journal
+from producers.broker.connect import control_url
 from producers.client.aio import AsyncClient
 from producers.client.leader import LEASE_S as LEADER_LEASE_S
 from producers.client.leader import Leadership
@@ -73,6 +75,7 @@ from producers.sweeper.retention import (
     sum_usage,
     trim_outbox,
 )
+from producers.sweeper.revocations import hear
 from producers.sweeper.tasks import UNSETTLED_AGE_MS as ORPHAN_MS
 from producers.sweeper.tasks import Orphans, expire_late
 
@@ -232,7 +235,12 @@ async def lead(
         finally:
             condition.failing.clear()
 
-    await leadership.during(duties)
+    hearing = asyncio.create_task(hear(client, control_url(settings.broker, settings.store)), name="hear revocations")
+    try:
+        await leadership.during(duties)
+    finally:
+        hearing.cancel()
+        await asyncio.wait((hearing,))
 
 
 class ForeignWorkers(PenstockError):

@@ -50,11 +50,13 @@ def written(text: str) -> Script:
 @dataclass(frozen=True, slots=True)
 class Release:
     """A release whose processes send their own text of every script. `level`: its workers'; `minds_memory`: its scripts
-    look at how full the server is; `counts_joins`: its leases say how often a looker joined."""
+    look at how full the server is; `counts_joins`: its leases say how often a looker joined;
+    `minds_revoked`: its CLAIM looks for what was revoked."""
 
     level: int = 0
     minds_memory: bool = True
     counts_joins: bool = True
+    minds_revoked: bool = True
 
     def of(self, module: Any) -> Any:
         """A module that packs calls and reads their answers, as this release has it."""
@@ -164,6 +166,10 @@ class Server:
         assert all(ttl > 0 for nonce, ttl in zip(found[::2], found[1::2], strict=True) if nonce is not None)
         assert not kept.keys() & {name.decode() for name in listed}
         return kept
+
+    def revoked(self) -> set[str]:
+        """The ids that are noted as revoked for some time yet."""
+        return {name.decode() for name in self.redis.zrange(keys.REVOKED, self.now(), "+inf", byscore=True)}
 
     def waiting(self) -> tuple[Counter[str], ...]:
         """The counts of what waits: tasks and tokens by kind and queue, tasks by tenant."""

@@ -115,7 +115,7 @@ class Pair(Calls):
     """`model` is what the records should be; `published` what was heard; `controls` what workers should be told;
     `rows` what the outbox has, of them `past` of records that are gone; `owed` what the ledger has of those; `taken_up`
     the tokens that later workers took up; `died` the deaths that were counted at a task's end; `erased` the tasks that
-    were deleted, with the nonce of that."""
+    were deleted, with the nonce of that; `revoked` those that were revoked while they had no record."""
 
     redis: Redis
     mutant: Mutant | None = None
@@ -132,6 +132,7 @@ class Pair(Calls):
         self.taken_up: Counter[str] = Counter()
         self.died: dict[str, int] = {}
         self.erased: dict[str, str] = {}
+        self.revoked: set[str] = set()
         self.deletes = 0
         self.redis.hset(keys.WEBHOOK_ENDPOINTS, "we_1", json.dumps(ENDPOINT))
         for inc, pool in zip(INCS, POOLS, strict=True):
@@ -192,6 +193,7 @@ class Pair(Calls):
         self.controls = []
         self._same_rows(wakes)
         assert self.server.erased(TASKS) == self.erased
+        assert self.server.revoked() == self.revoked
         now = Counter(self.owed)
         for t, r in self.model.items():
             if r and r.end:

@@ -327,6 +327,36 @@ def be_deleted_for_good(kind: type[StoreMachine]) -> None:
     machine.teardown()
 
 
+def be_revoked(kind: type[StoreMachine]) -> None:
+    """Before it has a record, by a message then and by one of a worker that cannot read it; while it waits, while a
+    worker has it, after that has died, and once it has ended. And a mark whose time is over."""
+    machine = kind()
+    machine.begin(begun=(0, 0, 0), alive=(True, True, False))
+    for t in TASKS:
+        machine.revoke(t, True)
+    machine.admit("t1", "mine", False)  # a client's is another task
+    machine.claim("p", "i1", False, False, False)
+    machine.settle("p")
+    machine.ttl_runs_out("p")
+    machine.claim("p", "i2", True, False, False)
+    machine.revoke("p", True)
+    machine.admit("t2", "mine", False)
+    machine.claim("t2", "i1", False, False, False)
+    for t in ("t1", "t2"):
+        machine.revoke(t, True)  # the one is only flagged, for it is not sent yet; the other is its worker's
+    machine.lease("i1", False)
+    machine.revoke("t2", True)
+    assert [(r.cancel, r.end) for t in ("t1", "t2") if (r := machine.model[t])] == [(True, None), (True, "cancelled")]
+    machine.settle("p")
+    machine.ttl_runs_out("p")
+    machine.its_revocation_is_forgotten("p")
+    machine.claim("p", "i2", False, False, False)
+    for t in ("t1", "t2"):
+        machine.delete(t, True)
+    machine.revoke("t1", True)
+    machine.teardown()
+
+
 def keep_the_links(kind: type[StoreMachine]) -> None:
     """A plain task's need its message, however its owner died."""
     machine = kind()
@@ -377,6 +407,7 @@ HISTORIES: tuple[Callable[[type[StoreMachine]], None], ...] = (
     be_buried,
     be_deleted,
     be_deleted_for_good,
+    be_revoked,
     cancel_what_the_dead_left,
     cancel_what_dies_then,
     come_late,

@@ -42,6 +42,18 @@ STORE = {
     "CLAIM does not say that it was queued": ("claim", "redis.call('HSETNX', task, 'queued', now)", ""),
     "CLAIM says when it was queued anew": ("claim", "'HSETNX', task, 'queued', now", "'HSET', task, 'queued', now + 1"),
     "CLAIM leaves the task to the sweeper": ("claim", "redis.call('ZREM', 'penstock:submitting', id)\nif", "if"),
+    "CLAIM knows of no revocation": ("claim", "redis.call('ZSCORE', 'penstock:revoked', id) or 0) > now", "0) > now"),
+    "CLAIM obeys revocations for ever": (
+        "claim",
+        "'penstock:revoked', id) or 0) > now",
+        "'penstock:revoked', id) or 0) > 0",
+    ),
+    "REVOKE takes from the living": (
+        "revoke",
+        "'penstock:lease:' .. r[2]) == 1 then\n  return 'owned'",
+        "'penstock:lease:' .. r[2]) == 2 then\n  return 'owned'",
+    ),
+    "REVOKE forgets nothing": ("revoke", "redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)", ""),
     "APPEND writes after the end": ("append", "r[1] ~= claim or r[2]", "r[1] ~= claim"),
     "APPEND asks for no claim": ("append", "r[1] ~= claim or r[2]", "r[2]"),
     "APPEND publishes an overlap again": ("append", "first = first + (next - i)", ""),

@@ -150,6 +150,7 @@ class StoreMachine(Pair):
                 kind=kind,
                 serving=serving,
                 erased=t in self.erased,
+                revoked=release.minds_revoked and t in self.revoked,
             )
             r = self.model[t]
             letter = LETTER if expected == "done" and r and r.letter else ""
@@ -339,6 +340,29 @@ class StoreMachine(Pair):
                 self.controls = [*self.controls, (keys.control(after.owner), f"cancel {t}")]
 
         self.do(step)
+
+    @rule(t=tasks, now=rarely)
+    def revoke(self, t: str, now: bool) -> None:
+        if not now:
+            return
+
+        def step() -> None:
+            answer = text(self.server.run(protocol.revoke(t)))
+            expected, self.model[t] = scripts.revoke(self.model[t], self.live, ALL)
+            assert answer == expected
+            if expected == "noted":
+                self.revoked.add(t)
+                assert self.server.redis.zcard(keys.REVOKED) == len(self.revoked), "what is over is removed"
+
+        self.do(step)
+
+    @rule(t=tasks)
+    @precondition(lambda self: self.revoked)
+    def its_revocation_is_forgotten(self, t: str) -> None:
+        """Once its time is over."""
+        if t in self.revoked:
+            self.revoked.discard(t)
+            self.server.redis.zadd(keys.REVOKED, {t: PASSED})
 
     @rule(t=tasks, now=rarely)
     @precondition(lambda self: any(self.model.values()))

@@ -236,7 +236,8 @@ MIXES = {
 @pytest.fixture(scope="module")
 def earlier(before: Path) -> Iterator[Earlier]:
     process = Before(before)
-    yield Earlier(levels.SHARED, minds_memory=False, counts_joins=False, process=process)  # 0.1.0 does not
+    # 0.1.0 does none of it
+    yield Earlier(levels.SHARED, minds_memory=False, counts_joins=False, minds_revoked=False, process=process)
     process.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import re
@@ -12,9 +13,11 @@ import pytest
 from celery import Celery, chain, chord, group
 from celery.result import AsyncResult
 
+from producers import AsyncClient
 from producers.connection.script import run
 from producers.contract import keys
 from producers.store.protocol import cancel
+from producers.sweeper.compact import compact
 from tests.stub_engine import text_of
 from tests.workers.rig import MODEL, Rig
 
@@ -211,6 +214,67 @@ def test_a_stock_sender_s_priority_chooses_the_tier(served: Rig, app: Celery, pr
     result = generate(app, next(SEEDS)).apply_async(priority=priority)
     served.check([result.id])
     assert served.record(result.id)["tier"] == tier
+
+
+def test_a_task_that_is_sent_again_gives_its_result_again_and_the_engine_does_not_run(served: Rig, app: Celery) -> None:
+    """Also where its stream was compacted since, and where it had failed. Links are not sent again."""
+    seed, heard = next(SEEDS), app.signature("app.failed")
+    first = generate(app, seed).apply_async()
+    bad = app.send_task(keys.TASK_NAME, kwargs={"prompt": []}, link_error=heard)
+    value = first.get(timeout=60)
+    served.check([first.id])
+    served.until_settled([bad.id])
+    served.until(lambda: served.redis.lrange("seen:failed", 0, -1).count(bad.id) == 1)
+    for compacted in (False, True):
+        if compacted:
+            asyncio.run(compact_now(served))
+            assert not served.redis.exists(keys.stream(first.id))
+        for result in (first, bad):
+            result.forget()
+            assert not served.redis.exists(f"celery-task-meta-{result.id}")
+        again = generate(app, seed, 400).apply_async(task_id=first.id)
+        failed = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1]}, task_id=bad.id, link_error=heard)
+        assert again.get(timeout=60) == value
+        with pytest.raises(Exception, match="prompt is empty"):
+            failed.get(timeout=60)
+    assert served.record(first.id)["claims"] == "1"
+    served.until(lambda: all(lease["tasks"] == 0 for lease in served.leases()))
+    served.check_nothing_left()
+    assert served.redis.lrange("seen:failed", 0, -1).count(bad.id) == 1
+
+
+async def compact_now(served: Rig) -> None:
+    async with AsyncClient(served.url, served.store_url) as client:
+        await compact(client, 0)
+
+
+def test_a_task_that_is_sent_again_and_wants_no_result_gets_none(served: Rig, app: Celery) -> None:
+    result = generate(app, next(SEEDS)).apply_async(ignore_result=True)
+    served.check([result.id])
+    generate(app, next(SEEDS)).apply_async(task_id=result.id, ignore_result=True)
+    served.until(lambda: served.waiting(MODEL) == 0)
+    served.until(lambda: all(lease["tasks"] == 0 for lease in served.leases()))
+    served.check_nothing_left()
+    assert not served.redis.exists(f"celery-task-meta-{result.id}")
+
+
+def test_a_client_s_task_does_not_give_its_output_to_whoever_knows_its_id(served: Rig, app: Celery) -> None:
+    (ours,) = served.fill(1)
+    served.check([ours])
+    result = generate(app, next(SEEDS)).apply_async(task_id=ours)
+    with pytest.raises(Exception, match="submitted in another way"):
+        result.get(timeout=60)
+
+
+def test_once_its_record_has_expired_a_task_that_is_sent_again_runs_anew(served: Rig, app: Celery) -> None:
+    seed = next(SEEDS)
+    result = generate(app, seed).apply_async()
+    result.get(timeout=60)
+    served.until_settled([result.id])
+    result.forget()
+    served.redis.delete(keys.task(result.id), keys.stream(result.id))
+    again = generate(app, seed + 100).apply_async(task_id=result.id)
+    assert again.get(timeout=60)["text"] == text_of(seed + 100, 0, 4)
 
 
 def test_messages_of_the_model_s_queue_and_the_pool_s_are_both_taken(served: Rig, app: Celery) -> None:

@@ -10,6 +10,7 @@ from celery.exceptions import TaskRevokedError
 
 from producers.contract import keys
 from tests.workers.rig import Rig
+from tests.workers.test_orphaned_queues import sweeping
 
 
 def send(app: Celery, max_tokens: int = 4, **options: Any) -> Any:
@@ -38,6 +39,26 @@ def test_before_the_task_is_fetched(rig: Rig) -> None:
     check_revoked(rig, waiting)
     check_revoked(rig, running)
     assert rig.entries(waiting.id)[:-1] == []
+
+
+def test_while_no_worker_is_up(rig: Rig) -> None:
+    """A sweeper hears it: of a task that no worker has seen, and of one that its worker has handed back."""
+    app = rig.sender()
+    worker = rig.worker(STUB_STEP_S=0.01, drain=0.0)
+    begun = send(app, 4000)
+    rig.until(lambda: rig.tokens(begun.id))
+    worker.stop()
+    with sweeping(rig):
+        rig.until(lambda: rig.redis.pubsub_channels("*pidbox*"))
+        unseen, other = send(app), send(app)
+        app.control.revoke([unseen.id, begun.id])
+        rig.until(lambda: rig.redis.zscore(keys.REVOKED, unseen.id))
+        rig.until(lambda: rig.status(begun.id) == "cancelled")
+    rig.worker()
+    rig.check([other.id])
+    check_revoked(rig, unseen)
+    check_revoked(rig, begun)
+    assert rig.entries(unseen.id)[:-1] == []
 
 
 def test_while_it_waits_for_its_countdown(rig: Rig) -> None:

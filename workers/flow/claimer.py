@@ -145,6 +145,8 @@ class Claimer(threading.Thread):
         record = claimed.record
         if claimed.answer == "lost":
             self._deliveries.life_is_over(delivery.incarnation)
+        elif claimed.answer == "done" and delivery.plain is not None:
+            self._finisher.repeat(delivery, claimed.letter)
         elif claimed.answer == "done":
             self._deliveries.done(delivery, claimed.letter, settled=True)
         elif claimed.answer == "erased":

@@ -22,9 +22,10 @@ from kombu.exceptions import OperationalError
 
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, run_many
+from producers.contract import keys
 from producers.contract.record import Record, error_json
 from producers.contract.stream import collect, failure, summary
-from producers.errors import PenstockError, TaskFailed
+from producers.errors import PenstockError, ResultUnavailable, TaskFailed, TaskNotFound
 from producers.store.protocol import release, settle
 from workers.connect import LOST, connect
 from workers.flow.deliveries import Deliveries
@@ -38,9 +39,12 @@ logger = logging.getLogger(__name__)
 #: The request header in which it leaves what the body of `penstock.generate` is to return or raise.
 OUTCOME = "penstock_outcome"
 BATCH = 256
-#: Endings that are no final status: published again by Celery's retry; handed back; kept as a dead letter; deleted.
-RETRY, BACK, DEAD, ERASED = "retry", "back", "dead", "erased"
+#: Endings that are no final status: published again by Celery's retry; handed back; kept as a dead letter; deleted; the
+#: message of a settled plain task.
+RETRY, BACK, DEAD, ERASED, AGAIN = "retry", "back", "dead", "erased", "again"
 RETRY_S = 1.0
+#: Longest time (s) for reading a task's output back.
+READ_S = 30.0
 #: Times that Celery's side of a task may fail, other than by a server that is away.
 MAX_FAILURES = 3
 AWAY = (*LOST, OperationalError)
@@ -79,6 +83,7 @@ class Finisher(threading.Thread):
         self._app = app
         self._deliveries = deliveries
         self._clock = clock
+        self._settings = served.settings
         self._max_retries = served.settings.max_retries
         self.redis = connect(served.settings.store)
         self._queue: queue.SimpleQueue[_Ending | None] = queue.SimpleQueue()
@@ -120,6 +125,11 @@ class Finisher(threading.Thread):
     def erase(self, delivery: Delivery) -> None:
         """Acknowledges a deleted plain task, after removing the result that a worker may have stored since."""
         self._queue.put(_Ending(delivery, ERASED, claimed=False))
+
+    def repeat(self, delivery: Delivery, letter: str) -> None:
+        """Acknowledges the message of a settled plain task, which its sender may have sent again, once Celery has its
+        result. `letter`: the reason to keep the message as a dead letter; empty: there is none."""
+        self._queue.put(_Ending(delivery, AGAIN, reason=letter))
 
     def stop(self, timeout: float) -> bool:
         """Returns True once every earlier ending is settled."""
@@ -179,12 +189,44 @@ class Finisher(threading.Thread):
             return
         if delivery.revoked:
             return  # it has announced the revocation itself
-        if job is None:
+        if end.status == AGAIN:
+            self._store_again(delivery)
+        elif job is None:
             self._tell_of_condemned(end)
         elif end.status == "cancelled":
             self._revoke(job)
         else:
             self._run_tracer(end, job)
+
+    def _store_again(self, delivery: Delivery) -> None:
+        """Stores a settled plain task's result unless Celery has it. A message that was redelivered looks the same as
+        one that was sent again, so links are not sent again, and the engine does not run."""
+        from producers.client.blocking import Client  # few workers ever need it
+        from producers.sweeper.celery_results import store_result
+
+        task_id, backend = delivery.task_id, self._app.backend
+        ignored = delivery.job is not None and delivery.job.headers.get("ignore_result")
+        if ignored or backend.get_state(task_id) in states.READY_STATES:
+            return
+        record = Record.parse(task_id, self.redis.hgetall(keys.task(task_id)))
+        if not record.final:  # it was deleted, or its time is over: SETTLE says which
+            return
+        logger.info("Task %s has ended, and its message came again: its result is stored again", task_id)
+        if not record.plain:
+            message = "A task with this id was submitted in another way than by Celery."
+            backend.store_result(task_id, failure({"code": "task_exists", "message": message}), states.FAILURE)
+            return
+        settings = self._settings
+        try:
+            with Client(settings.broker, settings.store, files_dir=settings.files_dir) as client:
+                result = client.get(task_id).result(READ_S, raise_for_status=False)
+        except ResultUnavailable as exc:
+            message = f"The task's output is kept where its worker cannot read it: {exc}"
+            backend.store_result(task_id, failure({"code": "file_unavailable", "message": message}), states.FAILURE)
+        except TaskNotFound:
+            return
+        else:
+            store_result(backend, record, summary(result))
 
     def _tell_of_condemned(self, end: _Ending) -> None:
         """Stores the result of a condemned message, which nobody may decode, for whoever waits for it."""

@@ -2,6 +2,7 @@
 -- CLAIM(c, inc, plain, pool) | The first rule that applies:
 -- 1 own lease gone: `lost`. 2 no record: a plain message creates one, unless that was deleted (DELETE): `erased`; a
 -- client's message is `done`.
+-- One whose id REVOKE has noted is cancelled.
 -- A plain message that its worker cannot read, or whose task needs a later release than the worker's, makes no record
 -- while a worker of that lives: `elsewhere`.
 -- 3 claim = c: repeat the answer. 4 settled: `done`, with the reason to keep the message, if SETTLE noted one.
@@ -71,6 +72,10 @@ if not r[1] then
   redis.call('UNLINK', stream, 'penstock:result:' .. id) -- they outlive the record of an earlier life
   r = { 'queued', false, false, false, false, redis.call('HGET', task, 'deadline'), '0', false, false, false }
   r[13] = redis.call('HGET', task, 'level')
+  if tonumber(redis.call('ZSCORE', 'penstock:revoked', id) or 0) > now then
+    redis.call('HSET', task, 'cancel', now)
+    r[5] = now
+  end
   if r[6] then
     redis.call('ZADD', 'penstock:deadlines', r[6], id)
   end

@@ -91,7 +91,7 @@ def good(s: State, cfg: Cfg) -> bool:
             return False
         if r and r.why == "dead" and not (t in s.dead or g.unlisted or (cfg.sqs and not cfg.books)):
             return False
-    if s.results & s.erased:
+    if s.results & s.erased or any(g.again and not g.erased and t not in s.results for t, g in enumerate(s.ghosts)):
         return False
     if s.index or s.fields or s.stored or s.reap or s.due:
         return False

@@ -99,12 +99,26 @@ def expiry_steps(s: State, t: int, rules: Rules) -> Iterator[Step]:
         )
 
 
-def client_steps(s: State, t: int, rules: Rules) -> Iterator[Step]:
+def client_steps(s: State, t: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     r, b = s.recs[t], spend(s, "cancel")
     if b and r and r.status not in FINAL:
         accepted, status, r2 = scripts.cancel(r, s.ls, rules)
         s2 = store(s, t, r2)
         yield f"CANCEL {t} -> {status}", False, haunt(s2, t, cancelled=accepted)._replace(budget=b)
+    if b := spend(s, "revoke"):
+        said, r2 = scripts.revoke(r, s.ls, rules)
+        s2 = store(s, t, r2)
+        if said == "noted":
+            s2 = s2._replace(revoked=s.revoked | {t})
+        g = s.ghosts[t]
+        told = said == "noted" and g.final is None and not g.erased
+        if r and r.owner in s.ls and r2 is not r:
+            s2 = haunt(s2, t, bad="S27 a revocation took a task from a live worker, which may go on with it")
+        accepted = told or (r2 is not r and r2 is not None and r2.cancel)
+        yield f"REVOKE {t} -> {said}", False, haunt(s2, t, cancelled=g.cancelled or accepted)._replace(budget=b)
+    if (b := spend(s, "again")) and t in s.results:
+        s2 = haunt(s._replace(queue=enqueue(s.queue, message(s, cfg, t))), t, again=True)
+        yield f"{t} is forgotten and sent again", False, s2._replace(results=s.results - {t}, budget=b)
     if (b := spend(s, "delete")) and r and "admit" not in s.prods:
         status, last = scripts.delete(r, rules)
         s2 = haunt(store(s, t, last), t, spared=True, erased=True)  # its links are not sent any more

@@ -63,6 +63,10 @@ RULES: dict[str, Rule] = {
     "erase_result": Rule(
         "delete-plain", "whoever gets a deleted task's message removes the result that was stored since, before ACK"
     ),
+    "revoke_noted": Rule(
+        "revoke", "REVOKE notes an id without a record, and CLAIM cancels what a plain message then makes of it"
+    ),
+    "revoke_owned": Rule("revoke-running", "REVOKE leaves what a live worker runs to that worker, which hears it, too"),
     "late_begun": Rule(
         "cancel", "past its deadline, a task that was ever taken up is incomplete, and keeps what it has; others fail"
     ),
@@ -165,6 +169,9 @@ RULES: dict[str, Rule] = {
     "strays": Rule("strays", "a live worker RELEASEs, and gives BACK, what is in flight under its name unknown to it"),
     "strays_twice": Rule(
         "strays-slots", "only what it finds twice, with its books read before each look: else it may just be arriving"
+    ),
+    "again_stored": Rule(
+        "again", "whoever gets a plain message of a settled task stores its result again, and then looks for the record"
     ),
     "tracer_after": Rule("crash", "the tracer (result, links) runs after a won FINISH"),
     "not_busy_back": Rule("split", "every answer but go/settle/done/gone gives the delivery BACK; never held or acked"),

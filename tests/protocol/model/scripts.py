@@ -133,10 +133,11 @@ def claim(
     kind: Any = None,
     serving: Collection[Any] = (),
     erased: bool = False,
+    revoked: bool = False,
 ) -> tuple[str, Rec | None]:
     """`made`: the record that a plain message makes; None for a client's message, whose record ADMIT made. `kind`: the
     worker's (version, pool), with its level where that matters; `serving`: the kinds that have a live worker.
-    `erased`: as of `admit`."""
+    `erased`: as of `admit`. `revoked`: REVOKE has noted this id."""
     if "claim_lease" in rules and inc not in live:
         return "lost", r
     if r is None:
@@ -151,7 +152,8 @@ def claim(
             and "claim_level" in rules
         ):
             return "elsewhere", r  # who cannot read the message makes no record of it
-        r = (made or QUEUED)._replace(waits=0)  # nobody counted a plain message
+        cancel = revoked and made is not None and "revoke_noted" in rules
+        r = (made or QUEUED)._replace(waits=0, cancel=cancel)  # nobody counted a plain message
     if "claim_idem" in rules and r.claim == c:
         return ("settle" if r.status in FINAL else "go"), r
     if r.settled:
@@ -380,6 +382,17 @@ def cancel(r: Rec | None, live: Container[Any], rules: Rules) -> tuple[bool, str
     if (r.owner is not None and r.owner in live) or (r.status == "submitting" and "cancel_submitting" in rules):
         return True, r.status, r
     return True, "cancelled", _final(r, "cancelled", rules, claim=None, owner=None)
+
+
+def revoke(r: Rec | None, live: Container[Any], rules: Rules) -> tuple[str, Rec | None]:
+    """What was done: `noted`, for a task without a record; `owned`, where a live worker has it and hears of it by
+    itself; else the status after CANCEL."""
+    if r is None:
+        return "noted", r
+    if r.owner is not None and r.owner in live and "revoke_owned" in rules:
+        return "owned", r
+    _, status, r = cancel(r, live, rules)
+    return status, r
 
 
 def delete(r: Rec | None, rules: Rules) -> tuple[str, Rec | None]:

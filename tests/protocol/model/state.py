@@ -14,10 +14,11 @@ from tests.protocol.model.scripts import FINAL, QUEUED, Rec, level_of
 #: a deliverer is killed; `stall`: a row's lease ends while its deliverer lives; `refuse`: the receiver refuses, or its
 #: answer is lost; `unmark`: a failover loses what became of a row, and keeps its final; `replay`: an operator asks;
 #: `untaken`: a row has been due for so long that the sweeper gives it up. `delete`: whoever was told of a task deletes
-#: it. Of SQS: `later`: a message is to come after more than 15 minutes; `late`: a message that was deleted comes once
-#: more; `age`: all messages are so old that SQS will drop them. `deaf`: a worker loses its alive connection to a
-#: server; `cut`: a server drops all; `suspend`: a worker is stopped for a while. `hold`: a worker's breaker opens, and
-#: closes at last.
+#: it. Of plain Celery: `revoke`: a sender revokes a task, and a sweeper hears it; `again`: it forgets a result that it
+#: has, and sends the same task again. Of SQS: `later`: a message is to come after more than 15 minutes; `late`: a
+#: message that was deleted comes once more; `age`: all messages are so old that SQS will drop them. `deaf`: a worker
+#: loses its alive connection to a server; `cut`: a server drops all; `suspend`: a worker is stopped for a while.
+#: `hold`: a worker's breaker opens, and closes at last.
 FAULTS = (
     "crash",
     "expire",
@@ -44,6 +45,8 @@ FAULTS = (
     "replay",
     "untaken",
     "delete",
+    "revoke",
+    "again",
     "later",
     "late",
     "age",
@@ -145,7 +148,7 @@ class Ghost(NamedTuple):
     again; `unlisted`: the broker lost the message of a task that was given up, so that no dead letter may be kept;
     `idle`: times in a row that it was taken up and nothing came of it; `spared`: settled with no links to send, or none
     that are known; `undone`: a failover lost its end, whose links went out or will; `letters`: dead letters kept;
-    `blurred`: SQS showed its message to two; `erased`: it was deleted."""
+    `blurred`: SQS showed its message to two; `erased`: it was deleted; `again`: it was sent once more."""
 
     accepted: bool
     final: str | None = None
@@ -159,6 +162,7 @@ class Ghost(NamedTuple):
     letters: int = 0
     blurred: bool = False
     erased: bool = False
+    again: bool = False
     bad: str = ""
 
 
@@ -195,8 +199,8 @@ class State(NamedTuple):
     `fields`: in flight; `stored`: tasks to be sent later; `reap`: the incarnation that is reaped, and its fields to be
     made visible; `due`: what is being sent from the store; `old`: messages that SQS will drop. `alive`, `watch`,
     `since`: see `alive`. `held`: worker processes that are held back: they fetch nothing, and CLAIM counts them for no
-    pool. `erased`: tasks that were deleted, as the store has noted; `results`: plain ones whose result Celery has,
-    where they may be deleted."""
+    pool. `erased`: tasks that were deleted, as the store has noted; `revoked`: those that were revoked before they had
+    a record; `results`: plain ones whose result Celery has, where they may be deleted or sent again."""
 
     queue: tuple[Message, ...]
     infl: frozenset[Delivery]
@@ -232,6 +236,7 @@ class State(NamedTuple):
     since: frozenset[tuple[int, int, str]] = frozenset()
     held: frozenset[int] = frozenset()
     erased: frozenset[int] = frozenset()
+    revoked: frozenset[int] = frozenset()
     results: frozenset[int] = frozenset()
 
 

@@ -195,6 +195,7 @@ def _claim(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step
         kind=kind,
         serving=lives,
         erased=t in s.erased,
+        revoked=t in s.revoked,
     )
     s2 = store(s, t, r2)
     if answer == "elsewhere":
@@ -223,7 +224,7 @@ def _claim(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step
     pc = {
         "go": "score" if cfg.prompt and not scored else "run",
         "settle": "trace",
-        "done": "ack",
+        "done": "again" if may_lose_results(cfg) and "again_stored" in rules else "ack",
         "erased": "forget" if "erase_result" in rules else "ack",
         # an earlier call, whose reply was lost, may have taken it
         "lost": "release_back" if "lapse_release" in rules else back,
@@ -313,6 +314,8 @@ def _put_down(s: State, p: Slot, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     if p.pc == "trace":
         after = s._replace(results=s.results | {t}) if may_lose_results(cfg) else s
         yield "tracer: result, links", p._replace(pc="settle"), haunt(after, t, links=min(s.ghosts[t].links + 1, 2))
+    elif p.pc == "again":
+        yield "stores the result again", p._replace(pc="settle"), s._replace(results=s.results | {t})
     elif p.pc == "forget":
         yield "removes the result", p._replace(pc="ack"), s._replace(results=s.results - {t})
     elif p.pc == "settle":
@@ -351,7 +354,7 @@ def _put_down(s: State, p: Slot, cfg: Cfg, rules: Rules) -> Iterator[Step]:
 
 def may_lose_results(cfg: Cfg) -> bool:
     """Elsewhere nobody asks what Celery has."""
-    return cfg.plain and cfg.budget[FAULT["delete"]] > 0
+    return cfg.plain and (cfg.budget[FAULT["delete"]] > 0 or cfg.budget[FAULT["again"]] > 0)
 
 
 def _unsettled(s: State, p: Slot, cfg: Cfg) -> bool:

@@ -109,7 +109,7 @@ def steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
             yield from producer_steps(s, p, cfg, rules)
     yield from sweeper_steps(s, cfg, rules)
     for t in range(cfg.tasks):
-        yield from client_steps(s, t, rules)
+        yield from client_steps(s, t, cfg, rules)
         yield from expiry_steps(s, t, rules)
         yield from orphan_steps(s, t, cfg, rules)
         yield from compact_steps(s, t, cfg, rules)
