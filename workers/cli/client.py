@@ -101,6 +101,16 @@ class Gateway:
         models: list[dict[str, Any]] = self.json("GET", "/v1/models")["data"]
         return models
 
+    def chats(self, model: str) -> bool:
+        """Whether a model has a chat template. False where the gateway does not say: its name is unknown, or the key
+        may not read."""
+        try:
+            return "chat" in self.json("GET", f"/v1/models/{quote(model, errors='surrogateescape')}")["capabilities"]
+        except Refused as refused:
+            if refused.http_status in (403, 404):
+                return False
+            raise
+
     def ready(self) -> bool:
         """Whether the gateway answers and can take tasks."""
         try:

@@ -66,8 +66,17 @@ HealthPort = Annotated[
     typer.Option(min=0, max=65535, help="Serve /livez and /readyz on this port. 0: any free port. Unset: no port."),
 ]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on. 0: any free port.")]
-Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from standard input.")]
-AsChat = Annotated[bool, typer.Option("--chat", help="PROMPT is a user's message: apply the model's chat template.")]
+Prompt = Annotated[
+    str, typer.Argument(metavar="PROMPT", help="A question, or a text to continue; - reads it from standard input.")
+]
+AsChat = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--raw",
+        help="PROMPT is a user's message, which the model's chat template takes; or a text that the model continues. "
+        "Unset: --chat if the model has a template.",
+    ),
+]
 OpenObjects = Annotated[
     bool, typer.Option("--open-objects", help="JSON objects may have members that their schema does not name.")
 ]

@@ -21,7 +21,7 @@ import typer
 from workers.cli.commands import Commands
 from workers.cli.exits import CALLER_STATUS, Exit, Failure, check_extras, needs, refusing
 from workers.cli.options import ENGINE_OF_ONE, SAMPLING, AsChat, Model, OpenObjects, Prompt, find_models, takes
-from workers.cli.terminal import TextStream, text_from
+from workers.cli.terminal import TextStream, note_if_empty, prompt_text, text_from
 
 if TYPE_CHECKING:
     from engine import Engine, Event, Request, SamplingParams
@@ -40,7 +40,7 @@ Ctrl-C stops the answer."""
 app = Commands("Start here", RUN_STATUS)
 
 
-@app.shown("penstock run tiny 'def fibonacci(n):' --max-tokens 64 --temperature 0")
+@app.shown("penstock run tiny 'Write fibonacci(n).' --max-tokens 64 --temperature 0")
 @takes(
     engine=ENGINE_OF_ONE.values(),
     sampling=[parameter for parameter in SAMPLING.values() if parameter.name not in NOT_SHOWN],
@@ -49,8 +49,8 @@ def run(
     model: Model,
     prompt: Prompt,
     *,
-    chat: AsChat = False,
-    system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
+    chat: AsChat = None,
+    system: Annotated[str | None, typer.Option(help="The system message of a chat.")] = None,
     sampling: dict[str, Any],
     open_objects: OpenObjects = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
@@ -58,8 +58,8 @@ def run(
 ) -> None:
     """Load a model, print its output for one prompt as it comes, and end. Uses no server and no queue."""
 
-    if system is not None and not chat:
-        raise Failure("--system needs --chat")
+    if system is not None and chat is False:
+        raise Failure("--system is a chat's, and --raw leaves the chat template out: leave one of them out")
     with needs("worker"):
         from engine import Engine, EngineConfig, EngineError, Request, SamplingParams
         from engine.grammar.schema import bounded
@@ -74,7 +74,7 @@ def run(
         if checked.json_schema is not None:
             sampling["json_schema"] = bounded(json.loads(checked.json_schema), open_objects=open_objects).schema
         config = EngineConfig(**engine | ({"max_num_seqs": sampling["n"]} if "n" in sampling else {}))
-        text = text_from(sys.stdin.read) if prompt == "-" else prompt
+        text = prompt_text(prompt)
         verify(resolved.folder)
         with Engine.load(resolved.folder, config) as loaded:
             if loaded.card is None:
@@ -83,15 +83,18 @@ def run(
             _show(loaded, Request("run", _prompt_ids(loaded, resolved.folder, text, chat, system), params), as_json)
 
 
-def _prompt_ids(engine: Engine, folder: Path, text: str, chat: bool, system: str | None) -> list[int]:
+def _prompt_ids(engine: Engine, folder: Path, text: str, chat: bool | None, system: str | None) -> list[int]:
+    """The tokens of a prompt, or of a user's message. `chat`: None if the model's files decide."""
     assert engine.tokenizer is not None
-    if not chat:
+    if chat is False:
         return engine.tokenizer.encode(text)
     from engine.text import ConfinedTemplate, ModelCard, TemplateSource
 
     source = TemplateSource.from_bytes(ModelCard.tokenizer_files(folder))
+    if source is None and chat is None and system is None:
+        return engine.tokenizer.encode(text)
     if source is None:
-        raise Failure(f"{folder} has no chat template; leave --chat out to continue the text as it is")
+        raise Failure(f"{folder} has no chat template; leave --chat and --system out to continue the text as it is")
     messages = [{"role": "system", "content": system}] if system is not None else []
     with closing(ConfinedTemplate(source)) as template:
         rendered = template.render([*messages, {"role": "user", "content": text}])
@@ -131,6 +134,8 @@ def _show(engine: Engine, request: Request, as_json: bool) -> None:
         output_tokens = sum(len(output["token_ids"]) for output in outputs)
         usage = {"prompt_tokens": last.prompt_tokens, "output_tokens": output_tokens}
         typer.echo(json.dumps({"choices": outputs, "usage": usage}))
+    else:
+        note_if_empty(output["text"] for output in outputs)
 
 
 def _events(engine: Engine, request: Request) -> Iterator[Event]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from datetime import UTC, datetime
 from itertools import islice
@@ -15,7 +14,7 @@ from workers.cli.client import FINAL, Gateway, Refused
 from workers.cli.commands import Commands
 from workers.cli.exits import CALLER_STATUS, Exit, Failure
 from workers.cli.options import DEFAULT_URL, SAMPLING, AsChat, OpenObjects, Prompt, Url, takes
-from workers.cli.terminal import JsonLines, TextStream, choices, say, text_from
+from workers.cli.terminal import JsonLines, TextStream, choices, note_if_empty, prompt_text, say
 
 TaskId = Annotated[str, typer.Argument(metavar="ID", help="The task's id, as `penstock submit` printed it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON: one object, or one event a line for a stream.")]
@@ -29,13 +28,13 @@ app.add_typer(commands)
 app.add_typer(listing)
 
 
-@commands.shown("penstock submit tiny 'def fibonacci(n):' --max-tokens 64 --tier priority --stream")
+@commands.shown("penstock submit tiny 'Write fibonacci(n).' --max-tokens 64 --tier priority --stream")
 @takes(sampling=SAMPLING.values())
 def submit(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The name of a served model.")],
     prompt: Prompt,
     *,
-    chat: AsChat = False,
+    chat: AsChat = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
     tier: Annotated[str, typer.Option(help="Service tier: priority, default, flex or batch.")] = "default",
     sampling: dict[str, Any],
@@ -63,7 +62,9 @@ def submit(
 ) -> None:
     """Submit a task and print its id, or with --stream its text as it comes."""
     gateway = Gateway(url)
-    text = text_from(sys.stdin.read) if prompt == "-" else prompt
+    text = prompt_text(prompt)
+    if chat is None:
+        chat = gateway.chats(model)
     all_fields = {
         "model": model,
         **({"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}),
@@ -122,6 +123,8 @@ def result(
         time.sleep(min(pause, remaining))
         pause = min(0.5, 1.5 * pause)
     say(json.dumps(task) if as_json else choices(task["choices"]))
+    if not as_json and task["status"] not in ("failed", "cancelled"):
+        note_if_empty(output["text"] for output in task["choices"])
     _end(task_id, task["status"], task["error"])
 
 
@@ -235,9 +238,11 @@ def _follow(gateway: Gateway, task: dict[str, Any], start: int, as_json: bool) -
     """Show a task's events. Raises Failure if the task failed or the stream broke, with the command that resumes."""
     shown = JsonLines() if as_json else TextStream(task["n"])
     last: dict[str, Any] = {"event": "none", "position": start - 1}
+    is_empty = start == 0
     try:
         for last in gateway.events(task["id"], start):
             shown.show(last)
+            is_empty = is_empty and not last.get("text")
     except KeyboardInterrupt:
         raise Failure(f"interrupted; the task goes on: {_tail(task, last)}", Exit.INTERRUPTED) from None
     except Failure as failure:
@@ -246,6 +251,8 @@ def _follow(gateway: Gateway, task: dict[str, Any], start: int, as_json: bool) -
         shown.close()
     if last["event"] == "end":
         _end(task["id"], last["status"], last["error"])
+        if is_empty and not as_json:
+            note_if_empty(())
 
 
 def _tail(task: dict[str, Any], last: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TextIO
 
@@ -37,6 +37,12 @@ def say(line: str) -> None:
 def note(line: str) -> None:
     """Print a line about the progress, on standard error."""
     typer.echo(line, err=True)
+
+
+def note_if_empty(texts: Iterable[str]) -> None:
+    """Say it on standard error if no output has any text: nothing else would show that the command has worked."""
+    if not any(texts):
+        note("(the model ended without any text)")
 
 
 def relayed(name: str, line: str) -> None:
@@ -122,6 +128,14 @@ def text_from(read: Callable[[], str]) -> str:
         text.encode()
     except UnicodeError as error:
         raise Failure(f"standard input is not text in UTF-8: {error}") from error
+    return text
+
+
+def prompt_text(argument: str) -> str:
+    """The prompt of a command's argument; `-` stands for standard input. Raises Failure if it is empty or not text."""
+    text = text_from(sys.stdin.read) if argument == "-" else argument
+    if not text:
+        raise Failure("the prompt is empty")
     return text
 
 

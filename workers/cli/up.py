@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from workers.autoscaler.policy import Rules
     from workers.cli.system import System
+    from workers.library import ResolvedModel
 
 
 #: Settings of the workers' engines. Where a model runs is decided with --gpus.
@@ -282,7 +283,6 @@ async def _serve(system: System, asks: Auth) -> None:
     from workers.runtime.cold_start import COLD_START
 
     models = [model.name for model in system.plan.models]
-    elsewhere = "" if system.url == DEFAULT_URL else f" --url {system.url}"
     kept = f", kept in {system.plan.data_dir}" if system.plan.embedded else ""
     store = "" if system.store == system.broker else f"  store   {_masked(system, system.store)}{kept}\n"
     health = "".join(f" http://127.0.0.1:{port}/readyz" for port in system.plan.health_ports if port is not None)
@@ -297,10 +297,20 @@ async def _serve(system: System, asks: Auth) -> None:
         + f"  workers {numbers(system.plan.rules)}{health}\n"
         + "".join(f"          {child.program.name}: {child.status}\n" for child in system.children if child.status)
         + f"  webhooks to public https:// URLs{_allowed(system)}\n"
-        + f"  try     penstock submit {models[0]} 'def fibonacci(n):' --stream{elsewhere}\n"
+        + f"  try     {_first_call(system, system.plan.models[0])}\n"
         f"{how_to_end()} drains and stops it.\n"
     )
     await asyncio.Event().wait()
+
+
+def _first_call(system: System, model: ResolvedModel) -> str:
+    """The command to try first: a chat if the model has a template."""
+    from engine.text import ModelCard, TemplateSource
+
+    if TemplateSource.from_bytes(ModelCard.tokenizer_files(model.folder)) is not None:
+        return f"penstock chat {model.name} --url {system.url}"
+    elsewhere = "" if system.url == DEFAULT_URL else f" --url {system.url}"
+    return f"penstock submit {model.name} 'Once upon a time' --stream{elsewhere}"
 
 
 def _masked(system: System, url: str) -> str:

@@ -23,7 +23,7 @@ def engine() -> Engine:
 
 
 def test_prints_what_the_engine_makes_of_the_prompt(run: Run, engine: Engine) -> None:
-    ran = run("run", "tiny", "def main():", "--max-tokens", "12", *GREEDY)
+    ran = run("run", "tiny", "def main():", "--raw", "--max-tokens", "12", *GREEDY)
     (expected,) = engine.generate(["def main():"], SamplingParams(max_tokens=12, temperature=0))
     assert (ran.status, ran.err) == (0, "")
     assert ran.out == expected.text.removesuffix("\n") + "\n"
@@ -44,7 +44,9 @@ def test_a_prompt_that_is_no_text_is_refused(run: Run, monkeypatch: pytest.Monke
 
 
 def test_json_has_tokens_reasons_and_usage(run: Run, engine: Engine) -> None:
-    ran = run("run", "tiny", "import ", "-n", "2", "--seed", "5", "--max-tokens", "8", "--threads", "1", "--json")
+    ran = run(
+        "run", "tiny", "import ", "--raw", "-n", "2", "--seed", "5", "--max-tokens", "8", "--threads", "1", "--json"
+    )
     told = json.loads(ran.out)
     (expected,) = engine.generate(["import "], SamplingParams(max_tokens=8, n=2, seed=5, **engine.card.defaults))
     assert [choice["token_ids"] for choice in told["choices"]] == [choice.token_ids for choice in expected.choices]
@@ -54,7 +56,7 @@ def test_json_has_tokens_reasons_and_usage(run: Run, engine: Engine) -> None:
 
 
 def test_several_outputs_come_under_headings(run: Run) -> None:
-    said = run("run", "tiny", "import ", "-n", "2", "--max-tokens", "4", "--ignore-eos", "--threads", "1").out
+    said = run("run", "tiny", "import ", "--raw", "-n", "2", "--max-tokens", "4", "--ignore-eos", "--threads", "1").out
     assert [line for line in said.splitlines() if line.startswith("---")] == [
         "--- 0 (length) ---",
         "--- 1 (length) ---",
@@ -74,7 +76,7 @@ def test_chat_goes_through_the_models_template(run: Run, engine: Engine) -> None
 def test_samples_as_it_is_told_to(run: Run, engine: Engine) -> None:
     options = ("--temperature", "0.9", "--top-k", "40", "--min-p", "0.02", "--seed", "3", "--threads", "1")
     penalties = ("--repetition-penalty", "1.3", "--presence-penalty", "0.5", "--frequency-penalty", "0.2")
-    ran = run("run", "tiny", "import ", "--max-tokens", "16", *options, *penalties, "--json")
+    ran = run("run", "tiny", "import ", "--raw", "--max-tokens", "16", *options, *penalties, "--json")
     params = SamplingParams(
         max_tokens=16,
         temperature=0.9,
@@ -100,7 +102,7 @@ def test_samples_as_it_is_told_to(run: Run, engine: Engine) -> None:
         (("tiny", "x", "--device", "cpu", "--quantization", "fp8"), ": --quantization='fp8' needs a CUDA device"),
         (("tiny", "x", "--min-tokens", "9", "--max-tokens", "5"), ": --min-tokens=9 is more than --max-tokens=5"),
         (("tiny", "x", "--allow-token", "3", "--ban-token", "3"), ": --allow-token has no token that --ban-token does"),
-        (("tiny", "x", "--system", "y"), "--system needs --chat"),
+        (("tiny", "x", "--system", "y", "--raw"), "--system is a chat's"),
         (("tiny", ""), "prompt"),
         (("nothing", "x"), "no model 'nothing'"),
     ],

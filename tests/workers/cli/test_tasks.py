@@ -111,9 +111,26 @@ class TestSubmit:
         template = ChatTemplate.from_folder(folder)
         assert template is not None
         text = template.render([{"role": "user", "content": "def f"}])
-        ran = penstock("submit", "tiny", "def f", "--chat")
-        ids = Tokenizer.from_folder(folder).encode(text, add_special_tokens=False)
-        assert task_of(valkey, ran.out.strip())["prompt"] == ids
+        tokenizer = Tokenizer.from_folder(folder)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        for form, expected in ((), ids), (("--chat",), ids), (("--raw",), tokenizer.encode("def f")):
+            assert task_of(valkey, submitted(penstock, *form))["prompt"] == expected
+
+    def test_a_model_without_a_chat_template_continues_the_text(self, penstock: Run, valkey: Redis) -> None:
+        card = json.loads(valkey.hget(keys.MODELS, "tiny") or "")
+        valkey.hset(keys.MODELS, "base", json.dumps({**card, "name": "base", "capabilities": ["generate"]}))
+        ran = penstock("submit", "base", "def f")
+        assert task_of(valkey, ran.out.strip())["prompt"] == task_of(valkey, submitted(penstock, "--raw"))["prompt"]
+
+    def test_an_output_without_text_is_told(self, penstock: Run, worker: FakeWorker) -> None:
+        serving = served(worker)
+        ran = penstock("submit", "tiny", "def f", "--stream")
+        serving.join()
+        assert (ran.status, ran.out) == (0, "")
+        task, note = ran.err.splitlines()
+        assert note == "(the model ended without any text)"
+        again = penstock("result", task.removeprefix("task "))
+        assert (again.status, again.err.splitlines()) == (0, [note])
 
     def test_streams_the_text_as_it_is(self, penstock: Run, worker: FakeWorker) -> None:
         serving = served(worker, "(x):\n", "    return \x1b[31m", "é\u2028")
