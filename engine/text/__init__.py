@@ -1,6 +1,7 @@
 """Text processing that needs no weights, shared by gateways and engines. No torch.
 
 template: renders messages as a prompt, in a sandbox; confined_template, for gateways: in a child process
+spelled_tools: tools for templates that have none
 tokenizer: encodes a prompt as token ids; confined_tokenizer, for gateways: in a child process
 detokenizer: turns generated tokens back into text
 card: describes a model for processes that never load it
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from engine.text.card import ModelCard
     from engine.text.confined_template import ConfinedTemplate
     from engine.text.detokenizer import Detokenizer
+    from engine.text.spelled_tools import has_tools
     from engine.text.template import ChatTemplate, TemplateSource
     from engine.text.tokenizer import Tokenizer
 
@@ -30,6 +32,7 @@ __all__ = [
     "RequestError",
     "TemplateSource",
     "Tokenizer",
+    "has_tools",
 ]
 
 # The process of a confined template loads no tokenizer, and starts sooner.
@@ -41,6 +44,7 @@ __getattr__, __dir__ = lazily(
         "engine.text.confined_template": "ConfinedTemplate",
         "engine.text.template": "ChatTemplate TemplateSource",
         "engine.text.detokenizer": "Detokenizer",
+        "engine.text.spelled_tools": "has_tools",
         "engine.text.tokenizer": "Tokenizer",
     },
 )

@@ -2,6 +2,8 @@
 
     files -> TemplateSource (parsed, not run) -> ChatTemplate (compiled) -> render(messages) -> text
 
+A template without tools gets them, and calls in the messages, as text (`engine.text.spelled_tools`).
+
 A template comes with a model and is untrusted. It runs in a sandbox (`environment`) and gets only plain JSON data. A
 process that must not fail uses `engine.text.confined_template`, which also limits time and memory.
 """
@@ -9,7 +11,7 @@ process that must not fail uses `engine.text.confined_template`, which also limi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import ModelError, RequestError
 from engine.text.files import read_files, read_object
+from engine.text.spelled_tools import has_tools, list_tools, spell_broken_calls, spell_calls, spell_tools
 
 #: Marks the place where a final message goes on. The space at its end shows whether the template strips messages.
 _HERE: Final = "PENSTOCK:GOES:ON:HERE "
@@ -92,6 +95,7 @@ class ChatTemplate:
         """
         self.source = source
         self._special_tokens = dict(special_tokens or {})
+        self._has_tools = has_tools(source) or has_tools(with_tools)
         try:
             self._template = environment().from_string(source)
             self._with_tools = environment().from_string(with_tools) if with_tools else self._template
@@ -134,6 +138,36 @@ class ChatTemplate:
         context = _plain(context | {"add_generation_prompt": add_generation_prompt})
         if now is not None:
             context["strftime_now"] = datetime.fromtimestamp(now, UTC).strftime
+        refusal: RequestError | None = None
+        for messages in self._ways(context):
+            try:
+                text = self._rendered(context | {"messages": _plain(messages)}, continue_final_message)
+            except RequestError as error:
+                refusal = refusal or error
+                continue
+            if self._has_tools or not context["tools"] or list_tools(context["tools"]) in text:
+                return text
+        raise refusal or RequestError(
+            "the model's chat template leaves out the text that names the tools", param="tools"
+        )
+
+    def _ways(self, context: Mapping[str, Any]) -> Iterator[list[Any]]:
+        """The messages as the template should take them, and as others may have to: those without a system's message,
+        and those that take arguments of calls as objects alone."""
+        messages, tools = context["messages"], context["tools"]
+        if self._has_tools:
+            yield messages
+            if (spelled := spell_broken_calls(messages)) is not None:
+                yield spelled
+            return
+        messages = spell_calls(messages)
+        if not tools:
+            yield messages
+            return
+        yield spell_tools(messages, tools, "system")
+        yield spell_tools(messages, tools, "user")
+
+    def _rendered(self, context: dict[str, Any], continue_final_message: bool) -> str:
         final = self._mark(context["messages"]) if continue_final_message else None
         for message in context["messages"]:
             if isinstance(message, dict) and message.get("content", "") is None:

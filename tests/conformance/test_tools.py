@@ -57,6 +57,30 @@ def client(system: System, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield made
 
 
+@pytest.mark.parametrize(
+    ("model", "stream"),
+    few([(name, stream) for name in ("caller", "tiny") for stream in (False, True)], ("tiny", True)),
+)
+def test_a_response_calls_and_goes_on(client: OpenAI, model: str, stream: bool) -> None:
+    """Also of the bundled model, whose template has no tools. The output ends with its one call, far from its limit."""
+    tool: Any = {"type": "function", **TOOLS[0]["function"]}
+    asked: Any = {"model": model, "tools": [tool], "max_output_tokens": 200, "extra_body": {"seed": 3}}
+    once: Any = {"input": "Will it rain in Bern?", "tool_choice": "required", "parallel_tool_calls": False}
+    if stream:
+        with client.responses.stream(**asked, **once) as events:
+            answer: Any = events.get_final_response()
+    else:
+        answer = client.responses.create(**asked, **once)
+    assert answer.status == "completed"
+    (call,) = answer.output
+    assert (call.type, call.name) == ("function_call", "weather")
+    jsonschema.validate(json.loads(call.arguments), PLACE)
+    told: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "It will."}]
+    answer = client.responses.create(**asked, input=told, previous_response_id=answer.id)
+    assert answer.status in ("completed", "incomplete")
+    assert answer.output
+
+
 @pytest.mark.parametrize("stream", few([False, True], True))
 def test_a_call_is_made_and_answered(client: OpenAI, stream: bool) -> None:
     asked = {"model": "caller", "tools": TOOLS, "max_tokens": 200, "seed": 3}

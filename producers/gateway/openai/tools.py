@@ -19,7 +19,7 @@ from engine.grammar.schema import bounded
 from engine.grammar.source import SPACE
 from engine.grammar.trial import STOPPED
 from engine.params import FORMS, MAX_GRAMMAR
-from engine.text import RequestError, Tokenizer
+from engine.text import RequestError, Tokenizer, has_tools
 from producers.errors import InvalidTask, shown
 from producers.gateway.context import Gateway
 from producers.gateway.http.errors import invalid_value
@@ -267,14 +267,17 @@ FORMATS: Final = (HERMES, MISTRAL, NEMO, LLAMA)
 
 
 def format_of(model: str, template: str) -> CallFormat:
-    """The format that the text of a model's chat template speaks of. Raises InvalidTask if that is none of these."""
+    """The format that the text of a model's chat template speaks of; Hermes' where it has no tools, since they are told
+    of that then. Raises InvalidTask if that is none of these."""
+    if not has_tools(template):
+        return HERMES
     for call_format in FORMATS:
         if all(mark in template for mark in call_format.told_by) and not any(
             mark in template for mark in call_format.but
         ):
             return call_format
     raise InvalidTask(
-        f"the chat template of model {shown(model)} has no tools, or another way to call them than Hermes' and Qwen's "
+        f"the chat template of model {shown(model)} has another way to call tools than Hermes' and Qwen's "
         "(<tool_call>), Mistral's ([TOOL_CALLS]) and Llama 3's; leave tools out, or ask for a json_schema",
         param="tools",
         code="unsupported_model",

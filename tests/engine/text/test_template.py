@@ -117,7 +117,7 @@ CALLED = [
     ],
 )
 def test_a_content_that_is_null_is_no_text_and_still_none(source, text):
-    assert ChatTemplate("{% set m = messages[1] %}" + source).render(CALLED) == text
+    assert ChatTemplate("{% set m = messages[1] %}{{ tools or '' }}" + source).render(CALLED) == text
 
 
 @pytest.mark.parametrize("name", KNOWN)

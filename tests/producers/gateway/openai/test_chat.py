@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from openai import OpenAI
+from redis import Redis
 
 from engine.text import ChatTemplate, Tokenizer
+from producers.contract import keys
 from producers.contract.record import Record
 from producers.contract.task import Task
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import CARD, TINY, Ask
-from tests.producers.gateway.openai.conftest import MESSAGES, Answering, chunks, ends, says
+from tests.producers.gateway.conftest import CARD, TINY, Ask, Open
+from tests.producers.gateway.openai.conftest import MESSAGES, Answering, chunks, ends, says, send
 
 TOKENIZER = Tokenizer.from_folder(TINY)
 TEMPLATE = ChatTemplate.from_folder(TINY)
@@ -185,11 +189,17 @@ class TestMessages:
         assert TOKENIZER.decode(prompt).endswith("def f(")
         assert prompt == prompt_of(begun, add_generation_prompt=False, continue_final_message=True)
 
-    def test_what_the_template_refuses_is_told_in_its_words(self, chat: Ask, model: str) -> None:
-        answer = chat(messages=[{"role": "tool", "content": "x", "tool_call_id": "1"}])
+    def test_what_the_template_refuses_is_told_in_its_words(self, valkey: Redis, model: str, open_door: Open) -> None:
+        """By a gateway of its own: one remembers a card for 2 s."""
+        template = b"{{ raise_exception('roles must alternate') }}"
+        digest = hashlib.sha256(template).hexdigest()
+        valkey.set(keys.blob(digest), template)
+        card = replace(CARD, files={**CARD.files, "chat_template.jinja": digest})
+        valkey.hset(keys.MODELS, CARD.name, card.to_json())
+        answer = send(open_door().http, "/v1/chat/completions", {"model": model, "messages": MESSAGES})
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "messages")
-        assert "unknown role tool" in error["message"]
+        assert "roles must alternate" in error["message"]
 
 
 def streamed(said: list[Any]) -> str:

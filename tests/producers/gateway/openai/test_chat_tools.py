@@ -11,8 +11,9 @@ import httpx
 import pytest
 from redis import Redis
 
+from engine.text import Tokenizer
 from producers.contract import keys
-from tests.producers.gateway.conftest import CARD, Door, Open
+from tests.producers.gateway.conftest import CARD, TINY, Door, Open
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, chunks, says, send
 
 TEMPLATE = """{% for tool in tools or [] %}{{ tool | tojson }} {% endfor %}<tool_call> arguments
@@ -139,6 +140,28 @@ def test_the_template_for_tools_is_taken_where_there_is_one(
     answering.scripts = [says(*PIECES)]
     answer = send(open_door().http, "/v1/chat/completions", {"model": model, "messages": MESSAGES, "tools": TOOLS})
     assert answer.json()["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_a_model_whose_template_has_no_tools_gets_them_as_text(
+    model: str, http: httpx.Client, answering: Answering
+) -> None:
+    """The bundled model's template, which refuses the role `tool`."""
+    answering.scripts = [says(*PIECES), says("It rains.")]
+    asked: dict[str, Any] = {"model": model, "messages": MESSAGES, "tools": TOOLS}
+    (choice,) = send(http, "/v1/chat/completions", asked).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    calls = choice["message"]["tool_calls"]
+    assert [call["function"]["name"] for call in calls] == ["weather", "now"]
+    told = [{"role": "tool", "tool_call_id": call["id"], "content": "rain"} for call in calls]
+    asked["messages"] = [*MESSAGES, choice["message"], *told]
+    for more in ({}, {"tool_choice": "none"}, {"tools": None}):
+        answer = send(http, "/v1/chat/completions", asked | more).json()["choices"][0]["message"]["content"]
+        assert answer == "It rains."
+    first, _, *without = (Tokenizer.from_folder(TINY).decode(record.task["prompt"]) for record in answering.records)
+    assert '"name": "weather"' in first
+    for prompt in without:
+        assert "You can call functions" not in prompt
+        assert '<tool_call>\n{"name": "weather", "arguments": {"place": "}{"}}\n</tool_call>' in prompt
 
 
 def test_tools_that_are_too_large_are_refused_by_name(calls: str, http: httpx.Client) -> None:

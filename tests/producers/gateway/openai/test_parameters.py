@@ -161,7 +161,6 @@ CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "invalid_value", "unless there are tools"),
     (_tool() | {"parallel_tool_calls": 1}, "parallel_tool_calls", "invalid_type", "true or false"),
     (_tool() | {"regex": "a"}, "regex", "invalid_value", "one form"),
-    (_tool(), "tools", "unsupported_model", "chat template"),
     ({"messages": None}, "messages", "missing_required_parameter", "messages is missing"),
     ({"messages": []}, "messages", "empty_array", "at least one"),
     ({"messages": "hi"}, "messages", "invalid_type", "a list of messages"),

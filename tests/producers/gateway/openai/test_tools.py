@@ -55,9 +55,12 @@ SCHEMAS = {"weather": WEATHER, "now": {"type": "object", "maxProperties": 0}}
 #: What the templates of models have, in which the format shows.
 TEMPLATES = {
     "hermes": (HERMES, '<think> <tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'),
-    "mistral": (MISTRAL, '<think> {{- "[TOOL_CALLS] [" }}'),
-    "nemo": (NEMO, '<think> {{- "[TOOL_CALLS][" }}'),
-    "llama": (LLAMA, 'format {"name": function name, "parameters": dictionary of argument name and its value}.'),
+    "mistral": (MISTRAL, '{{ tools }}<think> {{- "[TOOL_CALLS] [" }}'),
+    "nemo": (NEMO, '{{ tools }}<think> {{- "[TOOL_CALLS][" }}'),
+    "llama": (
+        LLAMA,
+        '{{ tools }}format {"name": function name, "parameters": dictionary of argument name and its value}.',
+    ),
 }
 
 
@@ -243,8 +246,9 @@ def follows(matcher: Matcher, output: Sequence[int]) -> bool:
 def test_the_format_is_that_of_the_template() -> None:
     for style, template in TEMPLATES.values():
         assert format_of("m", template) is style
-    for other in ("{{ messages }}", "<tool_call>\n<function=name> arguments", "[TOOL_CALLS]name[ARGS]{}"):
-        with pytest.raises(InvalidTask, match='chat template of model "m" has no tools') as refused:
+    assert format_of("m", "{{ messages }}") is HERMES, "where a template has no tools, they are spelled out"
+    for other in ("{{ tools }}<tool_call>\n<function=name> arguments", "{{ tools }}[TOOL_CALLS]name[ARGS]{}"):
+        with pytest.raises(InvalidTask, match='chat template of model "m" has another way to call tools') as refused:
             format_of("m", other)
         assert refused.value.param == "tools"
 
