@@ -36,6 +36,7 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=110)
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_looks_for_another_host_fails(tmp_path: Path) -> None:
     if os.geteuid():
         pytest.skip("without root there is no network of its own")

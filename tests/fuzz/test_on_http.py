@@ -14,7 +14,7 @@ from tests.histories import SEED, examples
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_request_is_answered_as_declared() -> None:
-    count = examples(100, 150)
+    count = examples(60, 150)
     findings = on_http.run(count, 7 + SEED)
     assert findings.faults == []
     assert findings.sent == count

@@ -151,11 +151,11 @@ def test_every_history_keeps_the_invariants_and_ends_well(cfg: Cfg) -> None:
     assert not verdict.says, "\n".join([verdict.says, *verdict.trace])
 
 
-#: One of each scenario.
+#: One of each scenario. `make test` takes a fifth of them.
 SOON = {rule.scenario: name for name, rule in reversed(RULES.items()) if name not in LATE}
 
 
-@pytest.mark.parametrize("name", few(RULES, *SOON.values()))
+@pytest.mark.parametrize("name", few(RULES, *[*SOON.values()][::5]))
 def test_without_the_rule_something_breaks(name: str) -> None:
     rule = RULES[name]
     cfg = with_faults(SCENARIOS[rule.scenario], **FAULTS[name]) if name in FAULTS else SMALL[rule.scenario]

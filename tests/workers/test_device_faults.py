@@ -109,7 +109,7 @@ def test_a_device_that_fails_costs_no_token(tmp_path: Path, fatal: str) -> None:
         fault.write_text("hold")
         rig.until(lambda: failing.said("the device has no memory for a step"))
         assert not failing.ends
-        with Worker(url, model="tiny", name="healthy", lease=LEASE, engine=OPTIONS, **REAL) as healthy:
+        with Worker(url, model="tiny", name="healthy", lease=LEASE, engine=OPTIONS, warm=True, **REAL) as healthy:
             healthy.wait_ready(120)
             fault.write_text(fatal)
             rig.until(lambda: failing.ends, 120)

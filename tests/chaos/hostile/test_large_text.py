@@ -20,7 +20,7 @@ from tests.chaos.hostile.stage import TENANT, Stage, stage
 from tests.producers.gateway.conftest import CARD, TINY
 
 pytestmark = pytest.mark.slow
-CALLERS, EACH = 6, 3
+CALLERS, EACH = 6, 2
 
 
 @pytest.fixture(scope="module")

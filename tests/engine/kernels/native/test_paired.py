@@ -25,6 +25,7 @@ from tests.engine.kernels.native.test_kernels import noise
 from tests.engine.kernels.ragged_cases import Case, Shape, ragged_case
 from tests.engine.random_models import VARIANTS, write_model
 from tests.exhaustive import few
+from tests.histories import examples
 
 #: threads -> a kernel set that has the cache's operations alone
 Threads = Callable[[int], Native]
@@ -99,7 +100,7 @@ def cuts(random: Random, count: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("first", few(range(0, 300, 20), 0))
 def test_a_row_is_the_references_and_has_the_same_bits_in_any_cut_and_company(kernels: Threads, first: int) -> None:
-    for seed in range(first, first + 20):
+    for seed in range(first, first + examples(6, 20)):
         check(kernels, seed)
 
 

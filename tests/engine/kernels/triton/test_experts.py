@@ -14,6 +14,7 @@ from engine.kernels.gpu import Gpu
 from engine.kernels.reference import Reference
 from engine.kernels.triton.experts import GroupedProduct, route, sort
 from tests.engine.kernels.triton.conftest import noise
+from tests.histories import TIMES
 
 
 def parts(kernels: Reference, where: torch.device, count: int, chosen: int, width: int, inner: int) -> ExpertParts:
@@ -59,7 +60,7 @@ def test_in_deterministic_mode_a_row_has_the_same_bits_in_any_company(where: tor
     run = kernels.prepare_experts(mixture)
     x, logits = noise(130, 70, dtype=torch.bfloat16).to(where), noise(130, 6, seed=5).to(where)
     whole = run(x, logits)
-    for size in (1, 2, 33, 100):
+    for size in (1, 2, 33, 100) if TIMES else (1, 33):
         assert torch.equal(run(x[-size:], logits[-size:]), whole[-size:]), size
 
 

@@ -119,10 +119,10 @@ def test_a_fifo_queue_orders_by_key_within_a_tenant_and_takes_what_is_sent_again
 async def test_what_is_sent_at_the_same_time_shares_requests(
     broker: SqsBroker, seen: tuple[Aws, Faults], faults: Faults
 ) -> None:
-    await asyncio.gather(*(broker.send(message(f"t{k}")) for k in range(115)))
-    assert faults.asked["SendMessageBatch"] == 12
-    assert len(received(seen[0])) == 115
-    assert (await broker.waiting(QUEUE)).tiers["default"] == 115
+    await asyncio.gather(*(broker.send(message(f"t{k}")) for k in range(35)))
+    assert faults.asked["SendMessageBatch"] == 4
+    assert len(received(seen[0])) == 35
+    assert (await broker.waiting(QUEUE)).tiers["default"] == 35
 
 
 async def test_many_are_sent_though_some_fail_at_first(
