@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
+from engine.grammar.trial import stopped
 from engine.text import Tokenizer
 from producers.client.aio import AsyncClient
 from producers.client.steps import once
@@ -27,8 +30,9 @@ from producers.gateway.http.errors import Problem, body_of, problem_of
 from producers.gateway.http.request_state import Work
 from producers.gateway.openai.batch_lines import COMPLETIONS, answer_line, in_words_of, read_line
 from producers.gateway.openai.completions import MAX_TOKENS
+from producers.gateway.openai.tools import Calling, Tools, format_of, make_calling
 from producers.gateway.tasks.foreground import problem_of_end
-from producers.gateway.text.forms import Forms
+from producers.gateway.text.forms import Forms, Judge
 from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
 from producers.store.access import api_keys, tenants
@@ -84,30 +88,46 @@ class LineEndpoints:
         accounts = await self._accounts(principal.key, tenant)
         if any(self._used_up.charge_of(account) is not None for account in accounts):
             return []
+        calls = {
+            model: await self._call_maker(resolved)
+            for model, resolved in models.items()
+            if any(body.get("tools") for body in bodies if body["model"] == model)
+        }
         if path == COMPLETIONS:
             bodies = [_usual(body, [account.limits for account in accounts]) for body in bodies]
 
-        def plan() -> list[PlannedTask | Answer]:
-            planned: list[PlannedTask | Answer] = []
+        def plan() -> list[_Planned | Answer]:
+            planned: list[_Planned | Answer] = []
             until = time.monotonic() + READ_S
             for body in bodies:
                 if planned and time.monotonic() >= until:
                     break
                 forms = _LineForms(self._forms, first=not planned)
                 try:
-                    plan = _planned(path, body, models[str(body["model"])], forms, principal, tenant)
+                    model = str(body["model"])
+                    call = partial(_call, calls.get(model), forms.judge)
+                    plan = _planned(path, body, models[model], forms, call, principal, tenant)
                 except _Later:
                     break
                 planned.append(plan)
             return planned
 
         planned = await self._threads.run(plan, tenant=tenant or "")
-        if not accounts:
-            return planned
         return [
             entry if isinstance(entry, Answer) else await self._within(accounts, entry, prices, path, body)
             for entry, body in zip(planned, bodies, strict=False)
         ]
+
+    async def _call_maker(self, model: ResolvedModel | UnknownModel) -> _CallMaker | Problem | None:
+        """What makes the model's way to call tools, or the error of lines with tools; None if these are refused
+        anyway."""
+        if isinstance(model, UnknownModel) or "chat" not in model.card["capabilities"]:
+            return None
+        try:
+            template = await self._templates.with_tools(model.card)
+            return _CallMaker(model.card["name"], template, await self._prompts.tokenizer(model.card))
+        except Problem as error:
+            return error
 
     async def charge_refused(self, requests: int, principal: Principal, tenant: str | None) -> None:
         accounts = await self._accounts(principal.key, tenant)
@@ -127,17 +147,21 @@ class LineEndpoints:
     async def _within(
         self,
         accounts: Sequence[Account],
-        plan: PlannedTask,
+        planned: _Planned,
         prices: Prices | None,
         path: str,
         body: Mapping[str, Any],
     ) -> PlannedTask | Answer:
-        """A line's task within limits, and its charge. Its text is counted here, as the gateway counts a caller's."""
+        """A line's task within limits, and its charge. Its text is counted here, as the gateway counts a caller's. Else
+        that is left to the worker, unless the line has tools, which a worker does not know."""
+        plan, template = planned.plan, planned.template
+        if not accounts and not template:
+            return plan
         task, card = plan.task, plan.resolved_model.card
         context, work = int(card["context_length"]), _work(accounts, task.tenant)
         try:
             if task.messages is not None:
-                text = await self._templates.render(card, task.messages, work)
+                text = await self._templates.render(card, task.messages, work, **template)
                 ids = await self._prompts.encode(card, text, work, special=False)
                 task = task.model_copy(update={"prompt": ids, "messages": None})
             elif isinstance(task.prompt, str):
@@ -173,6 +197,34 @@ class LineEndpoints:
             return _refused(error)
 
 
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A line's task, and variables of its chat template that no worker has."""
+
+    plan: PlannedTask
+    template: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _CallMaker:
+    """Makes a model's way to call tools. `template`: its chat template's text."""
+
+    model: str
+    template: str
+    tokenizer: Tokenizer
+
+    def make(self, tools: Tools, judge: Judge) -> Calling:
+        return make_calling(tools, self.template, self.tokenizer, format_of(self.model, self.template), judge)
+
+
+def _call(maker: _CallMaker | Problem | None, judge: Judge, tools: Tools) -> Calling:
+    """The model's way to call a line's tools. Raises Problem, InvalidTask and _Later."""
+    if isinstance(maker, Problem):
+        raise maker
+    assert maker is not None  # the model has a template, as has been checked
+    return maker.make(tools, judge)
+
+
 class _Later(Exception):
     """The line's form needs a trial, which may take seconds: it begins the next block."""
 
@@ -184,15 +236,30 @@ class _LineForms:
     def __init__(self, forms: Forms, *, first: bool) -> None:
         self._forms = forms
         self._first = first
+        self._until = math.inf
         self.worked = False
 
     def check(self, task: Task) -> None:
         """Raises InvalidTask, and _Later."""
         if not self._forms.needs_no_trial(task):
-            if not self._first:
-                raise _Later
-            self.worked = True
+            self._begin_trial()
         self._forms.check_now(task)
+
+    def judge(self, name: str, text: str) -> None:
+        """Judge the form of a tool's arguments. Raises RequestError, also where those of all tools take too long, and
+        _Later."""
+        if not self._forms.is_judged(name, text):
+            self._begin_trial()
+            if time.monotonic() >= self._until:
+                raise stopped(name, f"the forms of the line's tools were not read within {READ_S:g} s")
+        self._forms.judge_now(name, text)
+
+    def _begin_trial(self) -> None:
+        if not self._first:
+            raise _Later
+        if not self.worked:
+            self._until = time.monotonic() + READ_S
+        self.worked = True
 
 
 def _work(accounts: Sequence[Account], tenant: str | None) -> Work:
@@ -215,15 +282,16 @@ def _planned(
     body: Mapping[str, Any],
     model: ResolvedModel | UnknownModel,
     forms: _LineForms,
+    call: Callable[[Tools], Calling],
     principal: Principal,
     tenant: str | None,
-) -> PlannedTask | Answer:
+) -> _Planned | Answer:
     if isinstance(model, UnknownModel):
         return _refused(model, principal)
     fields = {"tier": TIER} if body.get("service_tier") in (None, "auto") else {}
     try:
-        task, more = read_line(path, body, model.card, model.now_ms(), forms.check, **fields, tenant=tenant)
-        check_may_use(principal, task)
+        line = read_line(path, body, model.card, model.now_ms(), forms.check, call, **fields, tenant=tenant)
+        check_may_use(principal, line.task)
     except (Problem, InvalidTask) as error:
         return replace(_refused(error), worked=forms.worked)
     except _Later:
@@ -231,7 +299,7 @@ def _planned(
     except Exception:  # a bug here is the line's error: it must not hold up the batch for ever
         logger.exception("a line of a batch for %s cannot be read", path)
         return _refused(BROKEN)
-    return PlannedTask(task, model, more)
+    return _Planned(PlannedTask(line.task, model, line.more), line.template)
 
 
 def _answer(path: str, finished: Finished, tokenizer: Tokenizer | Answer | None) -> Answer:

@@ -10,6 +10,7 @@ import pytest
 from openai import OpenAI
 
 from tests.conformance.conftest import System, sweeping
+from tests.conformance.test_tools import TOOLS
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -42,6 +43,8 @@ def ended(client: OpenAI, batch_id: str) -> Any:
 def test_a_batch_is_run_to_its_end(client: OpenAI) -> None:
     lines = [request(f"r{k}") for k in range(40)]
     lines[7] = request("r7", temperature="hot")
+    called = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
+    lines[8] = request("r8", **called)
     batch_id = batch_of(client, lines, output_expires_after={"anchor": "created_at", "seconds": 3600})
     batch = until(lambda: ended(client, batch_id), 200)
     counts = batch.request_counts
@@ -50,6 +53,9 @@ def test_a_batch_is_run_to_its_end(client: OpenAI) -> None:
     assert sorted(one["custom_id"] for one in answers) == sorted(f"r{k}" for k in range(40) if k != 7)
     assert {one["response"]["status_code"] for one in answers} == {200}
     assert {one["response"]["body"]["object"] for one in answers} == {"chat.completion"}
+    (choice,) = next(one for one in answers if one["custom_id"] == "r8")["response"]["body"]["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
     (failed,) = [json.loads(line) for line in client.files.content(batch.error_file_id).text.splitlines()]
     assert (failed["custom_id"], failed["response"]["status_code"]) == ("r7", 400)
     assert failed["response"]["body"]["error"]["param"] == "temperature"

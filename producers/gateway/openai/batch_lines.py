@@ -1,13 +1,14 @@
 """The endpoints without HTTP, for the lines of a batch: one line is one task.
 
-url, body, card -> read_line -> Task (the worker renders and tokenises it), fields of its record
+url, body, card -> read_line -> Line: Task (the worker renders and tokenises it, unless it has tools), fields of its
+                                record
 final record, all events -> answer_line -> the body that the endpoint would have answered
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -18,15 +19,16 @@ from producers.contract.task import Task
 from producers.errors import InvalidTask, shown
 from producers.gateway.http.errors import Problem, invalid_value
 from producers.gateway.openai.answer import OutputBatch, named
-from producers.gateway.openai.chat import read_chat
+from producers.gateway.openai.chat import choices_of, read_chat
 from producers.gateway.openai.chat import shape as chat_shape
 from producers.gateway.openai.complete import Choice, Whole
 from producers.gateway.openai.completions import MAX_TOKENS, read_completion
 from producers.gateway.openai.completions import shape as completion_shape
-from producers.gateway.openai.logprobs import CHAT, COMPLETION, ChatLogprobs, CompletionLogprobs
+from producers.gateway.openai.logprobs import COMPLETION, ChatLogprobs, CompletionLogprobs
 from producers.gateway.openai.parameters import TextRequest, check_chats, refused
 from producers.gateway.openai.responses.request import ResponseRequest, read_response
 from producers.gateway.openai.responses.view import body as response_body
+from producers.gateway.openai.tools import Calling, CallSyntax, Tools
 from producers.store.batches import ENDPOINTS
 
 CHATS, COMPLETIONS, RESPONSES = ENDPOINTS
@@ -39,7 +41,6 @@ URLS: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
         "add_generation_prompt": (True,),
         "chat_template_kwargs": ({},),
         "prompt_logprobs": (),
-        "tools": ([],),
     },
     COMPLETIONS: {"stream": (False,), "echo": (False,), "add_special_tokens": (True,)},
     RESPONSES: {
@@ -47,10 +48,29 @@ URLS: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
         "background": (False,),
         "previous_response_id": (),
         "truncation": ("disabled",),
-        "tools": ([],),
     },
 }
-_Read = tuple[TextRequest, Task, ResponseRequest | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line's task, resolved. `more`: fields of its record beside the task's own. `template`: variables of the chat
+    template that no worker has: with some, the messages are to be rendered before the task is queued."""
+
+    task: Task
+    more: Mapping[str, str | int]
+    template: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What a line's body asks for. `response`, `tools`: where it has some."""
+
+    text_request: TextRequest
+    task: Task
+    response: ResponseRequest | None = None
+    tools: Tools | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_line(
@@ -59,31 +79,37 @@ def read_line(
     card: Mapping[str, Any],
     now_ms: int,
     check_form: Callable[[Task], None],
+    call: Callable[[Tools], Calling],
     **fields: Any,
-) -> tuple[Task, dict[str, str | int]]:
-    """A line's task, resolved, and the fields of its record beside the task's own.
+) -> Line:
+    """A line as it is to be queued.
 
     `url`: one of URLS. `card`: of the body's model. `now_ms`: server time. `check_form`: as `Forms.check_now`; it may
-    block. `fields`: the batch's, which go before the line's own. Raises Problem and InvalidTask, which name the
-    parameter at fault.
+    block. `call`: makes the model's way to call tools; it may block, too. `fields`: the batch's, which go before the
+    line's own. Raises Problem and InvalidTask, which name the parameter at fault.
     """
     for name, nothing in URLS[url].items():
         if body.get(name) is not None and body[name] not in nothing:
             raise refused(name, body[name], nothing, "which a line of a batch cannot have")
-    text_request, task, response = _READ[url](body, fields)
-    with text_request.in_its_words():
+    read = _READ[url](body, fields)
+    task, response, calling = read.task, read.response, None
+    with read.text_request.in_its_words():
         if task.messages is not None:
             check_chats(card)
         task = task.resolved(card)
+        if read.tools is not None:
+            calling = call(read.tools)
+            task = task.model_copy(update={"grammar": calling.grammar})
         check_form(task)
-    return task, {} if response is None else response.more(task, response.items, now_ms, None)
+    if response is not None:
+        return Line(task, response.more(task, response.items, now_ms, calling), response.template)
+    return Line(task, {} if calling is None else {"calls": calling.syntax.to_json()}, read.template)
 
 
 def in_words_of(url: str, body: Mapping[str, Any], error: Problem | InvalidTask) -> Problem | InvalidTask:
     """An error of a line's task, in the words of its body, which `read_line` has taken."""
-    text_request, _, _ = _READ[url](body, {})
     try:
-        with text_request.in_its_words():
+        with _READ[url](body, {}).text_request.in_its_words():
             raise error
     except (Problem, InvalidTask) as renamed:
         return renamed
@@ -96,7 +122,8 @@ def answer_line(url: str, record: Record, events: Iterable[Event], tokenizer: To
     n = record.n
     if url == CHATS:
         scorer = None if tokenizer is None else ChatLogprobs(tokenizer)
-        whole = Whole([Choice(scorer, CHAT) for _ in range(n)], n, chat_shape)
+        syntax = CallSyntax.from_json(record.fields.get("calls"))
+        whole = Whole(choices_of(n, scorer, syntax, record.id), n, chat_shape)
         first = _head("chat.completion", "chatcmpl", record)
     else:
         scorers = [None if tokenizer is None else CompletionLogprobs(tokenizer) for _ in range(n)]
@@ -121,11 +148,10 @@ def _head(kind: str, prefix: str, record: Record) -> dict[str, Any]:
 
 def _chat(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
     read = read_chat(body, None)
-    return (
-        read.text_request,
-        read.text_request.task(None, messages=read.messages, logprobs=read.logprobs, **fields),
-        None,
-    )
+    task = read.text_request.task(None, messages=read.messages, logprobs=read.logprobs, **fields)
+    # What else is in the template's variables, a line cannot ask for.
+    template = {} if read.tools is None else {"tools": read.tools.shown}
+    return _Read(read.text_request, task, tools=read.tools, template=template)
 
 
 def _completion(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
@@ -135,7 +161,7 @@ def _completion(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
             "prompt", f"prompt is {shown(body['prompt'])}; in a batch, a line has one prompt, which is not empty"
         )
     defaults = {} if "max_tokens" in read.text_request.fields else {"max_tokens": MAX_TOKENS}
-    return read.text_request, read.text_request.task(read.prompts[0], **defaults, **fields), None
+    return _Read(read.text_request, read.text_request.task(read.prompts[0], **defaults, **fields))
 
 
 def _response(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
@@ -143,7 +169,7 @@ def _response(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
     text_request = replace(read.text_request, service_tier=fields.get("tier", read.text_request.service_tier))
     # Its answer is in the batch's files alone: nobody comes back for it by its id.
     read = replace(read, text_request=text_request, store=False)
-    return read.text_request, read.task(messages=read.messages(read.items), **fields), read
+    return _Read(read.text_request, read.task(messages=read.messages(read.items), **fields), read, read.tools)
 
 
 _READ: Final[dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], _Read]]] = {

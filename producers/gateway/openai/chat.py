@@ -143,10 +143,7 @@ async def create(request: Request) -> Response:
         if text_request.stream:
             stream = _Stream(chat, Chunks(first, text_request, [len(task.prompt)] * chat.n), scorer, syntax)
             return ChunkStream(stream.chunks(foreground), foreground, gateway)
-        choices = [
-            Choice(scorer, CHAT) if syntax is None else CallingChoice(scorer, syntax, foreground.ids[0], index)
-            for index in range(chat.n)
-        ]
+        choices = choices_of(chat.n, scorer, syntax, foreground.ids[0])
         whole = Whole(choices, chat.n, shape, scored)
         return await whole_answer(request, gateway, foreground, whole, first)
 
@@ -203,6 +200,13 @@ async def _prompt(
         prompt = await gateway.prompts.encode(card, text, work, special=False)
         task.model_copy(update={"prompt": prompt}).check(card)
         return prompt
+
+
+def choices_of(n: int, scorer: ChatLogprobs | None, syntax: CallSyntax | None, task_id: str) -> list[Choice]:
+    """The choices of a task. `syntax`: of their calls, if they may have some."""
+    if syntax is None:
+        return [Choice(scorer, CHAT) for _ in range(n)]
+    return [CallingChoice(scorer, syntax, task_id, index) for index in range(n)]
 
 
 def shape(index: int, choice: Choice) -> Iterator[bytes | bytearray]:

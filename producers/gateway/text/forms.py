@@ -48,8 +48,8 @@ class _Turn:
 
 
 class Forms:
-    """Judges the forms of tasks. Use it from one event loop, but for `needs_no_trial` and `check_now`.
-    Call `close` after use."""
+    """Judges the forms of tasks. Use it from one event loop, but for `needs_no_trial`, `is_judged`, and what ends with
+    `_now`. Call `close` after use."""
 
     def __init__(self, trials: Trials | None = None) -> None:
         #: Where llguidance is not installed, the worker alone judges.
@@ -71,7 +71,7 @@ class Forms:
     def needs_no_trial(self, task: Task) -> bool:
         """Whether `check_now` needs no trial. Raises InvalidTask for a form of too many parts."""
         form = _form(task)
-        return form is None or not self._installed or self._trials.is_judged(*form)
+        return form is None or self.is_judged(*form)
 
     def check_now(self, task: Task) -> None:
         """The same for the lines of batches, on a thread that may wait."""
@@ -82,6 +82,15 @@ class Forms:
             self._trials.check(*form)
         except RequestError as error:
             raise _invalid(error) from None
+
+    def is_judged(self, name: str, text: str) -> bool:
+        """Whether `judge_now` needs no trial."""
+        return not self._installed or self._trials.is_judged(name, text)
+
+    def judge_now(self, name: str, text: str) -> None:
+        """Judge a form, on a thread that may wait. Raises RequestError if it cannot be followed."""
+        if self._installed:
+            self._trials.check(name, text)
 
     async def run(self, work: Work, forms: Sequence[tuple[str, str]], judging: Callable[[Judge], T]) -> T:
         """Run `judging`, which judges these forms, on a thread: in its tenant's turn if one of them needs a trial.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,15 +10,19 @@ import httpx
 import pytest
 from redis import Redis
 
+from producers import AsyncClient
 from producers.contract import keys
 from producers.contract.record import Record
-from producers.contract.task import Task
 from producers.errors import InvalidTask
+from producers.gateway.batch_endpoints import LineEndpoints
 from producers.gateway.http.errors import Problem
 from producers.gateway.openai.batch_lines import CHATS, COMPLETIONS, RESPONSES, answer_line, read_line
+from producers.gateway.openai.tools import Calling, Tools
 from producers.gateway.text.forms import Forms
+from producers.sweeper.batches.endpoint import Answer, Finished, PlannedTask
 from tests.producers.gateway.conftest import CARD, Door
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, says
+from tests.producers.gateway.openai.test_chat_tools import PIECES, PLACE
 
 BODIES: dict[str, dict[str, Any]] = {
     CHATS: {"messages": MESSAGES, "n": 2, "stop": "x"},
@@ -36,7 +41,8 @@ def test_a_line_is_answered_as_its_endpoint_answers(
     body = {"model": model, **BODIES[url]}
     answering.scripts = [says("Hello", " world", n=body.get("n", 1), reason="length")]
     answer = http.post(url, json=body).json()
-    task, more = read_line(url, body, json.loads(CARD.to_json()), 5_000, FORMS.check_now, tier="batch", ttl=60)
+    line = read_line(url, body, json.loads(CARD.to_json()), 5_000, FORMS.check_now, call, tier="batch", ttl=60)
+    task, more = line.task, line.more
     assert (task.tier, task.ttl, task.temperature) == ("batch", 60, body.get("temperature", 0.7))
     (asked,) = answering.records
     fields = Record.parse(asked.id, valkey.hgetall(keys.task(asked.id))).fields
@@ -45,6 +51,62 @@ def test_a_line_is_answered_as_its_endpoint_answers(
     assert {k: v for k, v in said.items() if k not in OWN} == {k: v for k, v in answer.items() if k not in OWN}
     if url == RESPONSES:
         assert (said["service_tier"], said["store"]) == ("batch", False)
+
+
+def call(tools: Tools) -> Calling:
+    """Of lines without tools."""
+    raise AssertionError(tools)
+
+
+NESTED: Any = [{"type": "function", "function": {"name": "weather", "parameters": PLACE}}]
+WITH_TOOLS: dict[str, dict[str, Any]] = {
+    CHATS: {"messages": MESSAGES, "tools": [*NESTED, {"type": "function", "function": {"name": "now"}}], "n": 2},
+    RESPONSES: {"input": "Rain?", "tools": [{"type": "function", "name": name} for name in ("weather", "now")]},
+}
+
+
+@pytest.mark.parametrize("url", WITH_TOOLS)
+async def test_a_line_with_tools_is_queued_and_answered_as_by_its_endpoint(
+    url: str, door: Door, http: httpx.Client, model: str, answering: Answering, valkey: Redis, valkey_url: str
+) -> None:
+    """Its prompt is made before it is queued: a worker knows no tools."""
+    body = {"model": model, **WITH_TOOLS[url]}
+    answering.scripts = [says(*PIECES, n=body.get("n", 1))]
+    answer = await asyncio.to_thread(lambda: http.post(url, json=body).json())
+    (asked,) = answering.records
+    all_events = await asyncio.to_thread(lambda: door.run(events(door, asked.id)))
+    async with AsyncClient(valkey_url) as client:
+        endpoints = LineEndpoints(client)
+        wrong = body | {"tools": [{"type": "mcp"}]}
+        planned, refused, none = await endpoints.tasks(url, [body, wrong, body | {"tool_choice": "none"}])
+        assert isinstance(planned, PlannedTask)
+        assert list(planned.task.prompt) == asked.task["prompt"]
+        assert planned.task.grammar == asked.task["grammar"]
+        assert isinstance(refused, Answer)
+        assert json.loads(refused.body)["error"]["param"] == "tools[0].type"
+        assert isinstance(none, PlannedTask)
+        assert (none.task.grammar, none.more.get("calls")) == (None, None)
+        fields = Record.parse(asked.id, valkey.hgetall(keys.task(asked.id))).fields
+        record = Record(asked.id, dict(fields) | {name: str(value) for name, value in planned.more.items()})
+        (said,) = await endpoints.answers(url, [Finished(body, record, all_events)])
+        endpoints.close()
+    made = json.loads(said.body)
+    assert {k: v for k, v in made.items() if k not in OWN} == {k: v for k, v in answer.items() if k not in OWN}
+    assert "weather" in json.dumps(made)
+
+
+async def test_the_forms_of_a_line_s_tools_take_their_turn(valkey_url: str, model: str) -> None:
+    """One that is to be tried begins the next block, as other forms do."""
+    odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^a{1,9}$"}}}
+    body: dict[str, Any] = {"model": model, "messages": MESSAGES}
+    tool = {"type": "function", "function": {"name": "f", "parameters": odd}}
+    async with AsyncClient(valkey_url) as client:
+        endpoints = LineEndpoints(client)
+        assert len(await endpoints.tasks(CHATS, [body, body | {"tools": [tool]}, body])) == 1
+        first = await endpoints.tasks(CHATS, [body | {"tools": [tool]}, body])
+        endpoints.close()
+    assert [type(entry) for entry in first] == [PlannedTask, PlannedTask]
+    assert "calls" in first[0].more  # type: ignore[union-attr]
 
 
 async def events(door: Door, task_id: str) -> list[Any]:
@@ -65,7 +127,7 @@ async def events(door: Door, task_id: str) -> list[Any]:
 )
 def test_what_a_line_may_not_ask_for(url: str, fields: dict[str, Any], param: str) -> None:
     with pytest.raises((Problem, InvalidTask)) as caught:
-        read_line(url, {"model": "tiny", **BODIES[url], **fields}, json.loads(CARD.to_json()), 0, FORMS.check_now)
+        read_line(url, {"model": "tiny", **BODIES[url], **fields}, json.loads(CARD.to_json()), 0, FORMS.check_now, call)
     assert caught.value.param == param
 
 
@@ -73,13 +135,13 @@ def test_what_a_line_may_not_ask_for(url: str, fields: dict[str, Any], param: st
 def test_a_model_without_a_template_is_refused_as_by_the_endpoint(url: str) -> None:
     card = json.loads(CARD.to_json()) | {"capabilities": ["generate"]}
     with pytest.raises(InvalidTask, match="send its prompts to /v1/completions") as caught:
-        read_line(url, {"model": "tiny", **BODIES[url]}, card, 0, FORMS.check_now)
+        read_line(url, {"model": "tiny", **BODIES[url]}, card, 0, FORMS.check_now, call)
     assert (caught.value.param, caught.value.code) == ("model", "unsupported_model")
 
 
 def test_messages_are_left_to_the_worker() -> None:
-    task, _ = read_line(
-        RESPONSES, {"model": "tiny", **BODIES[RESPONSES]}, json.loads(CARD.to_json()), 0, FORMS.check_now
-    )
-    assert isinstance(task, Task)
+    body = {"model": "tiny", **BODIES[RESPONSES]}
+    line = read_line(RESPONSES, body, json.loads(CARD.to_json()), 0, FORMS.check_now, call)
+    task = line.task
+    assert line.template == {}
     assert [message["role"] for message in task.messages or ()] == ["system", "user"]
