@@ -58,6 +58,7 @@ _ANNOTATIONS: Final = frozenset(
         *("contentMediaType", "contentEncoding", "contentSchema", "discriminator", "example", "$schema"),
     }
 )
+_COUNTS: Final = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
 _NUMERIC: Final = ("number", "integer")
 _NULL: Final = {"type": "null"}
 _LOOK_AROUND: Final = re.compile(r"\(\?(?:[=!]|<[=!])")
@@ -254,11 +255,11 @@ class _Rewriter:
         outer: Mapping[str, bool] | None,
     ) -> None:
         """What else holds in the place, and what closes it: the first group of alternatives, or the schema itself."""
-        forbids = schema.get("unevaluatedProperties") is False
+        forbids = schema.get("unevaluatedProperties") is False and self._forbid(made, facts, path)
         groups = [name for name in _ALTERNATIVES if isinstance(made.get(name), list)]
         beside = self._facts(schema, but=groups[:1])
         names = {name: listed or (outer or {}).get(name, False) for name, listed in beside.names.items()}
-        names = {**(outer or {}), **names}
+        names = names if forbids else {**(outer or {}), **names}
         closes = (forbids or (outer is not None and not self._open)) and not beside.open
         if isinstance(made.get("allOf"), list):
             made["allOf"] = [self._part(one, (*path, f"allOf[{at}]")) for at, one in enumerate(made["allOf"])]
@@ -284,6 +285,18 @@ class _Rewriter:
                 properties[name] = True if names[name] or not self._one_document else self._anything()
         made |= {"properties": properties} if properties else {}
         made["additionalProperties"] = False
+
+    def _forbid(self, made: dict[str, Any], facts: _Facts, path: tuple[str, ...]) -> bool:
+        """Whether `unevaluatedProperties: false` can be followed, by closing the place to all but its own names."""
+        opened = self._open and any(name in made for name in _ALTERNATIVES)
+        if not opened and (not facts.open or not _combines(made)):
+            del made["unevaluatedProperties"]
+            if facts.open:
+                made.setdefault("additionalProperties", False)
+            return True
+        if self._drop:
+            self._leave_out(made, path, "unevaluatedProperties")
+        return False
 
     def _alternative(
         self, group: str, schema: Any, path: tuple[str, ...], outer: Mapping[str, bool] | None, alone: bool
@@ -416,6 +429,9 @@ class _Rewriter:
         made = dict(schema)
         if "format" in made and made["format"] not in FORMATS:
             del made["format"]
+        for name in _COUNTS & made.keys():  # JSON Schema's integers may be written as 2.0
+            if isinstance(made[name], float) and made[name].is_integer():
+                made[name] = int(made[name])
         if made.pop("nullable", False) is True and isinstance(made["type"], str | list):
             kinds = [made["type"]] if isinstance(made["type"], str) else list(made["type"])
             made["type"] = kinds if "null" in kinds else [*kinds, "null"]
@@ -437,7 +453,7 @@ class _Rewriter:
         for name in sorted(UNSUPPORTED & made.keys()):
             if _says_nothing(name, made[name], made):
                 del made[name]
-            elif self._drop:
+            elif self._drop and not (name == "unevaluatedProperties" and made[name] is False):
                 self._leave_out(made, path, name)
         if id(schema.get("oneOf")) in self._apart and "anyOf" not in made:
             made["anyOf"] = made.pop("oneOf")
@@ -560,7 +576,7 @@ def _says_nothing(name: str, value: Any, made: Mapping[str, Any]) -> bool:
         case "propertyNames":
             return value is True or value in ({}, {"type": "string"})
         case "unevaluatedProperties":
-            return isinstance(value, bool) or bool(value == {})
+            return value is True or bool(value == {})
         case "unevaluatedItems":
             return value is True or bool(value == {})
         case _:
