@@ -58,6 +58,14 @@ _ANNOTATIONS: Final = frozenset(
         *("contentMediaType", "contentEncoding", "contentSchema", "discriminator", "example", "$schema"),
     }
 )
+#: The keywords that llguidance knows. Beside a reference or alternatives it takes any other for a further schema.
+_KNOWN: Final = UNSUPPORTED | {
+    *("type", "const", "enum", "format", "pattern", "nullable", "required", "$ref", "multipleOf", *_IN_PLACE),
+    *("items", "prefixItems", "additionalItems", "additionalProperties", "$dynamicAnchor", "$recursiveAnchor"),
+    *("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", *_BY_NAME, *_LOW, *_HIGH),
+    *("$anchor", "$schema", "$id", "id", "$comment", "title", "description", "default", "examples"),
+    *("readOnly", "writeOnly", "contentMediaType", "contentEncoding"),
+}
 _COUNTS: Final = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
 _NUMERIC: Final = ("number", "integer")
 _NULL: Final = {"type": "null"}
@@ -170,6 +178,7 @@ class _Rewriter:
         everything = list(_schemas(root))
         #: In a schema with an address of its own "#/..." leads elsewhere.
         self._one_document = not any(map(_has_address, everything[1:]))
+        self._addresses = {"", *(node["$id"] for node in everything if isinstance(node.get("$id"), str))}
         #: Properties that tell the alternatives of a `oneOf` apart, by the id of the object of properties.
         self._telling: dict[int, str] = {}
         #: The ids of lists of alternatives of which no value is of two.
@@ -375,6 +384,8 @@ class _Rewriter:
 
     def _resolve(self, reference: str) -> Any:
         """The schema at a pointer into this one; None if there is none."""
+        if reference == self._root.get("$id"):
+            return self._root
         if reference != "#" and not reference.startswith("#/"):
             return None
         node: Any = self._root
@@ -405,15 +416,31 @@ class _Rewriter:
         if _disjoint(values) or _disjoint(types):
             self._apart.add(id(alternatives))
             return
-        listed = [branch.get("properties") for branch in branches]
-        if not all(isinstance(properties, dict) for properties in listed):
-            return
-        for name in listed[0]:
-            each = [_values(properties.get(name)) for properties in listed]
-            if _disjoint(each) and all(self._telling.get(id(properties), name) == name for properties in listed):
-                self._telling |= {id(properties): name for properties in listed}
+        told = [self._texts(branch) for branch in branches]
+        for name in told[0]:
+            each = [texts.get(name) for texts in told]
+            holders = [id(found[1]) for found in each if found is not None]
+            free = all(self._telling.get(holder, name) == name for holder in holders)
+            if free and _disjoint([None if found is None else found[0] for found in each]):
+                self._telling |= dict.fromkeys(holders, name)
                 self._apart.add(id(alternatives))
                 return
+
+    def _texts(self, schema: dict[str, Any]) -> dict[str, tuple[set[Any], dict[str, Any]]]:
+        """The properties of which a schema lists the texts, by name: the texts, and the properties that it is in."""
+        texts: dict[str, tuple[set[Any], dict[str, Any]]] = {}
+        todo: list[Any] = [schema]
+        for _ in range(_DEPTH):
+            if not todo:
+                break
+            node = self._target(todo.pop())
+            if isinstance(node, dict):
+                properties = node.get("properties")
+                for name, value in properties.items() if isinstance(properties, dict) else ():
+                    if (listed := _values(value)) is not None:
+                        texts.setdefault(name, (listed, properties))
+                todo += node["allOf"] if isinstance(node.get("allOf"), list) else []
+        return texts
 
     def _target(self, schema: Any) -> Any:
         for _ in range(_DEPTH):
@@ -426,7 +453,7 @@ class _Rewriter:
 
     def _keywords(self, schema: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
         """The schema's keywords as llguidance has them."""
-        made = dict(schema)
+        made = {name: value for name, value in schema.items() if name in _KNOWN}
         if "format" in made and made["format"] not in FORMATS:
             del made["format"]
         for name in _COUNTS & made.keys():  # JSON Schema's integers may be written as 2.0
@@ -474,7 +501,7 @@ class _Rewriter:
         kinds = made.get("type", "object")
         if not ((isinstance(kinds, str) and kinds in _TYPES) or (isinstance(kinds, list) and {*kinds} <= _TYPES)):
             self._leave_out(made, path, "type")
-        if isinstance(made.get("$ref"), str) and not made["$ref"].startswith("#"):
+        if isinstance(made.get("$ref"), str) and made["$ref"].partition("#")[0] not in self._addresses:
             self._leave_out(made, path, "$ref")
         if isinstance(properties := made.get("properties"), dict) and not properties.keys() <= {*required}:
             closed = made.get("additionalProperties", self._open) is False

@@ -12,8 +12,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
-import pytest
-
 from engine.errors import RequestError
 from engine.grammar.schema import bounded
 from engine.grammar.source import form_of, new_rules
@@ -66,9 +64,7 @@ def suite() -> dict[str, list[dict[str, Any]]]:
         return {path.stem: json.loads(files.read(str(path))) for path in paths}
 
 
-@pytest.fixture(scope="module")
-def outcome() -> tuple[Counter[str], Counter[str], list[tuple[str, str, str]]]:
-    """Refused schemas, and valid texts that are never written, by file; invalid texts that may be written."""
+def test_an_output_is_valid_and_what_is_refused_or_never_written_is_known() -> None:
     from llguidance import LLTokenizer
 
     tokenizer = LLTokenizer("byte")
@@ -94,16 +90,6 @@ def outcome() -> tuple[Counter[str], Counter[str], list[tuple[str, str, str]]]:
                 never[name] += bool(test["valid"] and not written)
                 if written and not test["valid"]:
                     wrong.append((name, case["description"], test["description"]))
-    return refused, +never, wrong
-
-
-def test_an_output_is_valid(outcome: tuple[Counter[str], Counter[str], list[tuple[str, str, str]]]) -> None:
-    assert outcome[2] == []
-
-
-def test_what_is_refused_is_known(outcome: tuple[Counter[str], Counter[str], list[tuple[str, str, str]]]) -> None:
-    assert dict(outcome[0]) == REFUSED
-
-
-def test_what_is_never_written_is_known(outcome: tuple[Counter[str], Counter[str], list[tuple[str, str, str]]]) -> None:
-    assert dict(outcome[1]) == NEVER
+    assert wrong == []
+    assert dict(refused) == REFUSED
+    assert dict(+never) == NEVER
