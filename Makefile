@@ -88,6 +88,7 @@ lock: $(TOOLS)/.installed  ## Lock what pyproject.toml asks for; move versions b
 	$(COMPILE) $(UPGRADE) requirements/build.in -c requirements/dev.txt -o requirements/build.txt
 	$(COMPILE) $(UPGRADE) requirements/tools.in -o requirements/tools.txt
 	$(COMPILE) $(UPGRADE) --no-deps requirements/lm-eval.in -o requirements/lm-eval.txt
+	$(COMPILE) $(UPGRADE) --no-deps requirements/agents.in -o requirements/agents.txt
 	$(COMPILE) $(UPGRADE) --no-deps requirements/node.in -o requirements/node.txt
 	$(COMPILE) $(UPGRADE) --no-deps requirements/kube.in -o requirements/kube.txt
 
@@ -119,6 +120,8 @@ audit: $(TOOLS)/.installed  ## Fail for packages with known vulnerabilities, whe
 	$(BIN)/python -m $(INSTALL) -r requirements/build.txt
 	@# Of what lm-eval depends on, its client for an HTTP server needs only what `dev` has; the rest is 400 MB.
 	$(BIN)/python -m $(INSTALL) -r requirements/dev.txt -r requirements/lm-eval.txt
+	@# A client of a test's, in a folder of its own: it wants another websockets than the gateway has.
+	rm -rf .venv/agents && $(BIN)/python -m $(INSTALL) --target .venv/agents -r requirements/agents.txt
 	@# With what else its build asks for: that for CUDA has libraries of NVIDIA's.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements/torch.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --no-build-isolation -e .
