@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Container, Mapping
 from http import HTTPStatus
+from typing import Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -48,6 +49,42 @@ FULL = "The memory or disk of the store or the broker is full: nothing new is ta
 #: 409 and 5xx.
 RETRY_AFTER = {"retry-after": "1"}
 ONCE = {"x-should-retry": "false"}
+_OPENAI: Final = "POST /v1/chat/completions takes messages, POST /v1/completions a text; GET /v1/models lists models"
+_GENERATES: Final = f"the models here generate text. {_OPENAI}"
+#: Paths of other servers, or beginnings of such -> what is not offered, and what to use.
+ELSEWHERE: Final = {
+    "/v1/embeddings": f"Embeddings are not offered: {_GENERATES}",
+    "/v1/rerank": f"Reranking is not offered: {_GENERATES}",
+    "/v1/score": f"Scores of pairs are not offered: {_GENERATES}",
+    "/v1/moderations": f"Moderation is not offered: {_GENERATES}",
+    "/v1/audio": f"Audio is not offered: {_GENERATES}",
+    "/v1/images": f"Images are not offered: {_GENERATES}",
+    "/v1/realtime": f"Realtime sessions are not offered: {_GENERATES}, and both stream",
+    "/v1/fine_tuning": f"Fine-tuning is not offered: {_GENERATES}",
+    "/v1/assistants": "Assistants are not offered: POST /v1/responses keeps conversations",
+    "/v1/threads": "Threads are not offered: POST /v1/responses keeps conversations",
+    "/v1/vector_stores": "Vector stores are not offered: POST /v1/files takes input of batches",
+    "/v1/messages/count_tokens": "Not offered: POST /v1/responses/input_tokens and POST /tokenize count tokens",
+    "/v1/messages": f"Anthropic's Messages are not offered: {_OPENAI}",
+    "/api": f"Ollama's API is not offered: {_OPENAI}. An Ollama client that speaks OpenAI's API needs the URL with /v1",
+    "/version": "There is no /version: the release is info.version of GET /openapi.json",
+    "/rerank": f"Reranking is not offered: {_GENERATES}",
+    "/score": f"Scores of pairs are not offered: {_GENERATES}",
+    "/pooling": f"Pooling is not offered: {_GENERATES}",
+    **{
+        f"/{name}": f"The path lacks /v1: it is /v1/{name}. A client's base URL ends with /v1"
+        for name in (
+            "chat/completions",
+            "completions",
+            "responses",
+            "models",
+            "embeddings",
+            "batches",
+            "files",
+            "tasks",
+        )
+    },
+}
 #: HTTP status of a request whose client left before the answer; it is only counted.
 CLIENT_LEFT = 499
 
@@ -92,6 +129,12 @@ def check_given(values: Container[str], *needed: str) -> None:
     for name in needed:
         if name not in values:
             raise Problem(400, f"{name} is missing", code="missing_required_parameter", param=name)
+
+
+def no_such_path(path: str) -> Problem | None:
+    """The error for a path that clients of other servers know; None for any other."""
+    known = next((name for name in ELSEWHERE if path == name or path.startswith(f"{name}/")), None)
+    return None if known is None else Problem(404, f"{ELSEWHERE[known]}.", code="not_found")
 
 
 def media_type(message: str, **accept: str) -> Problem:
@@ -216,6 +259,8 @@ def _invalid(error: RequestValidationError) -> Problem:
 
 async def _handle(request: Request, error: Exception) -> JSONResponse:
     problem = problem_of(error, getattr(request.state, "principal", LOCAL))
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        problem = no_such_path(request.url.path) or problem
     work = request.scope["state"].get("work") if "state" in request.scope else None
     if work is not None and work.done and 400 <= problem.status < 500:
         await request.app.state.gateway.accounts.charge_refused(request, work)

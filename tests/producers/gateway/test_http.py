@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from producers.gateway.http.errors import ELSEWHERE
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door, Open, Submit, until
 
@@ -193,6 +194,36 @@ class TestProxies:
         monkeypatch.setattr(door.app.state.gateway.client, "models", lambda: 1 / 0)
         assert httpx.get(f"{door.url}/v1/models", headers={"x-forwarded-for": said}).status_code == 500
         assert f"(GET /v1/models of {named}) failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "said"),
+    [
+        ("POST", "/v1/embeddings", "Embeddings are not offered"),
+        ("POST", "/v1/rerank", "Reranking is not offered"),
+        ("POST", "/v2/rerank", "nothing at this URL"),
+        ("POST", "/v1/moderations", "Moderation is not offered"),
+        ("POST", "/v1/messages", "Anthropic's Messages are not offered"),
+        ("POST", "/v1/messages/count_tokens", "POST /v1/responses/input_tokens and"),
+        ("POST", "/api/chat", "Ollama's API is not offered"),
+        ("GET", "/api/tags", "GET /v1/models lists models"),
+        ("GET", "/version", "GET /openapi.json"),
+        ("POST", "/chat/completions", "it is /v1/chat/completions"),
+        ("GET", "/models", "it is /v1/models"),
+        ("GET", "/apis", "nothing at this URL"),
+    ],
+)
+def test_a_path_of_another_server_says_what_there_is(http: httpx.Client, method: str, path: str, said: str) -> None:
+    answer = http.request(method, path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    assert said in answer.json()["error"]["message"]
+
+
+def test_what_is_named_in_place_of_another_path_is_there(http: httpx.Client) -> None:
+    paths = http.get("/openapi.json").json()["paths"].keys() | {"/openapi.json", "/v1"}
+    named = {path for text in ELSEWHERE.values() for path in re.findall(r"(?:GET|POST) (/[\w/.]+\w)", text)}
+    assert named <= paths
+    assert not ELSEWHERE.keys() & paths
 
 
 def test_the_page_at_the_root_leads_on(http: httpx.Client) -> None:

@@ -20,9 +20,9 @@ from producers.errors import TaskNotFound, UnknownModel, shown
 from producers.gateway.admission.limits import check_may_use
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http import idempotency
-from producers.gateway.http.authorization import CANCELS, READS, SUBMITS_TASKS, principal_of, tenant_of
+from producers.gateway.http.authorization import CANCELS, READS, SUBMITS, SUBMITS_TASKS, principal_of, tenant_of
 from producers.gateway.http.errors import Problem, invalid_value
-from producers.gateway.http.request_body import checked, read_object
+from producers.gateway.http.request_body import SETTINGS, checked, read_object
 from producers.gateway.http.request_state import resolve, work_of
 from producers.gateway.openai.answer import respond
 from producers.gateway.openai.logprobs import ChatLogprobs
@@ -56,6 +56,12 @@ RESPONSE: Final = {
         "status": {"enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]},
         "output": {"type": "array", "items": {"type": "object"}},
     },
+}
+#: A count's JSON schema, for OpenAPI.
+COUNT: Final = {
+    "type": "object",
+    "required": ["object", "input_tokens"],
+    "properties": {"object": {"const": "response.input_tokens"}, "input_tokens": {"type": "integer"}},
 }
 _JSON: Final = {"application/json": {"schema": RESPONSE}}
 _BOTH: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {**_JSON, "text/event-stream": {}}}}
@@ -133,6 +139,31 @@ async def create(request: Request) -> Response:
         return found, found.task()
 
     return await make(request, gateway, *await checked(request, read))
+
+
+@router.post(
+    "/input_tokens",
+    dependencies=SUBMITS,
+    response_class=JSONResponse,
+    response_model=None,
+    responses={200: {"content": {"application/json": {"schema": COUNT}}}, **errors(404, 413, 415, 429)},
+    openapi_extra=PARAMETERS.openapi(),
+)
+async def input_tokens(request: Request) -> Response:
+    """Count the input tokens of a response that would be created with this body. Nothing is created."""
+    gateway = gateway_of(request)
+    body, tenant = await read_object(request, min(gateway.settings.max_body, SETTINGS)), tenant_of(request)
+
+    def read() -> tuple[ResponseRequest, Task]:
+        found = read_response(body, tenant)
+        return found, found.task()
+
+    response_request, task = await checked(request, read)
+    check_may_use(principal_of(request), task)
+    resolved = await resolve(request, gateway.client, task.model)
+    items = await _conversation(request, response_request)
+    task, _ = await conversation.fitted(gateway, resolved.card, response_request, task, items, work_of(request))
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": len(task.prompt or ())})
 
 
 @router.get(
@@ -233,13 +264,8 @@ async def make(request: Request, gateway: Gateway, response_request: ResponseReq
     if prompts is not None:  # its record has its conversation
         task = task.model_copy(update={"prompt": prompts[0]})
     else:
-        earlier = (
-            [] if response_request.previous is None else await conversation.before(request, response_request.previous)
-        )
-        work = work_of(request)
-        task, items = await conversation.fitted(
-            gateway, resolved.card, response_request, task, [*earlier, *items], work
-        )
+        items = await _conversation(request, response_request)
+        task, items = await conversation.fitted(gateway, resolved.card, response_request, task, items, work_of(request))
     with response_request.text_request.in_its_words():
         (task,) = await gateway.accounts.sized(request, [task])
         task = bounded(task, resolved.card).resolved(resolved.card)
@@ -250,6 +276,13 @@ async def make(request: Request, gateway: Gateway, response_request: ResponseReq
     scorer = None if task.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(resolved.card))
     kind = _background if response_request.background else _foreground
     return await kind(request, gateway, response_request, task, more, scorer)
+
+
+async def _conversation(request: Request, response_request: ResponseRequest) -> list[Item]:
+    """The items of the responses before a request, and its own. Raises as `conversation.before`."""
+    if response_request.previous is None:
+        return response_request.items
+    return [*await conversation.before(request, response_request.previous), *response_request.items]
 
 
 async def _background(
