@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Final, TypeVar
 
@@ -19,7 +19,7 @@ from workers.cli.client import ENDED, PATIENCE_S, Gateway, Refused, Unreachable,
 from workers.cli.commands import Commands
 from workers.cli.exits import CALLER_STATUS, Exit, Failure, touching
 from workers.cli.options import DEFAULT_URL, Json, Url, finite
-from workers.cli.terminal import printable, say
+from workers.cli.terminal import note, printable, say
 
 #: Longest first line (bytes) that is read for its URL.
 LINE: Final = 4 << 20
@@ -104,8 +104,12 @@ def listed(
     url: Url = DEFAULT_URL,
 ) -> None:
     """List batches, the newest first."""
+    count = 0
     for batch in Gateway(url).batches(limit):
+        count += 1
         say(json.dumps(batch) if as_json else _row(batch))
+    if not count and not as_json:
+        note("There are no batches; penstock batch submit FILE makes one.")
 
 
 def _row(batch: dict[str, Any]) -> str:
@@ -142,7 +146,7 @@ def wait(
 ) -> None:
     """Wait until a batch ends, and write its answers.
 
-    Exit status 0: it completed, also if some of its requests failed.
+    Exit status 1: it did not complete, or some of its requests failed.
     """
     _wait(Gateway(url), batch_id, output, errors, timeout)
 
@@ -154,7 +158,7 @@ def _wait(gateway: Gateway, batch_id: str, output: Path | None, errors: Path | N
     except KeyboardInterrupt:
         raise Failure(f"interrupted; the batch goes on: penstock batch wait {batch_id}", Exit.INTERRUPTED) from None
     _write(gateway, batch, output, errors)
-    _report(batch, errors)
+    _report(gateway, batch, errors)
 
 
 def _ended(gateway: Gateway, batch_id: str, timeout: float | None) -> dict[str, Any]:
@@ -189,12 +193,15 @@ def _write(gateway: Gateway, batch: dict[str, Any], output: Path | None, errors:
         _opened(errors).close()
 
 
-def _report(batch: dict[str, Any], errors: Path | None) -> None:
-    """Say on standard error how the batch ended. Raises Failure for one that did not complete."""
+def _report(gateway: Gateway, batch: dict[str, Any], errors: Path | None) -> None:
+    """Say on standard error how the batch ended. Raises Failure for one that did not complete, or has failed lines."""
     counts = batch["request_counts"]
     if batch["status"] == "completed":
-        hint = "" if errors is not None or not counts["failed"] else "; --errors FILE writes the failed ones"
-        typer.echo(f"{counts['completed']} of {counts['total']} requests completed{hint}", err=True)
+        typer.echo(f"{counts['completed']} of {counts['total']} requests completed", err=True)
+        if counts["failed"]:
+            where = f"{errors} has" if errors else f"penstock batch wait {batch['id']} --errors FILE writes"
+            failed = f"{counts['failed']} of {counts['total']} requests failed"
+            raise Failure(f"{failed}{_first_error(gateway, batch)}; {where} all of them", Exit.TASK_FAILED)
         return
     reasons = (batch["errors"] or {"data": []})["data"]
     for reason in reasons[:REASONS]:
@@ -205,6 +212,22 @@ def _report(batch: dict[str, Any], errors: Path | None) -> None:
     done = f", with {counts['completed']} of {counts['total']} requests completed" if counts["total"] else ""
     ended = {"failed": "failed", "expired": "has expired", "cancelled": "was cancelled"}[batch["status"]]
     raise Failure(f"batch {batch['id']} {ended}{done}", Exit.TASK_FAILED)
+
+
+def _first_error(gateway: Gateway, batch: dict[str, Any]) -> str:
+    """The text about the first of a batch's failed lines; empty if that cannot be read."""
+    if batch["error_file_id"] is None:
+        return ""
+    with suppress(ValueError, KeyError, TypeError, Failure):
+        head = b""
+        for piece in gateway.content(batch["error_file_id"], 0):
+            head += piece
+            if b"\n" in piece or len(head) > LINE:
+                break
+        line = json.loads(head.partition(b"\n")[0])
+        error = line["error"] or line["response"]["body"]["error"]
+        return printable(f", the first of them {line['custom_id']!r}: {error['message']}", sys.stderr.isatty())
+    return ""
 
 
 def _save(gateway: Gateway, file_id: str, path: Path | None) -> None:

@@ -14,7 +14,7 @@ from workers.cli.client import FINAL, Gateway, Refused
 from workers.cli.commands import Commands
 from workers.cli.exits import CALLER_STATUS, Exit, Failure
 from workers.cli.options import DEFAULT_URL, SAMPLING, AsChat, OpenObjects, Prompt, Url, takes
-from workers.cli.terminal import JsonLines, TextStream, choices, note_if_empty, prompt_text, say
+from workers.cli.terminal import JsonLines, TextStream, choices, note, note_if_empty, prompt_text, say
 
 TaskId = Annotated[str, typer.Argument(metavar="ID", help="The task's id, as `penstock submit` printed it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON: one object, or one event a line for a stream.")]
@@ -188,8 +188,12 @@ def listed(
         **{f"metadata[{key}]": value for key, value in map(pair, metadata or ())},
     }
     tasks = Gateway(url).tasks({name: value for name, value in query.items() if value is not None})
+    count = 0
     for task in islice(tasks, limit):
+        count += 1
         say(json.dumps(task) if as_json else _row(task))
+    if not count and not as_json:
+        note("There are no such tasks. Requests to OpenAI's endpoints are not listed; batches are: penstock batch ls")
 
 
 @listing.shown("penstock tasks retry 0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11")

@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
@@ -278,34 +279,47 @@ def secret(
 @app.shown("penstock webhooks listen --port 9000", status=PROCESS_STATUS)
 def listen(
     port: Port = 9000,
-    tenant: Tenant = None,
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant's tasks. Unset: all tasks.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print each event as JSON, one a line.")] = False,
     broker: AnyBroker = None,
     store: Store = None,
 ) -> None:
     """Receive webhooks on this machine: verify each and print it, until Ctrl-C. Bad signatures get 400.
 
-    WEBHOOK_SECRET has the secret, whsec_...: an endpoint's is in the answer that made it. Unset, it is that of the
-    tenant's own tasks. No option takes it, as everybody on the machine sees a command line.
+    WEBHOOK_SECRET has the secret, whsec_...: an endpoint's is in the answer that made it. Unset, those of tasks count:
+    of all, or of one --tenant. No option takes it, as everybody on the machine sees a command line.
 
     Gateway and webhooks process must allow this machine: penstock up --webhook-allow 127.0.0.0/8.
     """
     from http.server import ThreadingHTTPServer
 
     with needs("webhooks"):
-        from standardwebhooks import Webhook
+        from standardwebhooks import Webhook, WebhookVerificationError
     from producers.contract.webhook import checked_secret
     from producers.errors import InvalidTask
 
     try:
         secret = os.environ.get(SECRET)
-        key = checked_secret(secret, SECRET) if secret else _tasks_secret(broker, store, tenant)
+        known = [checked_secret(secret, SECRET)] if secret else _tasks_secrets(broker, store, tenant)
     except InvalidTask as error:
         raise Failure(str(error)) from None
-    verify = Webhook(key).verify
+
+    def verified(body: bytes, headers: dict[str, str]) -> Any:
+        for key in known:
+            with suppress(WebhookVerificationError):
+                return Webhook(key).verify(body, headers)
+        return Webhook(known[0]).verify(body, headers)  # raises what is wrong
 
     def received(body: bytes, headers: dict[str, str]) -> None:
-        event = verify(body, headers)
+        nonlocal known
+        try:
+            event = verified(body, headers)
+        except WebhookVerificationError:
+            if secret or tenant is not None:
+                raise
+            with suppress(Failure):  # the store does not answer: what is known stays
+                known = _tasks_secrets(broker, store, None)  # of a tenant whose first task has come since
+            event = verified(body, headers)
         line = json.dumps(event) if as_json else f"{event['type']}  {event['data']['id']}  {event['id']}  verified"
         typer.echo(line)
 
@@ -375,12 +389,19 @@ def _say_line(line: str) -> None:
     say(line.replace("\n", " "))
 
 
-def _tasks_secret(broker: str | None, store: str | None, tenant: str | None) -> str:
+def _tasks_secrets(broker: str | None, store: str | None, tenant: str | None) -> list[str]:
+    """The secrets that sign webhooks of a tenant's tasks; without a tenant, of all tasks. Raises Failure."""
+    from producers.connection.script import aexecute_many, text
+    from producers.contract import keys
     from producers.errors import SecretUnreadable
     from producers.store import endpoints
 
     with refusing(SecretUnreadable), system(broker, store) as (client, loop):
-        return loop.run(endpoints.own_secrets(client.store, tenant)).plain()
+        names: list[str | None] = [tenant]
+        if tenant is None:
+            (known,) = loop.run(aexecute_many(client.store, [("HKEYS", keys.WEBHOOK_SECRETS)]))
+            names += [text(name) for name in known if name]
+        return [loop.run(endpoints.own_secrets(client.store, name)).plain() for name in names]
 
 
 def _handler(received: Callable[[bytes, dict[str, str]], None]) -> type[BaseHTTPRequestHandler]:

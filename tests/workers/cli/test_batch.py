@@ -90,8 +90,9 @@ class TestSubmit:
         threading.Thread(target=sweep, daemon=True).start()
         output = tmp_path / "answers.jsonl"
         ran = penstock("batch", "submit", str(requests), "--wait", "--output", str(output))
-        assert (ran.status, ran.out, output.read_bytes()) == (0, "", b"answers\n")
-        assert "1 of 2 requests completed; --errors FILE" in ran.err
+        assert (ran.status, ran.out, output.read_bytes()) == (1, "", b"answers\n")
+        assert "1 of 2 requests completed" in ran.err
+        assert "1 of 2 requests failed; penstock batch wait batch_" in ran.err
 
 
 class TestWait:
@@ -99,10 +100,22 @@ class TestWait:
         self, penstock: Run, requests: Path, valkey: Redis, folder: Path, tmp_path: Path
     ) -> None:
         batch_id = submitted(penstock, requests)
-        end(valkey, folder, batch_id, "completed", output=b"answers\n", error=b"failed\n")
+        failed = {"custom_id": "b", "response": None, "error": {"code": "expired", "message": "It was too late."}}
+        error = json.dumps(failed).encode() + b"\n{}\n"
+        end(valkey, folder, batch_id, "completed", output=b"answers\n", error=error)
         errors = tmp_path / "errors"
         ran = penstock("batch", "wait", batch_id, "--errors", str(errors))
-        assert (ran.status, ran.out, errors.read_bytes()) == (0, "answers\n", b"failed\n")
+        assert (ran.status, ran.out, errors.read_bytes()) == (1, "answers\n", error)
+        assert f"the first of them 'b': It was too late.; {errors} has all of them" in " ".join(ran.err.split())
+
+    def test_a_batch_without_failed_requests_ends_with_0(
+        self, penstock: Run, requests: Path, valkey: Redis, folder: Path
+    ) -> None:
+        batch_id = submitted(penstock, requests)
+        end(valkey, folder, batch_id, "completed", output=b"answers\n")
+        valkey.hset(keys.batch(batch_id), mapping={"completed": 2, "failed": 0})
+        ran = penstock("batch", "wait", batch_id)
+        assert (ran.status, ran.out, ran.err) == (0, "answers\n", "2 of 2 requests completed\n")
 
     def test_says_why_a_batch_failed(self, penstock: Run, requests: Path, valkey: Redis) -> None:
         batch_id = submitted(penstock, requests)

@@ -328,6 +328,10 @@ class TestTasks:
         assert lines[-1].split()[1:4] == ["completed", "tiny", "default"]
         assert lines[-1].endswith("  2")
         assert penstock("tasks", "ls", "--limit", "2", "--oldest-first").out.count("\n") == 2
+        nothing = penstock("tasks", "ls", "--status", "failed")
+        assert (nothing.status, nothing.out) == (0, "")
+        assert nothing.err.startswith("There are no such tasks.")
+        assert penstock("tasks", "ls", "--status", "failed", "--json").err == ""
         ran = penstock("tasks", "ls", "--metadata", "n=1", "--status", "queued", "--since", "3600", "--json")
         assert [json.loads(line)["id"] for line in ran.out.splitlines()] == [made[3], made[1]]
 

@@ -94,6 +94,19 @@ def test_a_task_calls_back_and_its_delivery_is_shown_and_replayed(
         assert process.stop() == 0
 
 
+def test_a_listener_hears_of_tasks_of_every_tenant_that_is_named_since(
+    valkey_url: str, door: Door, worker: FakeWorker, process: Process
+) -> None:
+    with Listener(valkey_url) as listener:
+        for tenant in (None, "acme", "beta"):
+            body = {"model": "tiny", "prompt": "def", "tenant": tenant, "webhook": {"url": listener.url}}
+            task_id = finished(worker, httpx.post(f"{door.url}/v1/tasks", json=body).json()["id"])
+            listener.until(lambda seen=task_id: seen in listener.log.read_text())
+        assert len(listener.events(3)) == 3
+        forged = {"webhook-id": "x", "webhook-timestamp": "1", "webhook-signature": "v1,AAAA"}
+        assert httpx.post(listener.url, content=b"{}", headers=forged).status_code == 400
+
+
 def test_what_the_page_says_verifies_an_event(
     door: Door, worker: FakeWorker, process: Process, operate: Run, run: Run
 ) -> None:
