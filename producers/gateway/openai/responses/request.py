@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
 from producers.contract.chat import (
@@ -143,7 +143,7 @@ SHOWN: Final = ("user", "safety_identifier", "prompt_cache_key", "previous_respo
 class Item:
     """One message, call or output of a call. `texts`: a message's parts; a call's arguments; an output's text.
 
-    `call_id`: given for a call and its output. `name`: a call's function.
+    `call_id`: given for a call and its output. `name`, `arguments`: a call's function, and what templates take.
     """
 
     id: str
@@ -151,6 +151,11 @@ class Item:
     texts: tuple[str, ...]
     call_id: str | None = None
     name: str | None = None
+    arguments: Mapping[str, Any] | str = field(init=False, compare=False, repr=False, default="")
+
+    def __post_init__(self) -> None:
+        if self.name is not None:  # parsed once, since truncation makes the messages several times
+            object.__setattr__(self, "arguments", read_arguments(self.text, "input"))
 
     @classmethod
     def new(cls, role: str, *texts: str, call_id: str | None = None, name: str | None = None) -> Self:
@@ -179,7 +184,7 @@ class Item:
     def message(self) -> dict[str, Any]:
         """The item as chat templates take it."""
         if self.name is not None:
-            function = {"name": self.name, "arguments": read_arguments(self.text, "input")}
+            function = {"name": self.name, "arguments": self.arguments}
             return {
                 "role": self.role,
                 "content": None,
@@ -209,11 +214,7 @@ def call_view(item_id: str, status: str, call_id: str | None, name: str, argumen
 
 
 def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The items as chat templates take them: calls belong to the assistant's message that they follow.
-
-    Raises InvalidTask for calls with more arguments than may be parsed.
-    """
-    check_arguments([item.text for item in items if item.name is not None], "input")
+    """The items as chat templates take them: calls belong to the assistant's message that they follow."""
     messages: list[dict[str, Any]] = []
     names: dict[str | None, str] = {}
     for item in items:
@@ -240,6 +241,8 @@ def read_input(value: Any) -> list[Item]:
         raise InvalidTask("input is empty; give text, or at least one message", code="empty_array", param="input")
     if len(value) > MAX_MESSAGES:
         raise too_many(len(value), "input")
+    arguments = [item.get("arguments") for item in value if isinstance(item, dict) and item.get("type") == CALL]
+    check_arguments([text for text in arguments if isinstance(text, str)], "input")
     return [_item(item, f"input[{at}]") for at, item in enumerate(value)]
 
 

@@ -10,8 +10,10 @@ import pytest
 from openai import OpenAI
 from redis import Redis
 
+from producers.contract import chat
 from producers.contract.record import Record
 from producers.contract.stream import End, Token
+from producers.errors import InvalidTask
 from producers.gateway.openai.responses.request import Item, messages_of, read_input
 from producers.gateway.openai.responses.view import EventWriter, ResponseMetadata, body
 from producers.gateway.openai.tools import HERMES, CallSyntax
@@ -211,6 +213,17 @@ def test_a_record_of_a_later_release_is_read_as_text() -> None:
     assert CallSyntax.from_json('["other", null, false]') is None
     assert CallSyntax.from_json(None) is None
     assert CallSyntax.from_json(CallSyntax(HERMES, 7, True).to_json()) == CallSyntax(HERMES, 7, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [('{"a": [' + "{}," * 200_000 + "1]}", "too_many_parts"), ("x" * (1 << 21), "invalid_value")]
+)
+def test_arguments_of_too_many_parts_are_not_parsed(monkeypatch: pytest.MonkeyPatch, arguments: str, code: str) -> None:
+    """A body counts them as one string, and truncation would parse them again and again."""
+    monkeypatch.setattr(chat.json, "loads", lambda text: pytest.fail(f"{len(text)} characters were parsed"))
+    with pytest.raises(InvalidTask, match="arguments of tool calls") as refused:
+        read_input([{"type": "function_call", "call_id": "a", "name": "f", "arguments": arguments}])
+    assert (refused.value.param, refused.value.code) == ("input", code)
 
 
 def test_items_are_kept_as_they_came() -> None:
