@@ -76,6 +76,7 @@ def test_each_death_is_judged_by_a_look() -> None:
         _strike(on, 1, examples(6, KILLS))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_so_it_is_where_broker_and_store_are_two_servers() -> None:
     with two_servers() as on:

@@ -18,6 +18,7 @@ from producers.store.blobs import Ahead, BlobNotFound, Blobs, FolderBlobs, lines
 from producers.store.blobs.base import MIN_PART, PIECE
 from producers.store.blobs.s3 import PART
 from tests.aws import Aws
+from tests.exhaustive import few
 from tests.histories import examples
 from tests.producers.store.test_s3 import bucket_of, put
 
@@ -77,10 +78,12 @@ def test_a_blob_of_any_size_is_there_once_it_is_committed_also_under_another_nam
     assert _all(blobs, "b") == b"another"
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [(0,), (1, 0, 2), (MIN_PART, 1), (1, MIN_PART, 2), (PART + 1, 7, 2 * MIN_PART, MIN_PART - 1, 9), (9, PART)],
-)
+#: None, small ones, and of all sizes; others are of some of these.
+NONE, SMALL, ALL_SIZES = (0,), (1, 0, 2), (PART + 1, 7, 2 * MIN_PART, MIN_PART - 1, 9)
+SIZES = [NONE, SMALL, (MIN_PART, 1), (1, MIN_PART, 2), ALL_SIZES, (9, PART)]
+
+
+@pytest.mark.parametrize("sizes", few([(sizes,) for sizes in SIZES], (NONE,), (SMALL,), (ALL_SIZES,)))
 def test_parts_of_all_sizes_are_joined_in_order_and_again(blobs: Blobs, sizes: tuple[int, ...]) -> None:
     parts = {f"part-{at}": _bytes(size, at) for at, size in enumerate(sizes)}
     for name, part in parts.items():

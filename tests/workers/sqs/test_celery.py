@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from celery import chord
 
 from producers.broker.redis import keys as broker_keys
@@ -75,6 +76,7 @@ def test_links_and_retries_go_by_sqs(sqs: SqsRig) -> None:
     assert not sqs.store.exists("links"), "nothing is put on lists of the store"
 
 
+@pytest.mark.exhaustive  # as links do
 def test_a_chord_goes_by_sqs(sqs: SqsRig) -> None:
     sqs.worker(WORKER_PLUGINS=PLUGINS)
     app = sqs.sender()

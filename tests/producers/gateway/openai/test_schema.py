@@ -38,7 +38,7 @@ from tests.producers.gateway.test_keys import OPEN, as_caller
 from tests.producers.gateway.test_keys import make as make  # the fixture
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-EXAMPLES = examples(3, 6)
+EXAMPLES = examples(2, 6)
 ALLOWED: dict[str, Any] = {"webhook_allow": ("127.0.0.0/8",)}
 #: What the model and the other fields have no say in.
 ALONE = {"temperature", "top_p", "min_p", "n", "stop", "stream", "service_tier", "tier", "echo", "logprobs"} | {
