@@ -1,6 +1,6 @@
 """Time from a request over HTTP to its first token, while no worker is up: with the standby and without.
 
-    python -m tests.bench.cold_start [--rounds 5] [--json FILE]
+    python -m tests.bench.cold_start [--rounds 5] [--model MODEL] [--json FILE]
 
 Two systems run (`penstock up --min 0 --max 1`), one with a standby. Each round asks one, then the other, and between
 them times a bare `python -c "import torch"`, so that all see the same machine. Phases are the workers' own
@@ -25,6 +25,7 @@ from signal import SIGTERM
 from typing import Any, Final
 
 from tests.workers.cli.running_up import Up
+from workers.library import name_of
 from workers.trials.bench.connection import Connections
 
 PATIENCE_S: Final = 180.0
@@ -36,9 +37,10 @@ PHASE: Final = re.compile(r"(\w+) (\d+\.\d+)")
 class Timed:
     """One system, and the first tokens that it gave."""
 
-    def __init__(self, data: Path, *, standby: bool) -> None:
-        self.standby = standby
-        self.up = Up(data, "--min", "0", "--max", "1", "--cool-down", "1", "--log-level", "info", *self._options())
+    def __init__(self, data: Path, model: str, *, standby: bool) -> None:
+        self.standby, self.name = standby, name_of(model)
+        scaling = ("--min", "0", "--max", "1", "--cool-down", "1")
+        self.up = Up(data, "--model", model, *scaling, "--log-level", "info", *self._options())
         self.url = self.up.wait_ready().url
         self.seconds: list[float] = []
         self.phases: list[dict[str, float]] = []
@@ -51,7 +53,7 @@ class Timed:
         """Wait until no worker is up and the standby is ready, then time one request."""
         self._until_idle()
         told = len(re.findall("Ready in", self.up.out))
-        seconds = first_token(self.url)
+        seconds = first_token(self.url, self.name)
         time.sleep(0.5)  # its output is on its way
         lines = re.findall(r"Ready in ([^\n]+)", self.up.out)
         assert len(lines) == told + 1, f"no worker was started for this request:\n{self.up.out[-3000:]}"
@@ -111,13 +113,13 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure(rounds: int) -> dict[str, Any]:
+def measure(rounds: int, model: str = "tiny") -> dict[str, Any]:
     """The figures of so many rounds, after one that counts for nothing: it fills the page cache."""
     bare: list[float] = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         systems = []
         for standby in (True, False):
-            system = Timed(Path(folder) / str(standby), standby=standby)
+            system = Timed(Path(folder) / str(standby), model, standby=standby)
             stack.callback(system.up.stop, SIGTERM)
             systems.append(system)
         for k in range(rounds + 1):
@@ -172,9 +174,10 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", default="tiny")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    found = measure(asked.rounds)
+    found = measure(asked.rounds, asked.model)
     if asked.json is not None:
         asked.json.write_text(json.dumps(found, indent=2) + "\n")
     print(table(found))

@@ -147,8 +147,8 @@ def up(
         bool | None,
         typer.Option(
             "--standby/--no-standby",
-            help="Keep one process that has imported everything, at most 400 MB, and becomes the next worker. Unset: "
-            "if --min is below --max.",
+            help="Keep one process that has imported everything, at most 400 MB, and becomes the next worker, also in "
+            "place of one that dies. Unset: if --min is below --max.",
         ),
     ] = None,
     standby_idle: Annotated[

@@ -1,6 +1,6 @@
 """Keeps child processes running and stops them in order.
 
-    start -> running -> exited -> (back-off) -> running ...        until `stop`
+    start -> running -> exited -> (back-off, unless it served and a standby waits) -> running ...        until `stop`
                      \\-> `keeper` ends with the exit status, where restarting is not wanted (yet)
 
 Each child has its own session: Ctrl-C in the terminal reaches only this process, which stops its children in order. A
@@ -80,6 +80,10 @@ class Warm(Protocol):
 
     def used(self) -> None:
         """Note that a program has ended."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether one waits for a program."""
 
 
 class Child:
@@ -226,19 +230,23 @@ class Child:
             if reason is not None:
                 self._log(f"{ending}; {reason}")
                 return status
-            while not await self._again(f"{ending}; starting it again", deaths):
+            # Its callers wait. A program that dies again and again takes the standby once, and then pauses.
+            at_once = deaths == 1 and since is not None and self._standby is not None and self._standby.ready
+            while not await self._again(f"{ending}; starting it again", 0 if at_once else deaths):
                 if self._stopping.is_set():
                     return status
-                deaths, ending = deaths + 1, "cannot be started"
+                at_once, deaths, ending = False, deaths + 1, "cannot be started"
 
     async def _again(self, reason: str, deaths: int) -> bool:
-        """Start it after a pause. Returns False if it was told to stop meanwhile or cannot be run now."""
-        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (deaths - 1))
-        self._log(f"{reason} in {pause:g} s")
-        with suppress(TimeoutError):
-            async with asyncio.timeout(pause):
-                await self._stopping.wait()
-            return False
+        """Start it after a pause; without `deaths` at once, by the standby. Returns False if it was told to stop
+        meanwhile or cannot be run now."""
+        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (deaths - 1)) if deaths else 0.0
+        self._log(f"{reason} in {pause:g} s" if deaths else f"{reason} at once, by the standby")
+        if deaths:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._stopping.wait()
+                return False
         try:
             await self._spawn()
         except OSError as error:  # e.g. no file descriptor or memory left, which may pass

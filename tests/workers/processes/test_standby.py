@@ -18,7 +18,7 @@ import pytest
 from producers.client.blocking import Client
 from tests.waiting import auntil as until
 from tests.workers.processes.test_supervisor import gone, said
-from workers.processes import PENSTOCK, ahead
+from workers.processes import PENSTOCK, ahead, supervisor
 from workers.processes.standby import Standby
 from workers.processes.standby_process import MODULES
 from workers.processes.supervisor import Child, Program
@@ -107,6 +107,28 @@ async def test_it_becomes_the_program_and_another_follows(make: Make) -> None:
     assert b"stands_in a b c" in title(waiting)
     await until(lambda: standby.ready)
     assert standby.pid != waiting
+    assert await one.stop(60)
+
+
+async def test_a_program_that_served_is_taken_over_at_once_and_pauses_when_it_dies_again_soon(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FIRST_PAUSE_S", "LONGEST_PAUSE_S"):
+        monkeypatch.setattr(supervisor, name, 600.0)
+    standby = make()
+    await ready(standby)
+    one = child(standby, "a")
+    one.restart = True
+    first = await started(one, "a")
+    await until(lambda: standby.ready)
+    waiting = standby.pid
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: one.pid == waiting)
+    await said(one, "was ended by SIGKILL; starting it again at once, by the standby")
+    await until(lambda: standby.ready)
+    assert waiting is not None
+    os.kill(waiting, signal.SIGKILL)
+    await said(one, "was ended by SIGKILL; starting it again in 600 s")
     assert await one.stop(60)
 
 
