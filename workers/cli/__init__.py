@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
@@ -66,6 +67,9 @@ def main() -> None:
     if listens:
         signal.signal(signal.SIGINT, lambda *_: os._exit(Exit.INTERRUPTED))
     if sys.argv[1:2] == ["up"] and "--help" not in sys.argv:
+        with suppress(OSError, AttributeError):  # without a standard error nobody is told
+            sys.stderr.write("up | loading the program\n")  # its imports take a second or more
+            sys.stderr.flush()
         ahead.begin()
     try:
         from workers.cli.commands import main as run

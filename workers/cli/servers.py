@@ -128,6 +128,18 @@ def set_up_logging(level: str, prefix: str = "") -> None:
     logging.getLogger("botocore").setLevel(logging.WARNING)  # it logs where the credentials of each client are from
 
 
+def log_changes_to(file: Path) -> None:
+    """Log what this process changes (`producers.store.access.audit`) into a file, and not on the terminal. The file is
+    made with the first line."""
+    import logging
+
+    handler = logging.FileHandler(file, encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log = logging.getLogger("penstock.audit")
+    log.addHandler(handler)
+    log.propagate = False
+
+
 def checked_level(name: str) -> str:
     """The log level as Python's logging names it. Raises Failure for an unknown one."""
     if name.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):

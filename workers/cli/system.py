@@ -27,6 +27,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -65,6 +66,9 @@ STANDBY_S: Final = 15.0
 SCALING_AGAIN_S: Final = 2.0
 #: Time (s) without the lead after which that is shown; the lease of an `up` that was killed ends in less.
 FOLLOWS_S: Final = 15.0
+#: Time (s) after which a start says what it waits for; each pause is twice the last one, and at most the second.
+PROGRESS_S: Final = 0.5
+PROGRESS_MAX_S: Final = 15.0
 #: Last lines of the processes' output shown after a failure.
 LAST_LINES: Final = 20
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -86,6 +90,7 @@ class System:
     _standby: Standby | None = field(init=False, default=None)
     _pools: LocalPools | None = field(init=False, default=None)
     _scaling: asyncio.Task[None] | None = field(init=False, default=None)
+    _hastened: bool = field(init=False, default=False)
     _name: str = field(init=False)
     """Its name, as an autoscaler and as a publisher. Its workers' begin alike."""
 
@@ -110,6 +115,13 @@ class System:
 
     async def start(self) -> None:
         """Start all processes and wait until they serve. Raises Failure if one cannot start or dies before that."""
+        telling = asyncio.create_task(self._tell_progress(), name="tell what is awaited")
+        try:
+            await self._start()
+        finally:
+            telling.cancel()
+
+    async def _start(self) -> None:
         # The port first: it is the most frequent obstacle, and nothing runs yet.
         self._listener = open_port(self.plan.host, self.plan.port)
         self.port = self._listener.getsockname()[1]
@@ -132,8 +144,32 @@ class System:
         if self.plan.scaled:
             self._scaling = asyncio.create_task(self._scale(self._pools), name="autoscaler")
 
+    async def _tell_progress(self) -> None:
+        """Say what is awaited: after half a second, and ever more seldom."""
+        began, pause = time.monotonic(), PROGRESS_S
+        while True:
+            await asyncio.sleep(pause)
+            self.say("up", f"{time.monotonic() - began:.0f} s: {self.awaited()}")
+            pause = min(2 * pause, PROGRESS_MAX_S)
+
+    def awaited(self) -> str:
+        """What a start waits for now."""
+        if "gateway" not in self._services:
+            return "waiting for the server"
+        workers = [] if self._pools is None else self._pools.children
+        missing = self.plan.rules.min * len(self.plan.models) - sum(child.serves for child in workers)
+        if missing > 0:
+            models = ", ".join(model.name for model in self.plan.models)
+            return f"waiting for {missing} worker(s), which load {models}"
+        return "waiting for the gateway, which loads the tokenizers"
+
     async def stop(self) -> None:
         """Stop all processes in order. Running tasks may end; the rest is handed back to the queue."""
+        if self._pools is not None and any(child.serves for child in self._pools.children):
+            limit = f"for up to {self.plan.drain:g} s" if self.plan.drain else "and hand back what runs"
+            self.say(
+                "up", f"stopping: no new requests are taken, and the workers drain, {limit}. Ctrl-C again: at once"
+            )
         self._stop_listening()
         if "gateway" in self._services:
             self._services["gateway"].order(signal.SIGTERM)
@@ -151,6 +187,9 @@ class System:
     def hasten(self) -> None:
         """Make the workers hand back their running tasks now, while the system stops."""
         if self._pools is not None:
+            if not self._hastened:
+                self.say("up", "what runs goes back to the queue now. Ctrl-C again kills all processes")
+            self._hastened = True
             self._pools.hasten()
 
     async def kill(self) -> None:

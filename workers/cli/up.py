@@ -190,7 +190,7 @@ def up(
     from functools import partial
 
     from workers.cli.gpus import choose, gpus_here
-    from workers.cli.servers import checked_level, set_up_logging, use_secrets_key
+    from workers.cli.servers import checked_level, log_changes_to, set_up_logging, use_secrets_key
     from workers.processes import UMASK
     from workers.runtime.cold_start import COLD_START
 
@@ -243,6 +243,8 @@ def up(
     )
 
     os.umask(UMASK)  # not before: other users may serve a model that was pulled
+    if plan.embedded:
+        log_changes_to(data_dir / "audit.log")
     COLD_START.mark("imports")
     server = "an embedded Valkey server" if plan.embedded else "the broker that was given"
     relayed(

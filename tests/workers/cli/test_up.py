@@ -124,6 +124,12 @@ def test_what_dies_is_started_again_the_next_start_finds_the_queue_and_a_second_
     ids = [gateway.submit(task(max_tokens=250, seed=seed, n=2))["id"] for seed in range(12)]
     until(lambda: gateway.task(ids[0])["status"] != "queued")
     assert system.stop(signal.SIGTERM) == 0
+    assert system.out.startswith("up | loading the program\n")
+    assert re.search(r"up \| \d+ s: waiting for ", system.out)
+    assert f"penstock chat tiny --url {url}" in system.out
+    assert "model.publish" not in system.out
+    assert '"did": "model.publish", "what": "tiny@' in (system.data_dir / "audit.log").read_text()
+    assert "up | stopping: no new requests are taken, and the workers drain" in system.out
     assert "stopped; queued tasks are kept for the next start" in system.out
     assert system.nothing_left()
     assert os.environ["PENSTOCK_API_KEY"].strip()[21:] not in system.out, "a secret is in its log"
@@ -172,6 +178,7 @@ def _hastened(system: Up, gateway: Gateway) -> None:
     assert len(streamed) == 401
     assert system.stop(signal.SIGTERM) == 0
     assert "handing" in system.out
+    assert system.out.count("what runs goes back to the queue now. Ctrl-C again kills all processes") == 1
     assert system.nothing_left()
 
 
