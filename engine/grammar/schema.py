@@ -89,6 +89,8 @@ _DEPTH: Final = 128
 _STEPS: Final = 30_000
 #: The keywords of a schema in which there is nothing to bound, close or leave out, with these types.
 _LEAF: Final = frozenset({"type", "const", "enum", "minLength", "maxLength", "title", "description", "default"})
+#: The keywords of a schema with no others within.
+_PLAIN: Final = _LEAF | {"format", "pattern", "minItems", "maxItems", "multipleOf", *_LOW, *_HIGH}
 _LEAF_TYPES: Final = frozenset({"string", "boolean", "null"})
 _ANY: Final = "penstock.any"
 
@@ -223,8 +225,12 @@ class _Rewriter:
         if schema.get("nullable") is True and "type" not in schema:
             value = {name: part for name, part in schema.items() if name not in _DEFINITIONS | {"nullable"}}
             schema = {"anyOf": [value, _NULL]} | {name: schema[name] for name in _DEFINITIONS & schema.keys()}
-        facts = self._facts(schema)
         made = self._keywords(schema, path)
+        if made.keys() <= _PLAIN:
+            if not part:
+                self._fill(made, _Facts())
+            return made
+        facts = self._facts(schema)
         for name in _BY_NAME:
             if isinstance(schemas := made.get(name), dict):
                 made[name] = {key: self._value(one, (*path, f"{name}.{key}")) for key, one in schemas.items()}
@@ -356,7 +362,7 @@ class _Rewriter:
                 facts.listed = True
                 facts.names |= dict.fromkeys(properties, True)
                 self._count(len(properties))
-            self._count(1)
+            self._count(4)  # as long as four names take
             facts.open |= bool(
                 {"additionalProperties", "patternProperties", "const", "enum", "$dynamicRef"} & node.keys()
             )
@@ -436,7 +442,8 @@ class _Rewriter:
             node = self._target(todo.pop())
             if isinstance(node, dict):
                 properties = node.get("properties")
-                for name, value in properties.items() if isinstance(properties, dict) else ():
+                properties = properties if isinstance(properties, dict) else {}
+                for name, value in properties.items():
                     if (listed := _values(value)) is not None:
                         texts.setdefault(name, (listed, properties))
                 todo += node["allOf"] if isinstance(node.get("allOf"), list) else []

@@ -34,7 +34,7 @@ from engine.declared import MAX_INT32, Integer, JsonObject, Number, Strings, Tok
 from engine.declared import Biases as BiasesBound
 from engine.declared import Text as TextBound
 from engine.errors import RequestError
-from engine.grammar.schema import bounded
+from engine.grammar.schema import bounded, rules_of
 from engine.params import (
     DEFAULTS,
     FORMS,
@@ -544,6 +544,8 @@ class Task(BaseModel):
         """
         if self.choice:
             return self.model_copy(update={"grammar": grammar_of(self.choice), "choice": (), "open_objects": False})
+        if self.json_schema is not None and rules_of(self.json_schema) is not None and not self.open_objects:
+            return self
         if self.json_schema is None:
             return self.model_copy(update={"open_objects": False}) if self.open_objects else self
         schema = bounded(self.json_schema, open_objects=self.open_objects).schema

@@ -100,7 +100,7 @@ class _Reservation:
 
 async def read_task(request: Request, limit: int) -> Task:
     """The task in a request's body. Raises InvalidTask, and Problem for a body that is too large or not JSON."""
-    return await _parsed(request, limit, Task.parse_json)
+    return await _parsed(request, limit, lambda body: Task.parse_json(body).formed())
 
 
 async def read_object(request: Request, limit: int) -> dict[str, Any]:

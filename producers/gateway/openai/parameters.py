@@ -138,9 +138,9 @@ class TextRequest:
             raise
 
     def task(self, prompt: Any, **fields: Any) -> Task:
-        """The task of one prompt. Raises InvalidTask."""
+        """The task of one prompt, with the form that its outputs follow. Raises InvalidTask."""
         with self.in_its_words():
-            return Task(**({"model": self.model, "prompt": prompt, "ttl": KEPT_S} | self.fields | fields))
+            return Task(**({"model": self.model, "prompt": prompt, "ttl": KEPT_S} | self.fields | fields)).formed()
 
 
 def in_callers_names(names: Mapping[str, str], message: str, param: str | None) -> tuple[str, str | None]:
