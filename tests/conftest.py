@@ -18,7 +18,7 @@ from tests.histories import pytest_configure, pytest_report_header, pytest_termi
 from tests.processes import running_valkey
 from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 - hooks
 
-pytest_plugins = ["tests.loopback_only"]
+pytest_plugins = ["tests.loopback_only", "tests.spared"]
 
 # A shell starts what runs in its background with SIGINT ignored, nohup with SIGHUP: our children would inherit
 # that, and feel neither Ctrl-C nor a terminal that closes.

@@ -52,7 +52,7 @@ _IMPORTS = """
     uvicorn uvicorn.protocols.http.httptools_impl uvloop
     workers.trials.chaos.senders workers.trials.chaos.caller workers.cli.commands workers.cli.gateway
     workers.cli.background workers.cli.webhooks workers.cli.worker workers.webhooks.deliverer
-    tests.frozen
+    tests.spared tests.frozen
 """
 
 
