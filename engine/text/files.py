@@ -70,5 +70,8 @@ def file_in(folder: Path, name: str) -> Path | None:
     if root.parent.name == "snapshots":
         allowed.append(root.parent.parent / "blobs")
     if not any(target.is_relative_to(directory) for directory in allowed):
-        raise ModelError(f"{path} is a link to {target}, outside of the model's folder")
+        raise ModelError(
+            f"{path} is a link to {target}, outside of the model's folder, whose files alone are served: put the files "
+            f"themselves there (cp -rL {root} NEW)"
+        )
     return path

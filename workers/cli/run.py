@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from workers.cli.commands import Commands
-from workers.cli.exits import CALLER_STATUS, Exit, Failure, check_extras, needs, refusing
+from workers.cli.exits import CALLER_STATUS, Exit, Failure, check_extras, needs, refusing, touching
 from workers.cli.options import ENGINE_OF_ONE, SAMPLING, AsChat, Model, OpenObjects, Prompt, find_models, takes
 from workers.cli.terminal import TextStream, note_if_empty, prompt_text, text_from
 
@@ -31,11 +32,17 @@ if TYPE_CHECKING:
 NOT_SHOWN = frozenset({"best_of", "logprobs", "prompt_logprobs"})
 RUN_STATUS = "Exit status: 0 done, 1 it failed, 2 refused, 130 interrupted."
 HELP: Final = """\
-/exit           leave; so does Ctrl-D
-/reset          start a new conversation
+/exit           leave; so do /bye and Ctrl-D
+/reset          start a new conversation; so does /clear
 /system TEXT    set the system message; without TEXT: remove it
+/save FILE      write the conversation into a file
+/load FILE      go on with the conversation in a file
 /help           show this
-Ctrl-C stops the answer."""
+Three double quotes begin and end a message of several lines. Ctrl-C stops the answer."""
+#: Begins and ends a message of several lines.
+QUOTES: Final = '"' * 3
+#: Sampling temperature for a model that has none of its own.
+TEMPERATURE: Final = 0.7
 
 app = Commands("Start here", RUN_STATUS)
 
@@ -168,6 +175,8 @@ def chat(
             raise Failure(f"{gateway.url} serves no model {name!r}; it has: {', '.join(sorted(served)) or 'none'}")
         if "chat" not in served[name]["capabilities"]:
             raise Failure(f"{name} has no chat template; it can continue texts: penstock run {name} TEXT")
+        if "temperature" not in served[name].get("defaults", {"temperature": None}):  # a gateway of 0.1.0 does not say
+            sampling = {"temperature": TEMPERATURE, **sampling}
         Chat(gateway, {"model": name, **sampling}, system).run()
 
 
@@ -211,7 +220,9 @@ class Chat:
         while True:
             try:
                 line = text_from(partial(input, "> ") if terminal else _line)
-                if not line.startswith("/"):
+                if line.lstrip().startswith(QUOTES):
+                    self.say(_several_lines(line.lstrip(), partial(input, "... ") if terminal else _line))
+                elif not line.startswith("/"):
                     if line.strip():
                         self.say(line)
                 elif not self.obey(line):
@@ -232,7 +243,7 @@ class Chat:
     def obey(self, line: str) -> bool:
         """Carry out a command; False to leave."""
         command, _, argument = line.strip().partition(" ")
-        if command == "/reset":
+        if command in ("/reset", "/clear"):
             self.turns.clear()
             typer.echo("(a new conversation begins)", err=True)
         elif command == "/system":
@@ -240,11 +251,37 @@ class Chat:
             typer.echo("(the system message is set)" if self.system else "(there is no system message)", err=True)
         elif command == "/help":
             typer.echo(HELP, err=True)
-        elif command == "/exit":
+        elif command in ("/exit", "/bye"):
             return False
+        elif command in ("/save", "/load") and not argument.strip():
+            typer.echo(f"({command} needs the name of a file)", err=True)
+        elif command == "/save":
+            self.save(Path(argument.strip()).expanduser())
+        elif command == "/load":
+            self.load(Path(argument.strip()).expanduser())
         else:
             typer.echo(f"(no command {command}; /help shows them)", err=True)
         return True
+
+    def save(self, file: Path) -> None:
+        """Write the conversation into a file. Raises Failure."""
+        conversation = {"model": self.fields["model"], "system": self.system, "messages": self.turns}
+        with touching(file, "write"):
+            file.write_text(json.dumps(conversation, ensure_ascii=False, indent=1) + "\n", "utf-8")
+        typer.echo(f"({len(self.turns)} messages are in {file})", err=True)
+
+    def load(self, file: Path) -> None:
+        """Go on with a conversation that `save` has written. Raises Failure; the conversation is then unchanged."""
+        with touching(file, "read"):
+            text = file.read_bytes()
+        try:
+            conversation = json.loads(text)
+            system = conversation["system"]
+            turns = [{"role": str(one["role"]), "content": str(one["content"])} for one in conversation["messages"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise Failure(f"{file} holds no conversation that /save has written") from error
+        self.system, self.turns = None if system is None else str(system), turns
+        typer.echo(f"({len(turns)} messages are read from {file})", err=True)
 
     def say(self, text: str) -> None:
         """Send a message and print the answer as it comes. Ctrl-C stops it; the part that came stays in the history.
@@ -255,10 +292,13 @@ class Chat:
         message = {"role": "user", "content": text}
         answer: list[str] = []
         shown = TextStream(1)
+        end: dict[str, Any] = {}
+        began = 0.0
         try:
             request = {**self.fields, "messages": [*first, *self.turns, message]}
-            with closing(self.gateway.chat(request)) as pieces:
+            with closing(self.gateway.chat(request, end)) as pieces:
                 for piece in pieces:
+                    began = began or (time.monotonic() if piece else 0.0)
                     answer.append(piece)
                     shown.show({"event": "token", "text": piece})
         except KeyboardInterrupt:
@@ -271,6 +311,30 @@ class Chat:
         finally:
             shown.close()
         self.turns += [message, {"role": "assistant", "content": "".join(answer)}]
+        if sys.stdin.isatty() and (line := _about(end, time.monotonic() - began)):
+            typer.echo(line, err=True)
+        elif end.get("finish_reason") == "stop":
+            note_if_empty(answer)
+
+
+def _about(end: dict[str, Any], took_s: float) -> str:
+    """The line below an answer: how many tokens came, how fast, and whether it was cut; empty if nothing is known.
+    `took_s`: from the first token on."""
+    tokens = end.get("usage", {}).get("completion_tokens")
+    if tokens is None:
+        return ""
+    rate = f", {(tokens - 1) / took_s:.1f} a second" if tokens > 1 and took_s > 0 else ""
+    cut = "; cut at the output's limit (--max-tokens)" if end.get("finish_reason") == "length" else ""
+    return f"({tokens} tokens{rate}{cut})"
+
+
+def _several_lines(first: str, read: Callable[[], str]) -> str:
+    """A message between QUOTES, which may end in the line that it begins in. Raises Failure, and what `read` raises."""
+    lines = [first.removeprefix(QUOTES)]
+    while not lines[-1].rstrip().endswith(QUOTES):
+        lines.append(text_from(read))
+    lines[-1] = lines[-1].rstrip().removesuffix(QUOTES)
+    return "\n".join(lines).strip("\n")
 
 
 def _line() -> str:

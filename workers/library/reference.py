@@ -34,6 +34,10 @@ class ResolvedModel:
         return f"{self.name}={self.folder}"
 
 
+#: How a GGUF file begins.
+GGUF: Final = b"GGUF"
+
+
 def find_model(reference: str, say: Callable[[str], None] = lambda line: None) -> ResolvedModel:
     """The model that a reference names; a hub's model is pulled first if needed. `say` gets progress messages.
 
@@ -87,12 +91,33 @@ def _local(location: str) -> Path:
     if location in models:
         return models[location]
     shown = location if len(location) <= 200 else f"{location[:200]}..."
+    if gguf := _gguf(location):
+        raise Refused(
+            f"{gguf} is a GGUF file, which Penstock does not read: give a folder as Hugging Face has it (config.json, "
+            "*.safetensors, tokenizer.json), or hf://OWNER/NAME of the model that the file was made from"
+        )
     name, equals, other = location.partition("=")
     if equals and (other in models or os.path.isdir(other)):
         raise Refused(f"{name[:200]!r} cannot be a model's name: use letters, digits, '.', '_' and '-' alone")
     raise Refused(
         f"no model {shown!r}: give a folder that holds a config.json, hf://OWNER/NAME, or one of: {', '.join(models)}"
     )
+
+
+def _gguf(location: str) -> str | None:
+    """The path of a GGUF file, or of one in a folder without a config.json; None for anything else."""
+    try:
+        folder = os.path.isdir(location)
+        paths = (
+            sorted(Path(location).glob("*.gguf")) if folder else [Path(location)] if os.path.isfile(location) else []
+        )
+        for path in paths:
+            with open(path, "rb") as file:
+                if file.read(len(GGUF)) == GGUF:
+                    return str(path)
+    except (OSError, ValueError):  # it cannot be read, or is no path
+        return None
+    return None
 
 
 def checked_name(name: str, reference: str) -> str:

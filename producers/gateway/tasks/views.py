@@ -191,11 +191,13 @@ class ModelView(BaseModel):
     context_length: int
     vocab_size: int
     capabilities: list[str]
+    defaults: dict[str, Any]
+    """The sampling parameters that the model has of its own."""
 
     @classmethod
     def of(cls, card: Mapping[str, Any]) -> Self:
         same = ("created", "version", "context_length", "vocab_size", "capabilities")
-        return cls(id=card["name"], **{name: card[name] for name in same})
+        return cls(id=card["name"], defaults=card.get("defaults", {}), **{name: card[name] for name in same})
 
 
 class ModelList(BaseModel):

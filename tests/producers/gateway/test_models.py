@@ -25,6 +25,7 @@ def test_models_are_listed_in_openais_shape(http: httpx.Client) -> None:
                 "context_length": 1024,
                 "vocab_size": 2048,
                 "capabilities": ["generate", "chat"],
+                "defaults": CARD.defaults,
             }
         ],
     }

@@ -23,6 +23,7 @@ from tests.in_process import unchanged
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door, until
 from tests.workers.cli.conftest import Answer, Ran, Run, Scripted, send
+from workers.cli.run import _about
 
 PENSTOCK = (sys.executable, "-m", "workers.cli")
 SERVED = {"id": "tiny", "capabilities": ["generate", "chat"]}
@@ -109,10 +110,49 @@ class TestConversation:
         gateway = Answers(scripted, ["a"])
         chat(gateway.url, "1\n", "--temperature", "0.5", "--max-tokens", "7", "--seed", "3", "--stop", "x")
         asked = gateway.asked[0]
-        del asked["messages"]
+        del asked["messages"], asked["stream_options"]
         assert asked == {
             "model": "tiny", "stream": True, "temperature": 0.5, "max_tokens": 7, "seed": 3, "stop": ["x"],
         }  # fmt: skip
+
+    def test_goes_on_from_a_file(self, chat: Callable[..., Ran], scripted: Scripted, tmp_path: Path) -> None:
+        file = tmp_path / "talk.json"
+        chat(Answers(scripted, ["é"]).url, f"1\n/save {file}\n", "--system", "Be brief.")
+        gateway = Answers(scripted, ["b"])
+        ran = chat(gateway.url, f"/load\n/load {file}\n2\n/bye\n3\n")
+        assert ran.err.splitlines()[0] == "(/load needs the name of a file)"
+        assert "(2 messages are read from" in ran.err
+        expected = [("system", "Be brief."), ("user", "1"), ("assistant", "é"), ("user", "2")]
+        assert said(gateway.asked[0]) == expected
+
+    def test_is_not_read_from_what_is_none(self, chat: Callable[..., Ran], scripted: Scripted, tmp_path: Path) -> None:
+        file = tmp_path / "talk.json"
+        for content in ("", "[]", '{"messages": 7, "system": null}'):
+            file.write_text(content)
+            ran = chat(Answers(scripted).url, f"/load {file}\n")
+            assert (ran.status, "holds no conversation" in ran.err) == (2, True)
+        assert "cannot read" in chat(Answers(scripted).url, f"/load {tmp_path}/none\n").err
+
+    def test_takes_a_message_of_several_lines(self, chat: Callable[..., Ran], scripted: Scripted) -> None:
+        gateway = Answers(scripted, ["a"], ["b"])
+        chat(gateway.url, '"""def f():\n  /help\n"""\n"""one"""\n')
+        assert [said(asked)[-1][1] for asked in gateway.asked] == ["def f():\n  /help", "one"]
+
+    @pytest.mark.parametrize(("defaults", "sent"), [({}, 0.7), ({"top_p": 0.9}, 0.7), ({"temperature": 0.2}, None)])
+    def test_has_the_model_s_own_temperature_else_a_mild_one(
+        self, chat: Callable[..., Ran], scripted: Scripted, defaults: dict[str, Any], sent: float | None
+    ) -> None:
+        gateway = Answers(scripted, ["a"])
+        scripted.answers[0] = gateway._models({**SERVED, "defaults": defaults})
+        chat(gateway.url, "1\n")
+        assert gateway.asked[0].get("temperature") == sent
+
+    def test_an_answer_s_speed_and_cut_are_told(self) -> None:
+        assert _about({"usage": {"completion_tokens": 11}, "finish_reason": "length"}, 2.0) == (
+            "(11 tokens, 5.0 a second; cut at the output's limit (--max-tokens))"
+        )
+        assert _about({"usage": {"completion_tokens": 1}}, 0.0) == "(1 tokens)"
+        assert _about({}, 1.0) == ""
 
 
 class TestFailure:

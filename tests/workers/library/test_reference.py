@@ -80,3 +80,15 @@ def test_what_is_no_model_is_refused_with_what_there_is(reference: str) -> None:
 )
 def test_a_name_is_known_without_a_look(reference: str, name: str) -> None:
     assert name_of(reference) == name
+
+
+def test_a_gguf_file_is_said_to_be_one_and_what_to_give(tmp_path: Path) -> None:
+    folder = tmp_path / "smol"
+    folder.mkdir()
+    (folder / "smol-q8.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    for reference in (str(folder), str(folder / "smol-q8.gguf"), f"smol={folder}", "smol/smol-q8.gguf"):
+        with pytest.raises(Refused, match=r"smol-q8.gguf is a GGUF file, .* give a folder .*config.json"):
+            find_model(reference)
+    (folder / "smol-q8.gguf").write_bytes(b"else")
+    with pytest.raises(Refused, match="no model"):
+        find_model(str(folder))
