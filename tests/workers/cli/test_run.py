@@ -122,3 +122,18 @@ def test_ctrl_c_ends_it_with_status_130(run: Run, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(show.TextStream, "show", interrupted)
     ran = run("run", "tiny", "def main():", "--threads", "1")
     assert (ran.status, ran.err) == (130, "penstock: interrupted\n")
+
+
+def test_an_output_of_a_schema_ends(run: Run) -> None:
+    asked = ("run", "tiny", "x = 11111111111111", "--raw", "--max-tokens", "60", *GREEDY, "--json", "--json-schema")
+    ended = {
+        comment: json.loads(run(*asked, json.dumps({"type": "number", "$comment": comment})).out)["choices"][0]
+        for comment in ("", "penstock:0")
+    }
+    assert {comment: choice["finish_reason"] for comment, choice in ended.items()} == {
+        "": "stop",
+        "penstock:0": "length",
+    }, "to the letter, a number has no end"
+    assert isinstance(json.loads(ended[""]["text"]), float)
+    (choice,) = json.loads(run(*asked[:-1], "--choice", "yes", "--choice", "no").out)["choices"]
+    assert (choice["text"] in ("yes", "no"), choice["finish_reason"]) == (True, "stop")
