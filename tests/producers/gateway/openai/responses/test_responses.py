@@ -318,3 +318,23 @@ def test_a_gateway_that_stops_says_where_to_go_on(
     rest = list(other.openai.responses.retrieve(made["id"], stream=True, starting_after=last["sequence_number"]))
     assert [event.sequence_number for event in rest] == list(range(6, 11))
     assert rest[0].delta == "b"
+
+
+def test_an_output_may_have_a_form(client: OpenAI, answering: Answering) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "number"}}}
+    named = {"type": "json_schema", "name": "answer", "schema": schema}
+    asked: list[dict[str, Any]] = [
+        {"extra_body": {"choice": ["yes", "no"]}},
+        {"extra_body": {"structured_outputs": {"choice": ["yes", "no"]}}},
+        {"text": {"format": named}},
+        {"text": {"format": named}, "extra_body": {"open_objects": True}},
+    ]
+    for fields in asked:
+        client.responses.create(**ASKED, **fields)
+    chosen, same, closed, opened = (record.task for record in answering.records)
+    assert chosen["grammar"] == same["grammar"] == 'start: CHOICE\nCHOICE: "yes" | "no"'
+    assert closed["json_schema"]["additionalProperties"] is False
+    assert "$ref" in opened["json_schema"]["additionalProperties"]
+    with pytest.raises(openai.BadRequestError, match="Penstock-Tenant") as refused:
+        client.responses.create(**ASKED, extra_body={"cache_salt": "s"})
+    assert refused.value.param == "cache_salt"
