@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from producers.contract import json_parts, task
@@ -22,6 +22,7 @@ from producers.gateway import app
 from producers.gateway.http import request_body as body
 from producers.gateway.http.request_body import MAX_VALUES
 from producers.gateway.openai.completions import Completion
+from tests.histories import examples
 from tests.producers.gateway.conftest import Open, until
 
 VALUES = st.recursive(
@@ -43,6 +44,7 @@ def values(value: Any) -> int:
     return 1 + max(0, len(inner) - 1) + sum(values(one) - 1 for one in inner)
 
 
+@settings(max_examples=examples(30, 100))
 @given(VALUES, st.sampled_from([1, 3, 1 << 18]))
 def test_lists_objects_and_strings_are_counted_outside_of_strings(value: Any, size: int) -> None:
     text = json.dumps(value).encode()
