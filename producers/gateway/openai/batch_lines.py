@@ -26,7 +26,7 @@ from producers.gateway.openai.completions import MAX_TOKENS, read_completion
 from producers.gateway.openai.completions import shape as completion_shape
 from producers.gateway.openai.logprobs import COMPLETION, ChatLogprobs, CompletionLogprobs
 from producers.gateway.openai.parameters import TextRequest, check_chats, refused
-from producers.gateway.openai.responses.request import ResponseRequest, read_response
+from producers.gateway.openai.responses.request import REFERENCE, ResponseRequest, read_response
 from producers.gateway.openai.responses.view import body as response_body
 from producers.gateway.openai.tools import Calling, CallSyntax, Tools
 from producers.store.batches import ENDPOINTS
@@ -166,6 +166,8 @@ def _completion(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
 
 def _response(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
     read = read_response(body, None)
+    if any(item.role == REFERENCE for item in read.items):
+        raise refused("input", REFERENCE, (), "which a line of a batch cannot have")
     text_request = replace(read.text_request, service_tier=fields.get("tier", read.text_request.service_tier))
     # Its answer is in the batch's files alone: nobody comes back for it by its id.
     read = replace(read, text_request=text_request, store=False)

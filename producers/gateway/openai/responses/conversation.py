@@ -25,7 +25,7 @@ from producers.gateway.http.authorization import principal_of, tenant_of
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.request_state import Work
 from producers.gateway.openai.parameters import check_chats
-from producers.gateway.openai.responses.request import Item, ResponseRequest
+from producers.gateway.openai.responses.request import REFERENCE, Item, ResponseRequest
 from producers.gateway.openai.responses.view import PREFIX, Output, ResponseMetadata
 from producers.gateway.tasks.ownership import task_of
 
@@ -33,6 +33,8 @@ from producers.gateway.tasks.ownership import task_of
 TOO_LONG: Final = ("context_length_exceeded", "kv_capacity_exceeded", "prompt_too_long")
 #: Share of the context that truncation leaves for an output without max_output_tokens: one in so many.
 ROOM: Final = 4
+#: Most responses that a request's input may refer to. Each is read from the store.
+MAX_REFERENCED: Final = 256
 #: Roles of messages that stay at the beginning of a conversation.
 STAY: Final = ("system", "developer")
 #: Bytes of JSON around messages, with the template's variables.
@@ -67,7 +69,7 @@ async def before(request: Request, response_id: str) -> list[Item]:
             code="previous_response_not_found",
             param="previous_response_id",
         )
-    handle, record, metadata = stored
+    _, record, metadata = stored
     if not record.final:
         raise Problem(
             400,
@@ -75,11 +77,59 @@ async def before(request: Request, response_id: str) -> list[Item]:
             code="previous_response_not_ready",
             param="previous_response_id",
         )
+    return [*metadata.items, *await _output_of(*stored)]
+
+
+async def with_referenced(request: Request, items: Sequence[Item]) -> list[Item]:
+    """A request's items, with those of earlier responses' outputs in place of references to them. Raises Problem,
+    InvalidTask, and as `find`."""
+    known: dict[str, dict[str, Item]] = {}
+    size, found = 0, []
+    for at, item in enumerate(items):
+        if item.role == REFERENCE:
+            response_id = f"{PREFIX}{_response_of(item.id)}"
+            if response_id not in known:
+                stored = await find(request, response_id)
+                output = [] if stored is None or not stored[1].final else await _output_of(*stored)
+                known[response_id] = {item.id: item for item in output}
+                size += sum(len(item.text) for item in output)
+            if size > MAX_PROMPT_BYTES or len(known) > MAX_REFERENCED:
+                raise InvalidTask(
+                    f"input refers to more than {MAX_REFERENCED} responses, or to more than {MAX_PROMPT_BYTES} "
+                    "characters of their text; go on with previous_response_id",
+                    param="input",
+                )
+            item = _referenced(known[response_id], item, f"input[{at}].id")
+        found.append(item)
+    return found
+
+
+def _response_of(item_id: str) -> str:
+    """The task of the response that an item is of, by its id; any text if that is of none."""
+    _, _, name = item_id.partition("_")
+    return name.partition("_")[0]
+
+
+def _referenced(output: Mapping[str, Item], reference: Item, parameter: str) -> Item:
+    item = output.get(reference.id)
+    if item is None:
+        raise Problem(
+            400,
+            f"{parameter} is {shown(reference.id)}: no stored response that has ended has such an item in its output "
+            "(any more); send the item itself, or previous_response_id",
+            code="item_not_found",
+            param=parameter,
+        )
+    return item
+
+
+async def _output_of(handle: AsyncHandle, record: Record, metadata: ResponseMetadata) -> list[Item]:
+    """The items of an ended response's output. Raises TaskNotFound, redis.exceptions.RedisError or OSError."""
     output = Output(metadata, None)
     async with aclosing(handle.batches()) as batches:
         async for events in batches:
             output.take(events)
-    return [*metadata.items, *output.as_input()]
+    return output.as_input()
 
 
 async def fitted(

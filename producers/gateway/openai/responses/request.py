@@ -38,6 +38,8 @@ CALL, CALL_OUTPUT = "function_call", "function_call_output"
 MEMBERS: Final = {CALL: ("call_id", "name", "arguments"), CALL_OUTPUT: ("call_id", "output")}
 #: The role of a call's output, as chat templates name it.
 TOOL: Final = "tool"
+#: An item that only names one of an earlier response's output; it has this role until that is found.
+REFERENCE: Final = "item_reference"
 _PART: Final = {
     "type": "object",
     "required": ["type", "text"],
@@ -75,6 +77,7 @@ INPUT: Final[dict[str, Any]] = {
                     _item_schema(
                         ("type", *MEMBERS[CALL_OUTPUT]), type={"const": CALL_OUTPUT}, call_id=_STRING, output=_CONTENT
                     ),
+                    _item_schema(("type", "id"), type={"const": REFERENCE}) | {"description": "of an output's item"},
                 ]
             },
         },
@@ -250,6 +253,8 @@ def _item(item: Any, parameter: str) -> Item:
     if not isinstance(item, dict):
         raise invalid_item(parameter, item, "a message with role and content", "invalid_type")
     kind = item.get("type") or "message"
+    if kind == REFERENCE:
+        return Item(read_string(item.get("id"), f"{parameter}.id"), REFERENCE, ())
     if not isinstance(kind, str) or (kind != "message" and kind not in MEMBERS):
         raise InvalidTask(
             f"{parameter}.type is {shown(kind)}, which is not offered here; give messages, {CALL} and {CALL_OUTPUT}",

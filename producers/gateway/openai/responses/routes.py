@@ -260,9 +260,9 @@ async def make(request: Request, gateway: Gateway, response_request: ResponseReq
         with response_request.text_request.in_its_words():
             calling = await calling_of(gateway, resolved.card, response_request.tools, work_of(request))
     prompts = await idempotency.made_prompts(request, gateway.client, 1, tenant=task.tenant)
-    items = response_request.items
     if prompts is not None:  # its record has its conversation
         task = task.model_copy(update={"prompt": prompts[0]})
+        items = await conversation.with_referenced(request, response_request.items)
     else:
         items = await _conversation(request, response_request)
         task, items = await conversation.fitted(gateway, resolved.card, response_request, task, items, work_of(request))
@@ -279,10 +279,12 @@ async def make(request: Request, gateway: Gateway, response_request: ResponseReq
 
 
 async def _conversation(request: Request, response_request: ResponseRequest) -> list[Item]:
-    """The items of the responses before a request, and its own. Raises as `conversation.before`."""
+    """The items of the responses before a request, and its own. Raises as `conversation.before` and
+    `conversation.with_referenced`."""
+    items = await conversation.with_referenced(request, response_request.items)
     if response_request.previous is None:
-        return response_request.items
-    return [*await conversation.before(request, response_request.previous), *response_request.items]
+        return items
+    return [*await conversation.before(request, response_request.previous), *items]
 
 
 async def _background(

@@ -123,6 +123,7 @@ async def events(door: Door, task_id: str) -> list[Any]:
         (COMPLETIONS, {"echo": True}, "echo"),
         (RESPONSES, {"previous_response_id": "resp_x"}, "previous_response_id"),
         (RESPONSES, {"max_output_tokens": 5000}, "max_output_tokens"),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_x"}]}, "input"),
     ],
 )
 def test_what_a_line_may_not_ask_for(url: str, fields: dict[str, Any], param: str) -> None:

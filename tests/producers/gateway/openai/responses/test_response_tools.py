@@ -14,6 +14,7 @@ from producers.contract import chat
 from producers.contract.record import Record
 from producers.contract.stream import End, Token
 from producers.errors import InvalidTask
+from producers.gateway.openai.responses import conversation
 from producers.gateway.openai.responses.request import Item, messages_of, read_input
 from producers.gateway.openai.responses.view import EventWriter, ResponseMetadata, body
 from producers.gateway.openai.tools import HERMES, CallSyntax
@@ -145,6 +146,33 @@ def test_the_conversation_goes_on_with_outputs(calls: str, client: OpenAI, answe
     client.chat.completions.create(model=calls, messages=chat, tools=nested)
     by_id, as_whole, in_chat = (record.task["prompt"] for record in answering.records[1:])
     assert by_id == as_whole == in_chat
+
+
+def test_items_of_earlier_outputs_are_named_by_their_ids(
+    calls: str, client: OpenAI, answering: Answering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Vercel's AI SDK does."""
+    answering.scripts = [says(*PIECES), says("It rains.")]
+    first = client.responses.create(**ASKED)
+    user = {"role": "user", "content": "Rain?"}
+    named: Any = [{"type": "item_reference", "id": item.id} for item in first.output]
+    output = {"type": "function_call_output", "call_id": first.output[1].to_dict()["call_id"], "output": "rain"}
+    second = client.responses.create(**ASKED | {"input": [user, *named, output]})
+    sent: Any = [user, *(item.to_dict() for item in first.output), output]
+    client.responses.create(**ASKED | {"input": sent})
+    by_name, as_whole = (record.task["prompt"] for record in answering.records[1:])
+    assert by_name == as_whole
+    listed = list(client.responses.input_items.list(second.id, order="asc"))
+    assert [item.to_dict() for item in listed[1:4]] == [item.to_dict() for item in first.output]
+    other = client.with_options(default_headers={"Penstock-Tenant": "acme"})
+    unknown: Any = [user, {"type": "item_reference", "id": f"{first.output[0].id}_7"}]
+    for asking, items in ((other, [user, *named]), (client, unknown)):
+        with pytest.raises(openai.BadRequestError) as caught:
+            asking.responses.create(**ASKED | {"input": items})
+        assert (caught.value.code, caught.value.param) == ("item_not_found", "input[1].id")
+    monkeypatch.setattr(conversation, "MAX_REFERENCED", 0)
+    with pytest.raises(openai.BadRequestError, match="go on with previous_response_id"):
+        client.responses.create(**ASKED | {"input": [user, *named]})
 
 
 def test_a_call_that_is_cut_is_incomplete_and_goes_on(calls: str, client: OpenAI, answering: Answering) -> None:
