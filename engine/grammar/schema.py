@@ -84,7 +84,7 @@ _REWRITTEN: Final = {  # zod's email
     )
 }
 #: The deepest schema that is read, in schemas within schemas: llguidance takes no deeper one. And the most steps of
-#: looking at what holds in one place. Beyond, a schema is left as it is.
+#: looking at what holds in one place, for all schemas of a request. Beyond, a schema is left as it is.
 _DEPTH: Final = 128
 _STEPS: Final = 30_000
 #: The keywords of a schema in which there is nothing to bound, close or leave out, with these types.
@@ -107,31 +107,43 @@ class _TooLarge(Exception):
     """The schema is too deep, or too much holds in one place."""
 
 
-def bounded(schema: Mapping[str, Any], *, open_objects: bool = False, drop: bool = False) -> Bounded:
-    """The schema whose outputs end, of a caller's schema. `open_objects`: objects may have members that it does not
-    name. `drop`: leave out what llguidance cannot follow; else that stays, and is refused later.
+@dataclass(slots=True)
+class Budget:
+    """The steps that are left for the schemas of one request."""
 
-    A schema that these rules have made, of whatever version, is returned as it is, and so is one that is too deep. The
-    result may be another call's, too: do not change it.
+    steps: int = _STEPS
+
+
+def bounded(
+    schema: Mapping[str, Any], *, open_objects: bool = False, drop: bool = False, budget: Budget | None = None
+) -> Bounded:
+    """The schema whose outputs end, of a caller's schema. `open_objects`: objects may have members that it does not
+    name. `drop`: leave out what llguidance cannot follow; else that stays, and is refused later. `budget`: of the
+    request, where it has several schemas; what this one takes is taken from it.
+
+    A schema that these rules have made, of whatever version, is returned as it is, and so is one that is too deep or
+    takes more steps than there are. The result may be another call's, too: do not change it.
     """
     if rules_of(schema) is not None:
         return Bounded(dict(schema))
+    budget = Budget() if budget is None else budget
     try:
-        made = _bounded(json.dumps(schema), open_objects, drop)
+        made, taken = _bounded(json.dumps(schema), open_objects, drop, budget.steps)
     except RecursionError:
-        made = None
+        return Bounded(dict(schema))
+    budget.steps -= taken
     return made or Bounded(dict(schema))
 
 
 @lru_cache(maxsize=16)  # a task's is asked for when it is judged and when it is queued; a batch has many of one form
-def _bounded(text: str, open_objects: bool, drop: bool) -> Bounded | None:
-    """None for a schema that is too large for these rules."""
-    rewriter = _Rewriter(json.loads(text), open_objects, drop)
+def _bounded(text: str, open_objects: bool, drop: bool, steps: int) -> tuple[Bounded | None, int]:
+    """None for a schema that is too large for these rules or takes more than `steps`; and the steps that it took."""
+    rewriter = _Rewriter(json.loads(text), open_objects, drop, steps)
     try:
         made = rewriter.whole()
     except (_TooLarge, RecursionError):
-        return None
-    return Bounded(made, tuple(rewriter.dropped))
+        return None, rewriter.taken
+    return Bounded(made, tuple(rewriter.dropped)), rewriter.taken
 
 
 def rules_of(schema: Mapping[str, Any]) -> int | None:
@@ -166,7 +178,7 @@ class _Rewriter:
     others in the same place is not (`_part`): it would forbid the others' properties.
     """
 
-    def __init__(self, root: dict[str, Any], open_objects: bool, drop: bool) -> None:
+    def __init__(self, root: dict[str, Any], open_objects: bool, drop: bool, steps: int) -> None:
         self._root = root
         self._open = open_objects
         self._drop = drop
@@ -176,7 +188,8 @@ class _Rewriter:
         #: References -> those to the same schemas as parts; and the ones that are still to be made, by name.
         self._parts: dict[str, str] = {}
         self._waiting: list[tuple[str, dict[str, Any]]] = []
-        self._steps = 0
+        self._steps = steps
+        self.taken = 0
         everything = list(_schemas(root))
         #: In a schema with an address of its own "#/..." leads elsewhere.
         self._one_document = not any(map(_has_address, everything[1:]))
@@ -185,11 +198,11 @@ class _Rewriter:
         self._telling: dict[int, str] = {}
         #: The ids of lists of alternatives of which no value is of two.
         self._apart: set[int] = set()
-        for node in everything:
-            if isinstance(node.get("oneOf"), list):
-                self._tell_apart(node["oneOf"])
+        self._unions = [node["oneOf"] for node in everything if isinstance(node.get("oneOf"), list)]
 
     def whole(self) -> dict[str, Any]:
+        for union in self._unions:
+            self._tell_apart(union)
         made: dict[str, Any] = self._value(self._root, ())
         while self._waiting:
             name, schema = self._waiting.pop()
@@ -384,9 +397,10 @@ class _Rewriter:
         return facts
 
     def _count(self, steps: int) -> None:
-        self._steps += steps
-        if self._steps > _STEPS:
+        if self.taken + steps > self._steps:
+            self.taken = self._steps
             raise _TooLarge
+        self.taken += steps
 
     def _resolve(self, reference: str) -> Any:
         """The schema at a pointer into this one; None if there is none."""

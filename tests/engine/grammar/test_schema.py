@@ -9,7 +9,7 @@ import pytest
 
 from engine.errors import RequestError
 from engine.grammar.child import judged
-from engine.grammar.schema import DECIMALS, DIGITS, VERSION, Bounded, bounded, rules_of, without_look_around
+from engine.grammar.schema import DECIMALS, DIGITS, VERSION, Bounded, Budget, bounded, rules_of, without_look_around
 from engine.grammar.source import form_of, new_rules
 from engine.grammar.trial import light
 
@@ -284,6 +284,19 @@ def test_large_and_deep_schemas_are_read_soon_or_left() -> None:
     wide: dict[str, Any] = {f"p{i}": {} for i in range(900)}
     crossed = {"properties": wide, "anyOf": [{"anyOf": [X] * 30}] * 30}
     assert bounded(crossed) == Bounded(crossed), "the names, times the alternatives"
+
+
+def test_the_schemas_of_a_request_have_one_budget() -> None:
+    schema = {"anyOf": [X] * 50}
+    budget = Budget()
+    before = budget.steps
+    assert rules_of(bounded(schema, budget=budget).schema) == VERSION
+    taken = before - budget.steps
+    assert taken > 0
+    budget = Budget(2 * taken)
+    assert all(rules_of(bounded(schema, budget=budget).schema) == VERSION for _ in range(2))
+    assert bounded(schema, budget=budget) == Bounded(schema)
+    assert rules_of(bounded(schema).schema) == VERSION, "another request's"
 
 
 def test_a_bounded_schema_is_as_light_as_its_callers() -> None:
