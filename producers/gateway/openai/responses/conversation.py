@@ -83,25 +83,25 @@ async def before(request: Request, response_id: str) -> list[Item]:
 async def with_referenced(request: Request, items: Sequence[Item]) -> list[Item]:
     """A request's items, with those of earlier responses' outputs in place of references to them. Raises Problem,
     InvalidTask, and as `find`."""
-    known: dict[str, dict[str, Item]] = {}
-    size, found = 0, []
+    outputs: dict[str, dict[str, Item]] = {}
+    size, resolved = 0, []
     for at, item in enumerate(items):
         if item.role == REFERENCE:
             response_id = f"{PREFIX}{_response_of(item.id)}"
-            if response_id not in known:
+            if response_id not in outputs:
                 stored = await find(request, response_id)
                 output = [] if stored is None or not stored[1].final else await _output_of(*stored)
-                known[response_id] = {item.id: item for item in output}
+                outputs[response_id] = {item.id: item for item in output}
                 size += sum(len(item.text) for item in output)
-            if size > MAX_PROMPT_BYTES or len(known) > MAX_REFERENCED:
+            if size > MAX_PROMPT_BYTES or len(outputs) > MAX_REFERENCED:
                 raise InvalidTask(
                     f"input refers to more than {MAX_REFERENCED} responses, or to more than {MAX_PROMPT_BYTES} "
                     "characters of their text; go on with previous_response_id",
                     param="input",
                 )
-            item = _referenced(known[response_id], item, f"input[{at}].id")
-        found.append(item)
-    return found
+            item = _referenced(outputs[response_id], item, f"input[{at}].id")
+        resolved.append(item)
+    return resolved
 
 
 def _response_of(item_id: str) -> str:

@@ -174,7 +174,7 @@ class Output:
         self._metadata = metadata
         self._scorer = scorer
         self._parser = None if metadata.syntax is None else ToolCallParser(metadata.syntax)
-        self._held: list[str] = []
+        self._pending_logprobs: list[str] = []
         """Log probabilities of tokens that may be of the message, or not."""
         self.items: list[MessageItem | CallItem] = []
         self.begun = False
@@ -194,14 +194,16 @@ class Output:
         """Add a token. Returns what is new by it."""
         self.begun = True
         if token.logprobs is not None:
-            self._held.append("" if self._scorer is None else json.dumps(self._scorer.of([token])["content"])[1:-1])
+            self._pending_logprobs.append(
+                "" if self._scorer is None else json.dumps(self._scorer.of([token])["content"])[1:-1]
+            )
         return self._changes([token.text] if self._parser is None else self._parser.feed([token]))
 
     def end(self) -> list[Change]:
         """Returns what is known only at the end."""
         parts = [] if self._parser is None else self._parser.end()
         called = any(isinstance(item, CallItem) for item in self.items)
-        return self._changes(parts or ([""] if self._held and not called else []))
+        return self._changes(parts or ([""] if self._pending_logprobs and not called else []))
 
     def _changes(self, parts: Sequence[ParsedPart]) -> list[Change]:
         changes: list[Change] = []
@@ -211,7 +213,7 @@ class Output:
                 continue
             changes.append(part)
             if isinstance(part, CallStart):
-                self._held.clear()
+                self._pending_logprobs.clear()
                 self.items.append(self._new_call(part))
             else:
                 call = self.items[-1]
@@ -223,8 +225,12 @@ class Output:
         return changes
 
     def _add_text(self, new: str) -> Text:
-        text, logprobs, scored = quote(new)[1:-1], ", ".join(filter(None, self._held)), bool(self._held)
-        self._held.clear()
+        text, logprobs, scored = (
+            quote(new)[1:-1],
+            ", ".join(filter(None, self._pending_logprobs)),
+            bool(self._pending_logprobs),
+        )
+        self._pending_logprobs.clear()
         message = self.message()
         message.text += text.encode()
         if logprobs:
@@ -376,18 +382,18 @@ class EventWriter:
             if not self._opened:
                 yield from self._open()
             if change.text or change.scored:
-                delta = f'{self._place()}, "content_index": 0, "delta": "{change.text}"'
+                delta = f'{self._item_fields()}, "content_index": 0, "delta": "{change.text}"'
                 yield self._event("response.output_text.delta", f'{delta}, "logprobs": [{change.logprobs}]')
         elif isinstance(change, CallStart):
             yield from self._close("completed")
             yield from self._open()
         elif isinstance(change, CallArguments):
-            delta = f'{self._place()}, "delta": {quote(change.text)}'
+            delta = f'{self._item_fields()}, "delta": {quote(change.text)}'
             yield self._event("response.function_call_arguments.delta", delta)
         else:
             yield from self._close("completed")
 
-    def _place(self) -> str:
+    def _item_fields(self) -> str:
         """The fields that name the item whose events come."""
         index = self._opened - 1
         return f'"item_id": "{self.output.items[index].id}", "output_index": {index}'
@@ -403,7 +409,7 @@ class EventWriter:
         yield self._event("response.output_item.added", f'"output_index": {index}, "item": {opened}')
         if isinstance(item, MessageItem):
             yield self._event(
-                "response.content_part.added", f'{self._place()}, "content_index": 0, "part": {EMPTY_PART}'
+                "response.content_part.added", f'{self._item_fields()}, "content_index": 0, "part": {EMPTY_PART}'
             )
 
     def _close(self, status: str) -> Iterator[bytes]:
@@ -411,15 +417,15 @@ class EventWriter:
         if self._closed == self._opened:
             return
         index, self._closed = self._closed, self._opened
-        item, place = self.output.items[index], self._place()
+        item, fields = self.output.items[index], self._item_fields()
         if isinstance(item, CallItem):
-            yield self._event("response.function_call_arguments.done", f'{place}, "arguments": "', item.arguments, '"')
+            yield self._event("response.function_call_arguments.done", f'{fields}, "arguments": "', item.arguments, '"')
         else:
-            place += ', "content_index": 0'
+            fields += ', "content_index": 0'
             yield self._event(
-                "response.output_text.done", f'{place}, "text": "', item.text, '", "logprobs": [', item.logprobs, "]"
+                "response.output_text.done", f'{fields}, "text": "', item.text, '", "logprobs": [', item.logprobs, "]"
             )
-            yield self._event("response.content_part.done", f'{place}, "part": ', *item.part())
+            yield self._event("response.content_part.done", f'{fields}, "part": ', *item.part())
         pieces = item.pieces(self.output.status_of(index, status))
         yield self._event("response.output_item.done", f'"output_index": {index}, "item": ', *pieces)
 
