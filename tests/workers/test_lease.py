@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+from typing import Any
 
 from redis import Redis
 
@@ -117,3 +119,20 @@ def test_a_cleared_server_is_served_again(rig: Rig) -> None:
     rig.until(lambda: rig.leases()[0]["running"] == 0)
     assert worker.stop() == 0
     rig.check_nothing_left()
+
+
+def test_a_worker_serves_its_model_once_another_version_of_it_is_withdrawn(rig: Rig) -> None:
+    """As on a shared store on which an `up` with another version came and went: else every call is a 404."""
+    worker = rig.worker()
+    own = json.loads(rig.redis.hget(keys.MODELS, "stub") or "")
+    other = own | {"version": "other", "published": 1, "publisher": "up:elsewhere.7.ab", "withdrawn": 1}
+    rig.redis.hset(keys.MODELS, "stub", json.dumps(other))
+
+    def standing() -> dict[str, Any]:
+        card: dict[str, Any] = json.loads(rig.redis.hget(keys.MODELS, "stub") or "")
+        return card
+
+    rig.until(lambda: "withdrawn" not in standing())
+    assert (standing()["version"], "published" in standing()) == (own["version"], False)
+    rig.check(rig.submit(1))
+    assert worker.stop() == 0

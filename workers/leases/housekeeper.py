@@ -223,12 +223,12 @@ class Housekeeper(threading.Thread):
 
     def _read_what_changes(self) -> None:
         """Reads tenants' shares, and whether this version takes plain Celery tasks. Announces its model again where the
-        card was removed or withdrawn while no lease stood."""
+        card was removed or withdrawn, of whatever version."""
         served = self._served
         served.weights = self._broker.weights()
         card = cards.read(self._store, served.model)
         served.takes_plain = cards.takes_new(card, served.pool.version)
-        if card is None or ("withdrawn" in card and card["version"] == served.pool.version):
+        if card is None or "withdrawn" in card:
             logger.warning("The model %s is not listed any more: announcing it again", served.model)
             self._announce(self._store)
 

@@ -8,6 +8,8 @@ A worker that starts announces its model; an operator publishes one, with no wor
     nothing, or not published       the worker's card               the publisher's card
     published, of the same version  the worker's, still published   the publisher's, with WORKER_FIELDS
     published, of another version   unchanged                       the publisher's card
+    withdrawn, of the same version  the worker's, still published   the publisher's, with WORKER_FIELDS
+    withdrawn, of another version   the worker's card               the publisher's card
 
 So new workers may come up while new tasks still go to the version before, and an old worker that starts again turns
 nothing back. Only workers know WORKER_FIELDS: `context_length`, if theirs is set shorter, and `kv_capacity`.
@@ -26,7 +28,8 @@ list the model nor send it tasks. Whoever announces or publishes it writes a car
     the sweeper that leads, all others                          a minute after nobody served or scaled them
 
 A withdrawal replaces the card that was looked at (SWAP), so a worker that announces the model meanwhile wins. The
-sweeper gives a model back that is served or scaled again, and a worker announces its own again.
+sweeper gives a model back that is served or scaled again. A worker of any version that sees its model withdrawn
+announces it, as nobody else serves it: the card is of its version then.
 
 A version whose card is replaced may have tasks in its queue, but no pool that names them: no worker was ever up, or
 a sweeper has forgotten its pool. It then gets the pool `unserved`, which a sweeper forgets once nothing is left.
@@ -108,11 +111,10 @@ def announce(store: Redis, card: Card, pool: keys.Pool, files: Mapping[str, byte
     pool_entry = {**asdict(pool), **worker_fields, "announced": _now_ms()}
 
     def change(before: Card | None) -> Card | None:
-        if before is None or "published" not in before:
-            return _learnt(card, before)
-        if before["version"] != card["version"]:
+        if not takes_new(before, card["version"]):
             return None
-        return _learnt(card, before) | {name: before[name] for name in ("published", "publisher") if name in before}
+        kept = before if before is not None and before["version"] == card["version"] else {}
+        return _learnt(card, before) | {name: kept[name] for name in ("published", "publisher") if name in kept}
 
     entry = enter(pool.queue, json.dumps(pool_entry), keys.pool_queue(pool.model, pool.version, keys.UNSERVED))
     return _put(store, card, files, change, lambda: run(store, entry))
@@ -217,8 +219,9 @@ def read(store: Redis, name: str) -> Card | None:
 
 
 def takes_new(card: Card | None, version: str) -> bool:
-    """Whether new tasks go to this version, for a worker of it. Unpublished cards change with each worker."""
-    return card is None or "published" not in card or bool(card["version"] == version)
+    """Whether new tasks go to this version, for a worker of it. Unpublished cards change with each worker, and so do
+    withdrawn ones."""
+    return card is None or "published" not in card or "withdrawn" in card or bool(card["version"] == version)
 
 
 def _publisher(publisher: str | None, before: Card | None, version: str) -> Card:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from producers.connection.script import run
 from producers.contract import keys
 from producers.store.fleet import cards
 
@@ -53,6 +54,24 @@ class TestWhoseVersionStands:
     def test_a_card_stays_published_when_its_own_worker_comes_up(self, valkey: Redis) -> None:
         published = cards.publish(valkey, card("a"), FILES)["published"]
         assert worker(valkey, "a")["published"] == published
+
+    @pytest.mark.parametrize("publisher", ["up:elsewhere.7.ab", "rollout:me@here"])
+    def test_a_withdrawn_card_is_of_any_workers_version_and_stays_published_of_its_own(
+        self, valkey: Redis, publisher: str
+    ) -> None:
+        def withdraw() -> None:
+            cards.publish(valkey, card("a"), FILES, publisher=publisher)
+            (raw, found) = cards.all_of(valkey)["m"]
+            assert run(valkey, cards.withdraw(raw, found))
+
+        withdraw()
+        again = worker(valkey, "a")
+        assert (again["publisher"], "published" in again, "withdrawn" in again) == (publisher, True, False)
+        withdraw()
+        assert cards.takes_new(standing(valkey), "b")
+        other = worker(valkey, "b")
+        assert (other["version"], *(name in other for name in ("published", "withdrawn"))) == ("b", False, False)
+        assert worker(valkey, "c")["version"] == "c", "as after any worker's card"
 
     @pytest.mark.parametrize("garbage", ["{", "[1]", "{}", '{"published": 1}', b"\xff"])
     def test_what_is_no_card_counts_as_none_and_is_replaced(self, valkey: Redis, garbage: str | bytes) -> None:
