@@ -13,6 +13,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 from annotated_types import MaxLen
@@ -146,16 +147,17 @@ def _biases(value: Any) -> Any:
 
 def _bounded(name: str) -> BeforeValidator:
     """A check by a sampling parameter's own bound, which says more than pydantic would. Objects are kept as objects."""
+    return BeforeValidator(partial(checked_form, name))
+
+
+def checked_form(name: str, value: Any) -> Any:
+    """A form's value, `name` a parameter, as a task has it: a schema is an object. Raises InvalidTask."""
     bound = declared(SamplingParams)[name].bound
-
-    def check(value: Any) -> Any:
-        try:
-            kept = bound.check(name, value)
-        except RequestError as error:
-            raise InvalidTask(str(error), param=name, code=error.code) from None
-        return json.loads(kept) if isinstance(bound, JsonObject) else kept
-
-    return BeforeValidator(check)
+    try:
+        kept = bound.check(name, value)
+    except RequestError as error:
+        raise InvalidTask(str(error), param=name, code=error.code) from None
+    return json.loads(kept) if isinstance(bound, JsonObject) else kept
 
 
 def known_tier(value: Any) -> Any:

@@ -12,14 +12,15 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
-from engine.grammar.schema import bounded
+from engine.grammar.schema import Budget, bounded
 from engine.grammar.source import SPACE
 from engine.grammar.trial import STOPPED
-from engine.params import FORMS, MAX_GRAMMAR
+from engine.params import FORMS, MAX_GRAMMAR, MAX_SCHEMA
 from engine.text import RequestError, Tokenizer, has_tools
+from producers.contract.task import checked_form
 from producers.errors import InvalidTask, shown
 from producers.gateway.context import Gateway
 from producers.gateway.http.errors import invalid_value
@@ -30,6 +31,9 @@ from producers.gateway.text.forms import Judge
 
 #: Most tools of a request, as with OpenAI.
 MAX_TOOLS: Final = 128
+#: Most characters of their parameters without annotations. Some of that, such as keywords that cannot be followed, does
+#: not get into the grammar, which has MAX_GRAMMAR at most.
+MAX_LEAN: Final = 2 * MAX_GRAMMAR
 _CHOICES: Final = ("none", "auto", "required")
 #: The arguments of a function without parameters.
 _NOTHING: Final = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -71,8 +75,9 @@ _BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions", "d
 @dataclass(frozen=True, slots=True)
 class Function:
     """A function that a model may call. `path`: its parameter in the request, such as `tools[0].function`.
-    `parameters`: the JSON schema of its arguments, whose outputs end (`engine.grammar.schema`). `strict`: whether all
-    of the caller's must be followed. `dropped`: the keywords of it that are not."""
+    `parameters`: the JSON schema of its arguments; of one that may be called, a schema whose outputs end
+    (`engine.grammar.schema`). `strict`: whether all of the caller's must be followed. `dropped`: the keywords of it
+    that are not."""
 
     path: str
     name: str
@@ -86,7 +91,7 @@ class Tools:
     """A request's tools. `shown`: as chat templates take them. `must`: whether the output has to be a call.
 
     `callable`: those that may be called. `many`: whether several calls may be made. `answer`: the JSON schema of an
-    answer that is no call, if it has one.
+    answer that is no call, if it has one. `budget`: what is left for bounding schemas.
     """
 
     shown: list[dict[str, Any]]
@@ -94,6 +99,7 @@ class Tools:
     must: bool
     many: bool
     answer: dict[str, Any] | None = None
+    budget: Budget = field(default_factory=Budget, compare=False)
 
 
 def read_tools(values: Mapping[str, Any], *, flat: bool = False, open_objects: bool = False) -> Tools | None:
@@ -107,7 +113,7 @@ def read_tools(values: Mapping[str, Any], *, flat: bool = False, open_objects: b
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise refusal("tools", tools, f"a list of at most {MAX_TOOLS} tools", code="invalid_type")
     written = [_written(f"tools[{at}]", tool, flat) for at, tool in enumerate(tools)]
-    functions = [_function(parameter, function, open_objects) for parameter, function in written]
+    functions = [_read(parameter, function) for parameter, function in written]
     names = [function.name for function in functions]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise refusal("tools", twice, "functions of different names")
@@ -118,8 +124,11 @@ def read_tools(values: Mapping[str, Any], *, flat: bool = False, open_objects: b
     if not functions:
         raise refusal("tool_choice", choice, "none or auto, unless there are tools")
     called = [function for function in functions if named in (None, function.name)]
+    _check_sizes(called)
+    budget = Budget()
+    called = [_bounded(function, open_objects, budget) for function in called]
     shown = [{"type": "function", "function": function} for _, function in written]
-    return Tools(shown, called, choice != "auto", many and named is None)
+    return Tools(shown, called, choice != "auto", many and named is None, budget=budget)
 
 
 def _written(parameter: str, tool: Any, flat: bool) -> tuple[str, dict[str, Any]]:
@@ -141,7 +150,8 @@ def _written(parameter: str, tool: Any, flat: bool) -> tuple[str, dict[str, Any]
     return parameter, function
 
 
-def _function(parameter: str, function: Mapping[str, Any], open_objects: bool) -> Function:
+def _read(parameter: str, function: Mapping[str, Any]) -> Function:
+    """A function with the caller's own parameters. Raises Problem and InvalidTask."""
     name, strict = described(parameter, function)
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
@@ -149,8 +159,29 @@ def _function(parameter: str, function: Mapping[str, Any], open_objects: bool) -
     if parameters and parameters.get("type", "object") != "object":
         raise refusal(f"{parameter}.parameters.type", parameters["type"], '"object"')
     schema = {"type": "object", **parameters} if parameters else _NOTHING
-    made = bounded(schema, open_objects=open_objects, drop=not strict)
-    return Function(parameter, name, made.schema, strict, made.dropped)
+    return Function(parameter, name, schema, strict, ())
+
+
+def _check_sizes(functions: Sequence[Function]) -> None:
+    """Raise InvalidTask for parameters that are too large, before anything takes longer than to write them down."""
+    size = 0
+    for function in functions:
+        parameter = f"{function.path}.parameters"
+        try:
+            whole = len(json.dumps(function.parameters, ensure_ascii=False))
+            if whole > MAX_SCHEMA:
+                message = f"{parameter} have {whole} characters as JSON; at most {MAX_SCHEMA} are taken"
+                raise InvalidTask(message, param=parameter)
+            size += len(json.dumps(_lean(function.parameters), separators=(",", ":"), ensure_ascii=False))
+        except RecursionError:
+            raise InvalidTask(f"{parameter} are nested too deeply", param=parameter) from None
+        if size > MAX_LEAN:
+            raise too_large(size, MAX_LEAN)
+
+
+def _bounded(function: Function, open_objects: bool, budget: Budget) -> Function:
+    made = bounded(function.parameters, open_objects=open_objects, drop=not function.strict, budget=budget)
+    return replace(function, parameters=made.schema, dropped=made.dropped)
 
 
 def _named(choice: Any, names: Sequence[str], flat: bool) -> str | None:
@@ -172,14 +203,16 @@ def _named(choice: Any, names: Sequence[str], flat: bool) -> str | None:
 
 def with_tools(text_request: TextRequest, tools: Tools) -> tuple[TextRequest, Tools]:
     """The request, and its tools with the schema that it asks for: an output has one form. Raises Problem for a form
-    beside tools that is no schema."""
+    beside tools that is no schema, and InvalidTask for a wrong or too large one."""
     if form := next((name for name in FORMS if name != "json_schema" and name in text_request.fields), None):
         parameter = text_request.names.get(form, form)
         raise invalid_value(parameter, f"tools and {parameter} are both given; an output has one form")
     fields = dict(text_request.fields)
     answer = fields.pop("json_schema", None)
-    if isinstance(answer, dict):
-        answer = bounded(answer, open_objects=fields.get("open_objects") is True).schema
+    if answer is not None:
+        with text_request.in_its_words():
+            answer = checked_form("json_schema", answer)
+        answer = bounded(answer, open_objects=fields.get("open_objects") is True, budget=tools.budget).schema
     return replace(text_request, fields=fields, names=text_request.names | {"grammar": "tools"}), replace(
         tools, answer=answer
     )

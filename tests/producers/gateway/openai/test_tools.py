@@ -15,11 +15,14 @@ import pytest
 import tokenizers
 
 from engine.grammar.matcher import Grammars, Matcher
+from engine.grammar.schema import Budget, bounded
 from engine.grammar.trial import Trials
-from engine.params import SamplingParams
+from engine.params import MAX_SCHEMA, SamplingParams
 from engine.text import Tokenizer
 from producers.contract.stream import Token
 from producers.errors import InvalidTask
+from producers.gateway.openai import tools as tools_module
+from producers.gateway.openai.chat import read_chat
 from producers.gateway.openai.tool_call_parser import CallArguments, CallEnd, CallStart, ParsedPart, ToolCallParser
 from producers.gateway.openai.tools import (
     HERMES,
@@ -233,8 +236,9 @@ def test_what_describes_a_schema_is_left_out_but_for_its_names(model: Model) -> 
     assert "title" in json.loads(arguments)
     assert re.search(r"\s{21}", re.sub(r'"(\\.|[^"\\])*"', "s", arguments)) is None
     guided = {"type": "object", "x-guidance": {"item_separator": ";"}}
-    with pytest.raises(InvalidTask, match="x-guidance"):
-        model.calling(tools=[{"type": "function", "function": {"name": "f", "parameters": guided, "strict": True}}])
+    made = model.calling(tools=[{"type": "function", "function": {"name": "f", "parameters": guided, "strict": True}}])
+    assert "x-guidance" in made.grammar, "ours"
+    assert ";" not in made.grammar
 
 
 def follows(matcher: Matcher, output: Sequence[int]) -> bool:
@@ -280,3 +284,66 @@ def test_of_tools_that_are_not_strict_what_cannot_be_followed_is_left_out(model:
     choice = {"type": "function", "function": {"name": "odd"}}
     with pytest.raises(InvalidTask, match=r"tools\[1\]"):
         model.calling(tools=[TOOLS[1], {"type": "function", "function": odd | {"strict": True}}], tool_choice=choice)
+
+
+def _tools_of(count: int, parameters: dict[str, Any]) -> list[dict[str, Any]]:
+    functions = [{"name": f"f{at}", "parameters": parameters, "strict": True} for at in range(count)]
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def _numbers(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"property_{at}": {"type": "number"} for at in range(count)}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        (_tools_of(1, _numbers(3000)), "tools[0].function.parameters"),
+        (_tools_of(1, _numbers(1) | {"description": "x" * MAX_SCHEMA}), "tools[0].function.parameters"),
+        (_tools_of(128, _numbers(120)), "tools"),
+    ],
+)
+def test_too_large_parameters_are_refused_before_they_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, tools: list[dict[str, Any]], param: str
+) -> None:
+    monkeypatch.setattr(tools_module, "bounded", None)
+    with pytest.raises(InvalidTask, match=f"have [0-9]+ characters .* at most {MAX_SCHEMA}") as refused:
+        read_tools({"tools": tools})
+    assert refused.value.param == param
+    assert read_tools({"tools": tools, "tool_choice": "none"}) is None
+
+
+def test_the_schemas_of_a_request_share_one_budget() -> None:
+    one, all_of_them = (read_tools({"tools": _tools_of(count, _numbers(20))}) for count in (1, 10))
+    assert one is not None
+    assert all_of_them is not None
+    taken = Budget().steps - one.budget.steps
+    assert taken > 0
+    assert Budget().steps - all_of_them.budget.steps == 10 * taken
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": _tools_of(1, _numbers(20))}
+    both = read_chat(body | {"json_schema": _numbers(20)}, None).tools
+    assert both is not None
+    assert Budget().steps - both.budget.steps == 2 * taken
+
+
+@pytest.mark.parametrize(
+    ("answer", "param", "told"),
+    [
+        ({"json_schema": 5}, "json_schema", "json_schema=5 must be a JSON object"),
+        ({"json_schema": True}, "json_schema", "json_schema=True must be a JSON object"),
+        ({"guided_json": "{"}, "guided_json", "guided_json='{' must be a JSON object"),
+        ({"guided_json": _numbers(3000)}, "guided_json", f"guided_json has [0-9]+ .*{MAX_SCHEMA}"),
+    ],
+)
+def test_a_schema_beside_tools_is_checked_as_without(answer: dict[str, Any], param: str, told: str) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS}
+    with pytest.raises(InvalidTask, match=told) as refused:
+        read_chat(body | answer, None)
+    assert refused.value.param == param
+    schema = {"type": "object", "properties": {"a": {"const": 1}}}
+    as_object, as_text = (
+        read_chat(body | {"guided_json": given}, None).tools for given in (schema, json.dumps(schema))
+    )
+    assert as_object is not None
+    assert as_text is not None
+    assert as_object.answer == as_text.answer == bounded(schema).schema
