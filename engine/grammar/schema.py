@@ -86,7 +86,10 @@ _REWRITTEN: Final = {  # zod's email
 #: The deepest schema that is read, in schemas within schemas: llguidance takes no deeper one. And the most steps of
 #: looking at what holds in one place, for all schemas of a request. Beyond, a schema is left as it is.
 _DEPTH: Final = 128
-_STEPS: Final = 30_000
+#: A step takes about a microsecond: short requests are read on the gateway's event loop.
+_STEPS: Final = 20_000
+#: So many characters of a schema give it a step more.
+_FREE: Final = 4
 #: The keywords of a schema in which there is nothing to bound, close or leave out, with these types.
 _LEAF: Final = frozenset({"type", "const", "enum", "minLength", "maxLength", "title", "description", "default"})
 #: The keywords of a schema with no others within.
@@ -138,12 +141,14 @@ def bounded(
 @lru_cache(maxsize=16)  # a task's is asked for when it is judged and when it is queued; a batch has many of one form
 def _bounded(text: str, open_objects: bool, drop: bool, steps: int) -> tuple[Bounded | None, int]:
     """None for a schema that is too large for these rules or takes more than `steps`; and the steps that it took."""
-    rewriter = _Rewriter(json.loads(text), open_objects, drop, steps)
+    free = len(text) // _FREE
+    rewriter = _Rewriter(json.loads(text), open_objects, drop, steps + free)
     try:
         made = rewriter.whole()
     except (_TooLarge, RecursionError):
-        return None, rewriter.taken
-    return Bounded(made, tuple(rewriter.dropped)), rewriter.taken
+        made = None
+    taken = max(0, rewriter.taken - free)
+    return None if made is None else Bounded(made, tuple(rewriter.dropped)), taken
 
 
 def rules_of(schema: Mapping[str, Any]) -> int | None:
@@ -196,6 +201,9 @@ class _Rewriter:
         self._addresses = {"", *(node["$id"] for node in everything if isinstance(node.get("$id"), str))}
         #: Properties that tell the alternatives of a `oneOf` apart, by the id of the object of properties.
         self._telling: dict[int, str] = {}
+        #: By the id of a schema: the texts that it lists, and those of its properties.
+        self._values: dict[int, set[Any] | None] = {}
+        self._told: dict[int, dict[str, tuple[set[Any], dict[str, Any]]]] = {}
         #: The ids of lists of alternatives of which no value is of two.
         self._apart: set[int] = set()
         self._unions = [node["oneOf"] for node in everything if isinstance(node.get("oneOf"), list)]
@@ -216,6 +224,7 @@ class _Rewriter:
 
     def _value(self, schema: Any, path: tuple[str, ...]) -> Any:
         """A schema that stands by itself."""
+        self._count(2)
         if not self._one_document or not isinstance(schema, dict | bool) or schema is False:
             return self._node(schema, path, {})
         if schema is True or schema.keys() <= _ANNOTATIONS:
@@ -233,8 +242,10 @@ class _Rewriter:
     def _node(self, schema: Any, path: tuple[str, ...], outer: Mapping[str, bool] | None, part: bool = False) -> Any:
         if len(path) > _DEPTH:
             raise _TooLarge
+        self._count(4)
         if not isinstance(schema, dict) or (_leaf_type(schema) and schema.keys() <= _LEAF):
             return schema
+        self._count(20)
         if schema.get("nullable") is True and "type" not in schema:
             value = {name: part for name, part in schema.items() if name not in _DEFINITIONS | {"nullable"}}
             schema = {"anyOf": [value, _NULL]} | {name: schema[name] for name in _DEFINITIONS & schema.keys()}
@@ -283,6 +294,7 @@ class _Rewriter:
         outer: Mapping[str, bool] | None,
     ) -> None:
         """What else holds in the place, and what closes it: the first group of alternatives, or the schema itself."""
+        self._count(len(outer or ()))
         forbids = schema.get("unevaluatedProperties") is False and self._forbid(made, facts, path)
         groups = [name for name in _ALTERNATIVES if isinstance(made.get(name), list)]
         beside = self._facts(schema, but=groups[:1])
@@ -365,17 +377,19 @@ class _Rewriter:
         references: set[str] = set()
         while todo:
             node = todo.pop()
+            self._count(6)
             if not isinstance(node, dict):
                 continue
             properties, required = node.get("properties"), node.get("required")
-            for name in required if isinstance(required, list) else ():
+            required = required if isinstance(required, list) else []
+            self._count(len(node) + len(required))
+            for name in required:
                 if isinstance(name, str):
                     facts.names.setdefault(name, False)
             if isinstance(properties, dict):
                 facts.listed = True
                 facts.names |= dict.fromkeys(properties, True)
                 self._count(len(properties))
-            self._count(4)  # as long as four names take
             facts.open |= bool(
                 {"additionalProperties", "patternProperties", "const", "enum", "$dynamicRef"} & node.keys()
             )
@@ -409,6 +423,7 @@ class _Rewriter:
         if reference != "#" and not reference.startswith("#/"):
             return None
         node: Any = self._root
+        self._count(4 + len(reference) // 4)
         for part in reference[2:].split("/") if len(reference) > 1 else ():
             name = unquote(part).replace("~1", "/").replace("~0", "~")
             if isinstance(node, dict) and name in node:
@@ -429,26 +444,30 @@ class _Rewriter:
         """Find out whether no value is of two alternatives: by types, by values, or by a property that each has with
         other values. Such a property becomes required, for without it a value may be of several."""
         branches = [self._target(one) for one in alternatives]
-        if not all(isinstance(branch, dict) for branch in branches):
+        if not all(isinstance(branch, dict) for branch in branches) or len({*map(id, branches)}) < len(branches):
             return
-        values = [_values(branch) for branch in branches]
+        values = [self._listed(branch) for branch in branches]
         types = [_kinds(branch) for branch in branches]
-        if _disjoint(values) or _disjoint(types):
+        if self._disjoint(values) or self._disjoint(types):
             self._apart.add(id(alternatives))
             return
         told = [self._texts(branch) for branch in branches]
-        for name in told[0]:
+        for name in told[0] if told else ():
+            self._count(len(told))
             each = [texts.get(name) for texts in told]
             holders = [id(found[1]) for found in each if found is not None]
             free = all(self._telling.get(holder, name) == name for holder in holders)
-            if free and _disjoint([None if found is None else found[0] for found in each]):
+            if free and self._disjoint([None if found is None else found[0] for found in each]):
                 self._telling |= dict.fromkeys(holders, name)
                 self._apart.add(id(alternatives))
                 return
 
     def _texts(self, schema: dict[str, Any]) -> dict[str, tuple[set[Any], dict[str, Any]]]:
         """The properties of which a schema lists the texts, by name: the texts, and the properties that it is in."""
+        if id(schema) in self._told:
+            return self._told[id(schema)]
         texts: dict[str, tuple[set[Any], dict[str, Any]]] = {}
+        self._told[id(schema)] = texts
         todo: list[Any] = [schema]
         for _ in range(_DEPTH):
             if not todo:
@@ -457,14 +476,33 @@ class _Rewriter:
             if isinstance(node, dict):
                 properties = node.get("properties")
                 properties = properties if isinstance(properties, dict) else {}
+                self._count(4 * len(properties))
                 for name, value in properties.items():
-                    if (listed := _values(value)) is not None:
+                    if (listed := self._listed(value)) is not None:
                         texts.setdefault(name, (listed, properties))
-                todo += node["allOf"] if isinstance(node.get("allOf"), list) else []
+                parts = node["allOf"] if isinstance(node.get("allOf"), list) else []
+                self._count(len(parts))
+                todo += parts
         return texts
+
+    def _listed(self, schema: Any) -> set[Any] | None:
+        """`_values`, found out once for each schema."""
+        if not isinstance(schema, dict):
+            return None
+        if id(schema) not in self._values:
+            self._values[id(schema)] = _values(schema)
+        return self._values[id(schema)]
+
+    def _disjoint(self, sets: Sequence[set[Any] | None]) -> bool:
+        known = [one for one in sets if one is not None]
+        if len(known) < len(sets):
+            return False
+        self._count(size := sum(map(len, known)))
+        return size == len(set().union(*known))
 
     def _target(self, schema: Any) -> Any:
         for _ in range(_DEPTH):
+            self._count(3)
             if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
                 break
             schema = self._resolve(schema["$ref"])
@@ -531,6 +569,7 @@ class _Rewriter:
                     self._leave_out(made, path, name)
 
     def _leave_out(self, made: dict[str, Any], path: tuple[str, ...], name: str) -> None:
+        self._count(1 + sum(map(len, path)) // 64)
         del made[name]
         self.dropped.append(".".join((*path, name)))
 
@@ -652,7 +691,8 @@ def _leaf_type(schema: Mapping[str, Any]) -> bool:
 
 
 def _has_address(schema: Mapping[str, Any]) -> bool:
-    return isinstance(schema.get("$id"), str) or "://" in str(schema.get("id", ""))[:20]
+    name = schema.get("id")
+    return isinstance(schema.get("$id"), str) or (isinstance(name, str) and "://" in name[:20])
 
 
 def _refers(schema: Mapping[str, Any]) -> bool:
@@ -691,8 +731,3 @@ def _kinds(schema: Mapping[str, Any]) -> set[str] | None:
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
         return None
     return {"number" if kind == "integer" else kind for kind in kinds}
-
-
-def _disjoint(sets: Sequence[set[Any] | None]) -> bool:
-    known = [one for one in sets if one is not None]
-    return len(known) == len(sets) and sum(map(len, known)) == len(set().union(*known))

@@ -286,8 +286,61 @@ def test_large_and_deep_schemas_are_read_soon_or_left() -> None:
     assert bounded(crossed) == Bounded(crossed), "the names, times the alternatives"
 
 
+NAMES = {f"n{at}": {"const": ""} for at in range(200)}
+#: Schemas in which few characters say that much is to be looked at.
+HEAVY: dict[str, dict[str, Any]] = {
+    "alternatives by parts by names": {
+        "oneOf": [{"$ref": "#/a"}] * 99 + [{"$ref": "#/c"}],
+        "a": {"allOf": [{"$ref": "#/b"}] * 100},
+        "b": {"properties": NAMES},
+        "c": {"properties": NAMES},
+    },
+    "parts of alternatives": {
+        "oneOf": [{"allOf": [{"$ref": "#/b"}] * 9} for _ in range(20)],
+        "b": {"properties": NAMES},
+    },
+    "chains of references": {
+        "oneOf": [{"$ref": f"#/c{at}/0"} for at in range(2)] * 40,
+        **{f"c{at}": [{"$ref": f"#/c{at}/{to}"} for to in range(1, 100)] + [{}] for at in range(2)},
+    },
+    "texts by alternatives": {
+        "anyOf": [{"oneOf": [{"$ref": "#/e"}, {"const": "-"}]}] * 30,
+        "e": {"enum": [str(at) for at in range(1500)]},
+    },
+    "keywords by references": {"anyOf": [{"anyOf": [{"$ref": "#/k"}]}] * 20, "k": {f"x{at}": 1 for at in range(900)}},
+    "names required": {
+        "anyOf": [{"anyOf": [{"$ref": "#/k"}]}] * 20,
+        "k": {"required": [f"x{at}" for at in range(900)]},
+    },
+    "members by names": {
+        "type": "object",
+        "propertyNames": {"enum": [f"x{at}" for at in range(200)]},
+        "additionalProperties": {"properties": {f"x{at}": {"type": "integer"} for at in range(99)}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_a_short_schema_that_says_much_is_left(name: str) -> None:
+    budget = Budget()
+    assert bounded(HEAVY[name], budget=budget) == Bounded(HEAVY[name])
+    assert budget.steps == 0
+
+
+def test_alternatives_are_looked_at_once() -> None:
+    kinds = [{"type": "object", "properties": {"t": {"const": str(at)}}, "required": ["t"]} for at in range(40)]
+    schema = {
+        "type": "object",
+        "properties": {
+            name: {"oneOf": [{"$ref": f"#/$defs/K{at}"} for at in range(len(kinds))]} for name in ("a", "b", "c")
+        },
+        "$defs": {f"K{at}": kind for at, kind in enumerate(kinds)},
+    }
+    assert accepts(schema, '{"a":{"t":"39"},"c":{"t":"0"}}')
+
+
 def test_the_schemas_of_a_request_have_one_budget() -> None:
-    schema = {"anyOf": [X] * 50}
+    schema = {"anyOf": [{"$ref": "#/$defs/A"}] * 50, "$defs": {"A": X}}
     budget = Budget()
     before = budget.steps
     assert rules_of(bounded(schema, budget=budget).schema) == VERSION
