@@ -64,7 +64,7 @@ _KNOWN: Final = UNSUPPORTED | {
     *("items", "prefixItems", "additionalItems", "additionalProperties", "$dynamicAnchor", "$recursiveAnchor"),
     *("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", *_BY_NAME, *_LOW, *_HIGH),
     *("$anchor", "$schema", "$id", "id", "$comment", "title", "description", "default", "examples"),
-    *("readOnly", "writeOnly", "contentMediaType", "contentEncoding"),
+    *("readOnly", "writeOnly", "contentMediaType", "contentEncoding", "x-guidance"),  # the last is refused later
 }
 _COUNTS: Final = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
 _NUMERIC: Final = ("number", "integer")
