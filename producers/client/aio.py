@@ -122,9 +122,10 @@ class AsyncClient:
         """Returns a model's card, at most 2 s old. Raises UnknownModel, which names the existing models."""
         return (await self.resolve(model)).card
 
-    async def resolve(self, model: str) -> ResolvedModel:
-        """Returns a model's card and the queue of its tasks, at most 2 s old. Raises UnknownModel."""
-        return await self.run(self.directory.find(model, self.patience))
+    async def resolve(self, model: str, *, withdrawn: bool = False) -> ResolvedModel:
+        """Returns a model's card and the queue of its tasks, at most 2 s old. Raises UnknownModel, also for one that
+        nobody serves unless `withdrawn`."""
+        return await self.run(self.directory.find(model, self.patience, withdrawn=withdrawn))
 
     async def ping(self) -> None:
         """Raise redis.exceptions.RedisError or OSError unless store and broker each answer the first request."""

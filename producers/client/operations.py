@@ -21,6 +21,7 @@ from producers.errors import (
     TaskInBatch,
     TaskNotFinal,
     TaskNotFound,
+    UnknownModel,
     shown,
 )
 from producers.store import idempotency, protocol
@@ -150,7 +151,13 @@ def submit_as(
     `name`: the entry's key in the store, kept for `kept_s` seconds. Raises as `submit`.
     """
     try:
-        task.check((yield from directory.find(task.model, patience_s)).card)  # a refused task takes no key
+        try:
+            task.check((yield from directory.find(task.model, patience_s)).card)  # a refused task takes no key
+        except UnknownModel:  # nobody serves it any more: an earlier call with the key may have submitted the task
+            made = idempotency.made_id(digest, (yield from persistently(Read(idempotency.look(name)), patience_s)))
+            if made is None:
+                raise
+            return made
         entry = yield from stored(name, digest, new_id, patience_s, kept_s)
     except FAILURES as error:
         response = "did not answer" if lost(error) else "refused"

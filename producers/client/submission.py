@@ -82,17 +82,19 @@ class Directory:
                 code="unsupported_parameter",
             )
 
-    def find(self, model: str, patience_s: float) -> Steps[ResolvedModel]:
-        """Look a model up. Raises UnknownModel, which names the models that take tasks, also for a withdrawn one;
-        redis.RedisError or OSError."""
+    def find(self, model: str, patience_s: float, *, withdrawn: bool = False) -> Steps[ResolvedModel]:
+        """Look a model up. Raises UnknownModel, which names the models that take tasks, also for a withdrawn one
+        unless `withdrawn`, for a task that was made before; redis.RedisError or OSError."""
         resolved = self._models.get(model)
         if resolved is not None and time.monotonic() - resolved.read_at < FRESH_S:
             return resolved
         commands = (("TIME",), ("HGET", keys.MODELS, model), ("HVALS", keys.POOLS))
         now, card, pools = yield from persistently(Read(commands), patience_s)
         read = None if card is None else json.loads(card)
-        if read is None or ("withdrawn" in read and not self.finds_withdrawn):
+        hidden = read is not None and "withdrawn" in read and not self.finds_withdrawn
+        if read is None or hidden:
             self._models.pop(model, None)
+        if read is None or (hidden and not withdrawn):
             (cards,) = yield from persistently(Read((("HGETALL", keys.MODELS),)), patience_s)
             names = list(listed(cards))
             message = _unknown(model, names) if read is None else _withdrawn_text(model, names)
@@ -104,7 +106,8 @@ class Directory:
             clock_ms=int(now[0]) * 1000 + int(now[1]) // 1000 - _monotonic_ms(),
             read_at=time.monotonic(),
         )
-        self._models[model] = resolved
+        if not hidden:
+            self._models[model] = resolved
         return resolved
 
     def forget(self, model: str) -> None:

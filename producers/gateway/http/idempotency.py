@@ -18,9 +18,11 @@ from starlette.requests import HTTPConnection
 from producers.client.aio import AsyncClient
 from producers.client.operations import stored
 from producers.client.steps import Read, persistently
+from producers.client.submission import ResolvedModel
 from producers.connection.script import text
 from producers.contract import keys
-from producers.errors import shown
+from producers.errors import UnknownModel, shown
+from producers.gateway.http import request_state
 from producers.gateway.http.errors import ONCE, Problem, wrong
 from producers.store import idempotency
 from producers.store.idempotency import Entry, KeyBound, TooManyKeys
@@ -131,6 +133,19 @@ async def was_made(request: HTTPConnection, client: AsyncClient, tasks: int, *, 
     names = [keys.task(task_id) for task_id in idempotency.ids(made_id, tasks)]
     (there,) = await client.run(persistently(Read((("EXISTS", *names),)), client.patience))
     return int(there) == tasks
+
+
+async def resolve(
+    request: HTTPConnection, client: AsyncClient, model: str, tasks: int, *, tenant: str | None
+) -> ResolvedModel:
+    """Returns the model of a request's tasks. One that nobody serves any more is found, too, where an earlier request
+    of the same key and body made them. Raises as `first`, and UnknownModel."""
+    try:
+        return await request_state.resolve(request, client, model)
+    except UnknownModel:
+        if not await was_made(request, client, tasks, tenant=tenant):
+            raise
+        return await request_state.resolve(request, client, model, withdrawn=True)
 
 
 def _named(request: HTTPConnection, key: str, tenant: str | None, digest: str | None = None) -> tuple[str, str]:

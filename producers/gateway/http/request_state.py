@@ -84,12 +84,14 @@ def _belong(work: Work, connection: HTTPConnection, tenant: str | None) -> None:
     work.limited = partial(connection.app.state.gateway.accounts.limited, connection, tenant)
 
 
-async def resolve(connection: HTTPConnection, client: AsyncClient, model: str) -> ResolvedModel:
+async def resolve(
+    connection: HTTPConnection, client: AsyncClient, model: str, *, withdrawn: bool = False
+) -> ResolvedModel:
     """Returns a model as this request resolved it first. Raises as `AsyncClient.resolve`."""
     state = connection.scope["state"]
     resolved: dict[str, ResolvedModel] = state.setdefault("models", {})
     if model not in resolved:
-        resolved[model] = await client.resolve(model)
+        resolved[model] = await client.resolve(model, withdrawn=withdrawn)
     return resolved[model]
 
 

@@ -21,7 +21,7 @@ from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import SUBMITS_TASKS, principal_of, tenant_of
 from producers.gateway.http.errors import invalid_value
 from producers.gateway.http.request_body import checked, read_object
-from producers.gateway.http.request_state import resolve, work_of
+from producers.gateway.http.request_state import work_of
 from producers.gateway.openai.answer import (
     DONE,
     REASONS,
@@ -121,7 +121,7 @@ async def create(request: Request) -> Response:
     text_request = chat.text_request
     request.state.tier = task.tier
     check_may_use(principal_of(request), task)
-    resolved = await resolve(request, gateway.client, task.model)
+    resolved = await idempotency.resolve(request, gateway.client, task.model, 1, tenant=task.tenant)
     calling = None
     if chat.tools is not None:
         with text_request.in_its_words():

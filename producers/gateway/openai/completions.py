@@ -32,7 +32,7 @@ from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import SUBMITS_TASKS, principal_of, tenant_of
 from producers.gateway.http.errors import Problem, invalid_value
 from producers.gateway.http.request_body import checked, read_object
-from producers.gateway.http.request_state import Work, resolve, work_of
+from producers.gateway.http.request_state import Work, work_of
 from producers.gateway.openai.answer import (
     DONE,
     REASONS,
@@ -314,7 +314,8 @@ async def create(request: Request) -> Response:
     text_request, work = completion.text_request, work_of(request)
     request.state.tier = tasks[0].tier
     check_may_use(principal_of(request), tasks[0])
-    resolved = await resolve(request, gateway.client, text_request.model)
+    model, tenant = text_request.model, tasks[0].tenant
+    resolved = await idempotency.resolve(request, gateway.client, model, len(tasks), tenant=tenant)
     accounts = await gateway.accounts.limited(request, tasks[0].tenant)
     if len(tasks) > 1 and idempotency.HEADER not in request.headers:
         for account in accounts:

@@ -20,7 +20,7 @@ from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import charge_of, marks
 from producers.gateway.http.errors import gone
-from producers.gateway.http.request_state import resolve, work_of
+from producers.gateway.http.request_state import work_of
 from producers.gateway.tasks.views import TaskView, WebhookView
 
 
@@ -30,7 +30,7 @@ async def encoded(request: Request, gateway: Gateway, task: Task) -> Task:
     Raises InvalidTask, UnknownModel or Problem.
     """
     gateway.client.directory.check(task)
-    card = (await resolve(request, gateway.client, task.model)).card
+    card = (await idempotency.resolve(request, gateway.client, task.model, 1, tenant=task.tenant)).card
     task.check(card, counted=task.prompt_tokens is not None)
     if task.webhook is not None:
         await gateway.destinations.check(task.webhook.url, "webhook.url")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -18,6 +19,7 @@ from producers import (
     TaskExists,
     TaskNotFinal,
     TaskNotFound,
+    UnknownModel,
 )
 from producers.broker.redis import keys as broker_keys
 from producers.client.operations import submit_once
@@ -104,6 +106,23 @@ class TestIdempotencyKey:
         for other in others:
             with pytest.raises(IdempotencyKeyReused):
                 client.submit(model="tiny", idempotency_key="k", **other)
+
+    def test_a_call_that_is_repeated_when_nobody_serves_its_model_gets_its_task(
+        self, client: Face, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first = client.submit(model="tiny", prompt=[1], idempotency_key="k")
+        card = json.loads(valkey.hget(keys.MODELS, "tiny") or "")
+        valkey.hset(keys.MODELS, "tiny", json.dumps(card | {"withdrawn": 1}))
+        monkeypatch.setattr("producers.client.submission.FRESH_S", 0.0)
+        assert client.submit(model="tiny", prompt=[1], idempotency_key="k").id == first.id
+        others: list[dict[str, Any]] = [
+            {"prompt": [2], "idempotency_key": "k"},
+            {"prompt": [1], "idempotency_key": "new"},
+        ]
+        for other in others:
+            with pytest.raises(UnknownModel, match="Nobody serves"):
+                client.submit(model="tiny", **other)
+        assert (queued(valkey), len(valkey.keys(keys.idempotency("*")))) == (1, 1)
 
     def test_a_client_that_dies_between_two_calls_is_repaired_by_the_next_try(
         self, model: str, valkey: Redis, valkey_url: str

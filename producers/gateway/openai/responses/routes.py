@@ -254,7 +254,7 @@ async def make(request: Request, gateway: Gateway, response_request: ResponseReq
     check_may_use(principal_of(request), task)
     if task.webhook is not None:
         await gateway.destinations.check(task.webhook.url, "webhook.url")
-    resolved = await resolve(request, gateway.client, task.model)
+    resolved = await idempotency.resolve(request, gateway.client, task.model, 1, tenant=task.tenant)
     calling = None
     if response_request.tools is not None:
         with response_request.text_request.in_its_words():

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 from redis import Redis
 
 from producers import AsyncClient
@@ -17,7 +18,7 @@ from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Open, until
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, says
 
-KEY = {"idempotency-key": "k"}
+KEY, OTHER_KEY = {"idempotency-key": "k"}, {"idempotency-key": "other"}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": MESSAGES}
 
 
@@ -37,6 +38,42 @@ def test_an_answer_is_given_again_and_its_task_made_once(
     assert int(valkey.hget(task, "ttl")) == KEPT_S, "as long as the key is"
     other = http.post("/v1/chat/completions", json=CHAT | {"n": 2}, headers=KEY)
     assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", {"model": "tiny", "prompt": [[5], [6]]}),
+        ("/v1/responses", {"model": "tiny", "input": "x"}),
+        ("/v1/responses", {"model": "tiny", "input": "x", "background": True}),
+        ("/v1/tasks", {"model": "tiny", "prompt": "x"}),
+    ],
+)
+def test_a_request_that_is_repeated_when_nobody_serves_its_model_gets_its_answer(
+    http: httpx.Client, answering: Answering, valkey: Redis, monkeypatch: pytest.MonkeyPatch, path: str, body: Any
+) -> None:
+    first = http.post(path, json=body, headers=KEY)
+    made = valkey.keys(keys.task("*"))
+    card = json.loads(valkey.hget(keys.MODELS, "tiny") or "")
+    valkey.hset(keys.MODELS, "tiny", json.dumps(card | {"withdrawn": 1}))
+    monkeypatch.setattr("producers.client.submission.FRESH_S", 0.0)
+    again = http.post(path, json=body, headers=KEY)
+    assert (again.status_code, again.headers["idempotent-replayed"]) == (first.status_code, "true")
+    assert again.json()["id"] == first.json()["id"]
+    others: list[dict[str, Any]] = [
+        {"json": body},
+        {"json": body | {"temperature": 0.5}, "headers": KEY},
+        {"json": body, "headers": OTHER_KEY},
+    ]
+    for other in others:
+        refused = http.post(path, **other)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found"), other
+    assert sorted(valkey.keys(keys.task("*"))) == sorted(made)
+    valkey.hset(keys.MODELS, "tiny", json.dumps(card))
+    assert http.post(path, json=body | {"temperature": 0.5}, headers=OTHER_KEY).is_success, (
+        "a refused request takes no key"
+    )
 
 
 def test_a_stream_that_broke_is_read_again_from_its_beginning(
