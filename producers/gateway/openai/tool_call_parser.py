@@ -52,7 +52,8 @@ class ToolCallParser:
         self._mark = syntax.begin
         self._format = syntax.format
         self._head = re.compile(rf'\{{"name": "([\w-]+)", "{syntax.format.arguments}": ')
-        self._step = self._find_head if syntax.must else self._scan_content
+        scan = self._tell_answer if syntax.answer else self._scan_content
+        self._step = self._find_head if syntax.must else scan
         #: Text that is not yet sure to be content, or not yet a call's whole head.
         self._pending = ""
         self._depth = 0
@@ -69,7 +70,8 @@ class ToolCallParser:
         """The pieces in further tokens."""
         parts: list[ParsedPart] = []
         for token in tokens:
-            if self._mark is not None and token.token_id == self._mark and self._step == self._scan_content:
+            scanning = self._step in (self._scan_content, self._tell_answer)
+            if self._mark is not None and token.token_id == self._mark and scanning:
                 self._step = self._find_head
             text = token.text
             while text:
@@ -99,6 +101,17 @@ class ToolCallParser:
         parts += [certain] if certain else []
         self._pending = text[len(certain) :]
         return ""
+
+    def _tell_answer(self, text: str, parts: list[ParsedPart]) -> str:
+        """The beginning of an output that is JSON, whose strings may have anything, or calls alone."""
+        text, self._pending = self._pending + text, ""
+        begun, begin = text.lstrip(), self._format.begin
+        if not begun or (self._mark is None and len(begun) < len(begin) and begin.startswith(begun)):
+            self._pending = text
+            return ""
+        called = self._mark is None and begun.startswith(begin)
+        self._step = self._find_head if called else self._take_content
+        return text
 
     def _take_content(self, text: str, parts: list[ParsedPart]) -> str:
         """Content to the end."""

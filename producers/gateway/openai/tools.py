@@ -320,22 +320,23 @@ def format_of(model: str, template: str) -> CallFormat:
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
     """What tells calls from text in an output. `begin`: the token that begins calls; None if that is text. `must`:
-    whether the output has to be calls."""
+    whether the output has to be calls. `answer`: whether it is JSON of a schema where it is no calls."""
 
     format: CallFormat
     begin: int | None
     must: bool
+    answer: bool = False
 
     def to_json(self) -> str:
         """The syntax as a record has it."""
-        return json.dumps([self.format.name, self.begin, self.must])
+        return json.dumps([self.format.name, self.begin, self.must, *([True] if self.answer else [])])
 
     @classmethod
     def from_json(cls, kept: str | None) -> Self | None:
         """The syntax that a record has; None without one, or for a format of a later release."""
-        name, begin, must = json.loads(kept) if kept else ("", None, False)
+        name, begin, must, *answer = json.loads(kept) if kept else ("", None, False)
         call_format = next((known for known in FORMATS if known.name == name), None)
-        return None if call_format is None else cls(call_format, begin, must)
+        return None if call_format is None else cls(call_format, begin, must, bool(answer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +380,9 @@ def make_calling(tools: Tools, template: str, tokenizer: Tokenizer, style: CallF
     grammar = _grammar(tools, style, single, free, arguments)
     if len(grammar) > MAX_GRAMMAR:
         raise too_large(len(grammar), MAX_GRAMMAR)
-    return Calling(CallSyntax(style, single.get(style.begin), tools.must), grammar, tuple(warnings))
+    return Calling(
+        CallSyntax(style, single.get(style.begin), tools.must, tools.answer is not None), grammar, tuple(warnings)
+    )
 
 
 def _check_answer(tools: Tools, style: CallFormat, judge: Judge) -> None:

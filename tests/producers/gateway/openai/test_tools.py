@@ -6,7 +6,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jsonschema
@@ -31,6 +31,7 @@ from producers.gateway.openai.tools import (
     NEMO,
     CallFormat,
     Calling,
+    CallSyntax,
     Tools,
     format_of,
     make_calling,
@@ -213,6 +214,29 @@ def test_text_that_comes_after_the_mark_was_said_before_it(model: Model) -> None
     )
     assert parts == ["Hi", "!!", CallStart(0, "now"), CallArguments(0, "{}"), CallEnd(0)]
     assert (parser.end(), parser.called) == ([], True)
+
+
+def test_an_answer_of_a_schema_may_say_the_mark(model: Model) -> None:
+    if not model.style.begin:
+        return  # an answer in JSON could not be told from a call, and is refused
+    tools = read_tools({"tools": TOOLS})
+    assert tools is not None
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    made = make_calling(replace(tools, answer=schema), model.template, model.tokenizer, model.style, TRIALS.check)
+    call = f'{model.style.begin}{model.style.opening}{{"name": "now", "{model.style.arguments}": {{}}}}'
+    answers = [json.dumps({"a": f"{said} x"}) for said in (model.style.begin, call)]
+    assert CallSyntax.from_json(made.syntax.to_json()) == made.syntax
+    for seed in range(9):
+        for answer in answers:
+            at = answer.index(model.style.begin) + 5  # spelled: a mark that is one token is no text to the grammar
+            output = [
+                one
+                for piece in (answer[:at], answer[at:])
+                for one in model.tokenizer.encode(piece, add_special_tokens=False)
+            ]
+            assert parsed(model, made, output, seed) == (answer, [])
+        output = model.tokenizer.encode(f"\n{call}{model.style.closing}", add_special_tokens=False)
+        assert parsed(model, made, output, seed) == ("", [("now", "{}")])
 
 
 def test_a_call_that_is_broken_off_is_not_called(model: Model) -> None:
