@@ -70,19 +70,30 @@ async def look(client: AsyncClient) -> dict[str, Model]:
 class UnservedModels:
     """Withdraws models that nobody has served or scaled for a while, and lists those again that somebody does.
 
-    A time begins anew when the card changes: a worker that announces its model has no lease yet.
+    A time begins anew when the card changes: a worker that announces its model has no lease yet. Names a publisher
+    again that a worker of an earlier release has left out.
     """
 
     def __init__(self, client: AsyncClient, grace_s: float = GRACE_S) -> None:
         self._client, self._grace_s = client, grace_s
         self._since: dict[bytes, float] = {}
+        self._publishers: dict[tuple[str, str], str] = {}
+        """Who published, by the model and the time of its publication."""
 
     async def sweep(self) -> dict[str, int]:
         """Look at all models once. Returns the numbers of those withdrawn and listed again. Raises
         redis.exceptions.RedisError or OSError; then the times begin anew."""
         since, self._since = self._since, {}
         kept, done, now = dict[bytes, float](), {"models_withdrawn": 0, "models_listed": 0}, time.monotonic()
+        known, self._publishers = self._publishers, {}
         for name, model in (await look(self._client)).items():
+            publication = name, str(model.card.get("published"))
+            publisher = model.card.get("publisher") or known.get(publication)
+            if publisher is not None:
+                self._publishers[publication] = publisher
+                if "publisher" not in model.card:
+                    await arun(self._client.store, cards.name_publisher(model.raw, model.card, publisher))
+                    continue
             if model.attended or cards.waits_alone(model.card):
                 if "withdrawn" in model.card:
                     done["models_listed"] += bool(await arun(self._client.store, cards.offer(model.raw, model.card)))

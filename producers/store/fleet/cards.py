@@ -17,7 +17,8 @@ They write it into their pool's entry first, and into the card if that is of the
 first, and then reads the pools. So either sees the other.
 
 A published card says who published it: `publisher` is `cli:USER@HOST` of `penstock models publish`, `up:HOST.PID.ID` of
-`penstock up`, `rollout:USER@HOST` of a rolling update that nobody had published before. An earlier release wrote none.
+`penstock up`, `rollout:USER@HOST` of a rolling update that nobody had published before. An earlier release wrote none,
+and its workers leave it out of a card that they announce: the sweeper that leads writes it again if it has seen it.
 Only what an operator published, or an earlier release, lets tasks wait for a worker that nobody starts. Any other model
 that no worker serves and no autoscaler scales is **withdrawn**: its card stays, with `withdrawn`, and clients neither
 list the model nor send it tasks. Whoever announces or publishes it writes a card without that.
@@ -170,6 +171,11 @@ def waits_alone(card: Card) -> bool:
 def withdraw(raw: str | bytes, card: Card) -> Call:
     """SWAP: withdraw a model whose card is stored as `raw`. Answers 0 if its card has changed."""
     return swap(keys.MODELS, card["name"], text(raw), json.dumps(card | {"withdrawn": _now_ms()}))
+
+
+def name_publisher(raw: str | bytes, card: Card, publisher: str) -> Call:
+    """SWAP: name the publisher again that a worker of an earlier release has left out. Answers as `withdraw`."""
+    return swap(keys.MODELS, card["name"], text(raw), json.dumps(card | {"publisher": publisher}))
 
 
 def offer(raw: str | bytes, card: Card) -> Call:

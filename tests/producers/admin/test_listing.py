@@ -153,6 +153,24 @@ async def test_a_worker_that_announces_the_model_meanwhile_wins(
     assert (card["publisher"], "withdrawn" in card) == (UP, False)
 
 
+async def test_a_publisher_that_a_worker_of_an_earlier_release_left_out_is_named_again(
+    valkey: Redis, clock: Clock
+) -> None:
+    def announced_by_the_earlier_release() -> None:
+        card = cards.read(valkey, "tiny") or {}
+        valkey.hset(keys.MODELS, "tiny", json.dumps({name: card[name] for name in card if name != "publisher"}))
+
+    published(valkey, UP)
+    assert await clock.sweep(0) == (0, 0)
+    for at in (10, 20):
+        announced_by_the_earlier_release()
+        assert await clock.sweep(at) == (0, 0)
+        assert (cards.read(valkey, "tiny") or {})["publisher"] == UP
+    assert [await clock.sweep(at) for at in (30, 90)] == [(0, 0), (1, 0)]
+    valkey.hset(keys.MODELS, "tiny", json.dumps(CARD | {"published": 5}))
+    assert [await clock.sweep(at) for at in (100, 160)] == [(0, 0), (0, 0)], "published anew: an operator's"
+
+
 class TestWhoPublishedIt:
     def test_an_operators_card_stays_an_operators_when_up_publishes_the_same(self, valkey: Redis) -> None:
         published(valkey, None)
