@@ -19,8 +19,9 @@ SOURCES = [
         for path in (ROOT / "workers" / room).rglob("*.py")
     ),
 ]
-#: Of an engine that is given one id twice, where a task's is unique; of a watched folder's file that is gone.
-NEVER_SHOWN = {"duplicate_request", "file_gone"}
+#: Of an engine that is given one id twice, where a task's is unique; of a watched folder's file that is gone; of
+#: a plain Celery message, whose sender alone reads it.
+NEVER_SHOWN = {"duplicate_request", "file_gone", "task_exists"}
 
 
 def codes_of(path: Path) -> set[str]:
