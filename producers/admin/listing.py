@@ -6,12 +6,14 @@ sweeper's part, `withdraw` that of `penstock up`.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from producers.connection.script import aexecute_many, arun, parsed, seconds, text
@@ -131,11 +133,31 @@ def process_of(publisher: str) -> str:
     return publisher.removeprefix(cards.UP).rpartition(".")[0] + "."
 
 
+def place() -> str:
+    """Which processes' ids this process sees: 12 hexadecimal digits of the system's start and the namespace of process
+    ids. Containers may have one host name. "" where the system does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return ""
+    return hashlib.sha256(f"{boot} {namespace}".encode()).hexdigest()[:12]
+
+
+def publisher_of(name: str) -> str:
+    """The publisher of an `up` of this process. `name`: HOST.PID.ID, as an autoscaler."""
+    return f"{cards.UP}{name}-{place()}"
+
+
 def has_died(publisher: str, mine: str) -> bool:
-    """Whether an `up` ran on this host and has ended. One whose process id another process has now counts as running:
-    a sweeper withdraws its models. `mine`: the publisher of this one, whose process id it may have had, too."""
+    """Whether an `up` ran on this host, among processes whose ids this one sees, and has ended. One whose process id
+    another process has now counts as running, and so does one of another container or before the system's start: a
+    sweeper withdraws its models. `mine`: the publisher of this one, whose process id it may have had, too."""
     host, _, pid = process_of(publisher)[:-1].rpartition(".")
     if publisher == mine or host != socket.gethostname() or not pid.isdecimal():
+        return False
+    _, placed, seen_from = publisher.rpartition(".")[2].partition("-")
+    if placed and seen_from != place():
         return False
     try:
         os.kill(int(pid), 0)

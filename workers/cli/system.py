@@ -100,7 +100,9 @@ class System:
     @property
     def publisher(self) -> str:
         """As the cards of its models name it."""
-        return f"up:{self._name}"
+        from producers.admin.listing import publisher_of
+
+        return publisher_of(self._name)
 
     @property
     def url(self) -> str:

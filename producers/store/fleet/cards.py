@@ -16,16 +16,18 @@ nothing back. Only workers know WORKER_FIELDS: `context_length`, if theirs is se
 They write it into their pool's entry first, and into the card if that is of their version. A publisher writes the card
 first, and then reads the pools. So either sees the other.
 
-A published card says who published it: `publisher` is `cli:USER@HOST` of `penstock models publish`, `up:HOST.PID.ID` of
-`penstock up`, `rollout:USER@HOST` of a rolling update that nobody had published before. An earlier release wrote none,
-and its workers leave it out of a card that they announce: the sweeper that leads writes it again if it has seen it.
+A published card says who published it: `publisher` is `cli:USER@HOST` of `penstock models publish`,
+`up:HOST.PID.ID-PLACE` of `penstock up`, `rollout:USER@HOST` of a rolling update that nobody had published before. An
+earlier release wrote none, and its workers leave it out of a card that they announce: the sweeper that leads writes it
+again if it has seen it.
 Only what an operator published, or an earlier release, lets tasks wait for a worker that nobody starts. Any other model
 that no worker serves and no autoscaler scales is **withdrawn**: its card stays, with `withdrawn`, and clients neither
 list the model nor send it tasks. Whoever announces or publishes it writes a card without that.
 
     who withdraws                                               when
     `penstock up`, its own models                               at its end
-    the next `penstock up`, those of one that has died          at its start, if that ran on this host
+    the next `penstock up`, those of one that has died          at its start, if that ran in this place: host,
+                                                                system's start, namespace of process ids
     the sweeper that leads, all others                          a minute after nobody served or scaled them
 
 A withdrawal replaces the card that was looked at (SWAP), so a worker that announces the model meanwhile wins. The

@@ -15,7 +15,7 @@ from redis import Redis
 
 from producers import AsyncClient, UnknownModel
 from producers.admin import listing
-from producers.admin.listing import UnservedModels, has_died, withdraw
+from producers.admin.listing import UnservedModels, has_died, publisher_of, withdraw
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from producers.store.fleet import cards
@@ -231,6 +231,17 @@ class TestAnUpThatEnded:
         assert has_died(f"up:{host}.{os.getpid()}.cd", mine), "a container's first process has the same id each time"
         alive = (mine, f"up:{host}.1.cd", f"up:other.{gone}.cd", "up:", "up:x", f"up:{host}.{10**30}.ab")
         assert not any(has_died(publisher, mine) for publisher in alive)
+
+    def test_it_lives_for_all_that_is_known_where_its_process_id_is_of_another_namespace(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two containers with one host name on one store, or one after a restart of the machine."""
+        host, gone = socket.gethostname(), 2**22 + 1
+        mine, *others = (publisher_of(f"{host}.{pid}.{run}") for pid in (os.getpid(), gone) for run in ("ab", "cd"))
+        assert [has_died(other, mine) for other in others] == [True] * 3
+        monkeypatch.setattr(listing, "place", lambda: "of another container")
+        assert not any(has_died(other, publisher_of(f"{host}.{os.getpid()}.ef")) for other in others)
+        assert has_died(f"up:{host}.{gone}.cd", mine), "as before it named its place"
 
 
 async def test_tasks_that_were_accepted_elsewhere_find_a_withdrawn_model(
