@@ -9,6 +9,7 @@ and each of them one call. Its place in the queue, which takes more, is told by 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from typing import Final
 
@@ -26,6 +27,7 @@ from producers.errors import BrokenRecord
 FRESH_S, READ_S, LIMIT_S = 3.0, 3.0, 0.8
 #: Most characters of the text.
 LONGEST: Final = 500
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 #: The record's fields that tell what keeps a task.
 FIELDS: Final = (
     *("status", "model", "version", "queue", "tier", "tokens", "tenant", "fingerprint", "owner", "claim", "first"),
@@ -40,8 +42,9 @@ class WaitReasons:
         self._reading: asyncio.Task[tuple[Fleet, float] | None] | None = None
         self._read_at = float("-inf")
 
-    async def text(self, task_id: str, *, whole: bool = True) -> str:
-        """What a task waits for, as one line of ASCII; empty if it runs, has ended, or nobody can tell in time.
+    async def text(self, task_id: str, *, whole: bool) -> str:
+        """What a task waits for, as one line of printable ASCII; empty if it runs, has ended, or nobody can tell in
+        time.
 
         `whole`: else only the reasons' names, for callers who may not read tasks.
         """
@@ -82,4 +85,5 @@ class WaitReasons:
 def _line(why: list[Reason], whole: bool) -> str:
     text = "; ".join(reason.message for reason in why) if whole else ", ".join(reason.name for reason in why)
     text = " ".join(text.split()).encode("ascii", "backslashreplace").decode()  # a worker's trouble may be any text
+    text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

@@ -24,6 +24,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from producers.client.steps import FAILURES
+from producers.connection.log_throttle import warn_throttled
 from producers.contract.stream import Event, Prompt, Token, logprobs_view, prompt_view
 from producers.errors import PenstockError
 from producers.gateway.fair_share import measured, turn
@@ -182,7 +183,11 @@ class Feed:
     async def _ask(self, waits: Callable[[], Awaitable[str]]) -> None:
         """Let the next comment say what is waited for, unless a chunk comes first."""
         asked_at = self._last_read_at
-        text = await waits()
+        try:
+            text = await waits()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the reader is to know that this stream lives
+            warn_throttled(logger, "cannot tell what a stream waits for: %s", error)
+            text = ""
         if self._ready is None and asked_at == self._last_read_at:
             self._comment = f": waits for: {text}\n\n".encode() if text else HEARTBEAT
             self._quiet = True

@@ -16,7 +16,9 @@ from producers.contract import keys
 from producers.gateway import wait_reasons
 from producers.gateway.http import sse
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import POOL, QUEUE, Open, Submit, until
+from tests.producers.gateway.conftest import POOL, QUEUE, Make, Open, Submit, until
+from tests.producers.gateway.test_keys import as_caller
+from tests.producers.gateway.test_keys import make as make  # the fixture
 
 NAME = QUEUE.removeprefix(keys.model_queue(""))
 NOBODY = f"no worker serves {NAME}; no autoscaler starts one: start a worker, or `penstock autoscaler`"
@@ -67,10 +69,16 @@ def test_prefer_wait_says_it_in_a_header(http: httpx.Client, submit: Submit, mod
 
 
 def test_a_trouble_of_several_lines_is_one_short_line(http: httpx.Client, submit: Submit, valkey: Redis) -> None:
-    state = {"at": valkey.time()[0], "wanted": 1, "trouble": "it died:\n\ndata: {}\r\nid: 7 é" + "x" * 1000}
+    state = {
+        "at": valkey.time()[0],
+        "wanted": 1,
+        "trouble": 'it died:\n\ndata: {}\r\nid: 7 \x1b[0m\x00\x7f"é' + "x" * 1000,
+    }
     valkey.hset(keys.SCALE_POOLS, POOL.model, json.dumps(state))
     text = http.get(f"/v1/tasks/{submit()}", headers={"Prefer": "wait=1"}).headers["penstock-waits-for"]
-    assert text.startswith(f"no worker serves {NAME}; workers do not come up: it died: data: {{}} id: 7 \\xe9xx")
+    assert text.startswith(
+        f'no worker serves {NAME}; workers do not come up: it died: data: {{}} id: 7 \\x1b[0m\\x00\\x7f"\\xe9xx'
+    )
     assert (len(text), text[-3:]) == (wait_reasons.LONGEST, "...")
 
 
@@ -114,4 +122,19 @@ async def test_who_may_not_read_tasks_gets_the_reasons_names(submit: Submit, val
     async with AsyncClient(valkey_url) as client:
         waits, task_id = wait_reasons.WaitReasons(client), submit()
         assert await waits.text(task_id, whole=False) == "no_worker, not_scaled"
-        assert await waits.text("there is none") == ""
+        assert await waits.text("there is none", whole=True) == ""
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_response_tells_who_may_not_read_tasks_the_names_alone(
+    open_door: Open, model: str, make: Make, background: bool
+) -> None:
+    url = open_door(auth="keys").url
+    body = {"model": model, "stream": True, "background": background, "input": "x"}
+    for scopes, told in ((("submit",), "no_worker, not_scaled"), (("submit", "read"), NOBODY)):
+        key = as_caller(make(scopes=scopes))
+        # The second time it is the response that the first one made.
+        for again in range(2 if background else 1):
+            named = key | {"idempotency-key": "-".join(scopes)}
+            with httpx.stream("POST", f"{url}/v1/responses", json=body, headers=named) as answer:
+                assert next(comments(answer)) == f"waits for: {told}", again

@@ -182,7 +182,9 @@ async def retrieve(request: Request, response_id: str, after: Annotated[int | No
     if after is None:
         return await answer(gateway, handle, record, metadata)
     scorer = await scorer_of(gateway, record)
-    return ResponseStream(EventWriter(metadata, scorer, after), handle, gateway)
+    return ResponseStream(
+        EventWriter(metadata, scorer, after), handle, gateway, whole=principal_of(request).may("read")
+    )
 
 
 @router.post(
@@ -299,10 +301,11 @@ async def _background(
     with response_request.text_request.in_its_words():
         task_id, earlier = await submitted(request, gateway, task, more)
     if earlier is not None:
-        return await _again(gateway, response_request, earlier)
+        return await _again(request, gateway, response_request, earlier)
     metadata = ResponseMetadata.of(task_id, more)
     if response_request.text_request.stream:
-        return ResponseStream(EventWriter(metadata, scorer), gateway.client.get(task_id), gateway)
+        handle, whole = gateway.client.get(task_id), principal_of(request).may("read")
+        return ResponseStream(EventWriter(metadata, scorer), handle, gateway, whole=whole)
     return opened(metadata, "queued")
 
 
@@ -336,12 +339,13 @@ async def _foreground(
     return await respond(response_request.text_request, foreground, answer)
 
 
-async def _again(gateway: Gateway, response_request: ResponseRequest, record: Record) -> Response:
+async def _again(request: Request, gateway: Gateway, response_request: ResponseRequest, record: Record) -> Response:
     """Answer with a background response that an earlier request of this key made."""
     handle, metadata = gateway.client.get(record.id), ResponseMetadata.of(record.id, record.fields)
     response: Response
     if response_request.text_request.stream:
-        response = ResponseStream(EventWriter(metadata, await scorer_of(gateway, record)), handle, gateway)
+        writer, whole = EventWriter(metadata, await scorer_of(gateway, record)), principal_of(request).may("read")
+        response = ResponseStream(writer, handle, gateway, whole=whole)
     else:
         response = await answer(gateway, handle, record, metadata)
     response.headers.update(idempotency.REPLAYED)

@@ -439,14 +439,21 @@ class EventWriter:
 
 
 class ResponseStream(LiveStream):
-    """One response's events. With a `foreground`, its task ends with the stream.
+    """One response's events. With a `foreground`, its task ends with the stream. Without, `whole`: whether the caller
+    may know of the fleet (`WaitReasons.text`).
 
     An error comes as the event `error`. Its sequence number is that of the last event before it, with which the stream
     is taken up again.
     """
 
     def __init__(
-        self, writer: EventWriter, handle: AsyncHandle, gateway: Gateway, foreground: Foreground | None = None
+        self,
+        writer: EventWriter,
+        handle: AsyncHandle,
+        gateway: Gateway,
+        foreground: Foreground | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
         batches = handle.batches() if foreground is None else foreground.only()
         settings = gateway.settings
@@ -455,7 +462,7 @@ class ResponseStream(LiveStream):
             gateway.streams,
             heartbeat=settings.heartbeat,
             stall=settings.stall,
-            waits=partial(gateway.waits.text, handle.id) if foreground is None else foreground.waits,
+            waits=partial(gateway.waits.text, handle.id, whole=whole) if foreground is None else foreground.waits,
         )
         self._writer = writer
         self._foreground = foreground

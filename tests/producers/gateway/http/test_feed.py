@@ -69,3 +69,23 @@ async def test_a_chunk_waits_for_its_callers_turn_with_heartbeats() -> None:
         pass
     assert chunk == b"one"
     await feed.close()
+
+
+async def test_heartbeats_go_on_where_nobody_can_tell_what_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    told = asyncio.Event()
+
+    async def waits() -> str:
+        raise ZeroDivisionError("of a share")
+
+    async def chunks() -> AsyncGenerator[bytes]:
+        await told.wait()
+        yield b"a"
+
+    feed = Feed(chunks(), asyncio.get_running_loop().create_future(), heartbeat=0.005, waits=waits)
+    assert [await feed.next() for _ in range(2)] == [HEARTBEAT] * 2
+    told.set()
+    while (chunk := await feed.next()) == HEARTBEAT:
+        pass
+    await feed.close()
+    assert chunk == b"a"
+    assert "cannot tell what a stream waits for: of a share" in caplog.text
