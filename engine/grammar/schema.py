@@ -132,7 +132,7 @@ def bounded(
     budget = Budget() if budget is None else budget
     try:
         made, taken = _bounded(json.dumps(schema), open_objects, drop, budget.steps)
-    except RecursionError:
+    except (RecursionError, ValueError):  # nor of an integer with more digits than Python writes
         return Bounded(dict(schema))
     budget.steps -= taken
     return made or Bounded(dict(schema))
@@ -145,7 +145,7 @@ def _bounded(text: str, open_objects: bool, drop: bool, steps: int) -> tuple[Bou
     rewriter = _Rewriter(json.loads(text), open_objects, drop, steps + free)
     try:
         made = rewriter.whole()
-    except (_TooLarge, RecursionError):
+    except (_TooLarge, RecursionError, TypeError, ValueError, ArithmeticError):  # odd values: llguidance refuses them
         made = None
     taken = max(0, rewriter.taken - free)
     return None if made is None else Bounded(made, tuple(rewriter.dropped)), taken
@@ -316,7 +316,7 @@ class _Rewriter:
             made["$ref"] = self._reference(made["$ref"])
         if groups or not closes or not _may_be(made, "object", default=True) or {"const", "enum"} & made.keys():
             return
-        if not (beside.listed or outer or forbids):
+        if not (beside.listed or outer or forbids) or not isinstance(made.get("properties", {}), dict):
             return
         self._count(len(names))
         properties = dict(made.get("properties", {}))
@@ -513,7 +513,7 @@ class _Rewriter:
     def _keywords(self, schema: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
         """The schema's keywords as llguidance has them."""
         made = {name: value for name, value in schema.items() if name in _KNOWN}
-        if "format" in made and made["format"] not in FORMATS:
+        if "format" in made and not (isinstance(made["format"], str) and made["format"] in FORMATS):
             del made["format"]
         for name in _COUNTS & made.keys():  # JSON Schema's integers may be written as 2.0
             if isinstance(made[name], float) and made[name].is_integer():
@@ -524,7 +524,7 @@ class _Rewriter:
             if isinstance(made.get("enum"), list) and None not in made["enum"]:
                 made["enum"] = [*made["enum"], None]
         telling = self._telling.get(id(made.get("properties")))
-        if telling is not None and isinstance(made.get("required", []), list):
+        if telling is not None and _names(made.get("required", [])):
             made["required"] = list(dict.fromkeys([*made.get("required", []), telling]))
         if isinstance(pattern := made.get("pattern"), str) and _LOOK_AROUND.search(pattern):
             plain = without_look_around(pattern)
@@ -554,11 +554,11 @@ class _Rewriter:
         if isinstance(made.get("oneOf"), list) and "anyOf" not in made:
             made["anyOf"] = made["oneOf"]
             self._leave_out(made, path, "oneOf")
-        if not isinstance(required := made.get("required", []), list):
+        if not _names(required := made.get("required", [])):
             self._leave_out(made, path, "required")
             required = []
         kinds = made.get("type", "object")
-        if not ((isinstance(kinds, str) and kinds in _TYPES) or (isinstance(kinds, list) and {*kinds} <= _TYPES)):
+        if not _names(kinds := [kinds] if isinstance(kinds, str) else kinds) or not {*kinds} <= _TYPES:
             self._leave_out(made, path, "type")
         if isinstance(made.get("$ref"), str) and made["$ref"].partition("#")[0] not in self._addresses:
             self._leave_out(made, path, "$ref")
@@ -599,6 +599,11 @@ def _clamp(made: dict[str, Any]) -> None:
     for name in (*_LOW, *_HIGH):
         if _is_number(made.get(name)):
             made[name] = min(max(made[name], lowest), highest)
+
+
+def _names(value: Any) -> bool:
+    """Whether it is a list of texts."""
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _is_number(value: Any) -> bool:

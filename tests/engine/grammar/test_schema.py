@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine.errors import RequestError
+from engine.grammar import schema as schema_rules
 from engine.grammar.child import judged
 from engine.grammar.schema import DECIMALS, DIGITS, VERSION, Bounded, Budget, bounded, rules_of, without_look_around
 from engine.grammar.source import form_of, new_rules
@@ -284,6 +285,26 @@ def test_large_and_deep_schemas_are_read_soon_or_left() -> None:
     wide: dict[str, Any] = {f"p{i}": {} for i in range(900)}
     crossed = {"properties": wide, "anyOf": [{"anyOf": [X] * 30}] * 30}
     assert bounded(crossed) == Bounded(crossed), "the names, times the alternatives"
+
+
+JUNK: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 1.5, 10**400, "", "x", "#", "#/a/0", "a|(?=b)"),
+    *([], [[]], [{}], [1, None, True], ["x", []], ["string", {}], {}, {"a": []}, {"type": {}}, {"enum": [{}]}),
+)
+
+
+@pytest.mark.parametrize("keyword", sorted({*schema_rules._KNOWN, "$defs", "example", "unknown"}))
+def test_a_value_of_another_type_breaks_nothing(keyword: str) -> None:
+    for value in JUNK:
+        for others in ({"nullable": True}, {"allOf": [X, Y]}, X, {"type": ["number", "null"], "oneOf": [X, Y]}):
+            odd = others | {keyword: value}
+            for schema, drop in ((odd, True), ({"properties": {"a": odd}, "oneOf": [odd, X]}, False)):
+                assert rules_of(bounded(schema, drop=drop).schema) == VERSION, schema
+
+
+def test_a_number_that_is_none_leaves_a_schema_as_it_is() -> None:
+    none = {"type": "number", "maximum": float("nan")}
+    assert bounded(none).schema.keys() == none.keys()
 
 
 NAMES = {f"n{at}": {"const": ""} for at in range(200)}
