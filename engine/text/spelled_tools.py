@@ -44,10 +44,7 @@ def spell_tools(messages: Sequence[Any], tools: Sequence[Any], role: str) -> lis
         at = next((at for at, message in enumerate(copy) if _role_of(message) == "user"), None)
         if at is None:
             return [{"role": "user", "content": text}, *copy]
-        content = copy[at].get("content") or ""
-        copy[at] = copy[at] | {
-            "content": [_part(text), *content] if isinstance(content, list) else f"{text}\n\n{content}"
-        }
+        copy[at] = _begun(copy[at], text)
         return copy
     if copy and _role_of(copy[0]) in _SYSTEM_ROLES:
         content = copy[0].get("content") or ""
@@ -57,12 +54,19 @@ def spell_tools(messages: Sequence[Any], tools: Sequence[Any], role: str) -> lis
     return [{"role": "system", "content": text}, *copy]
 
 
+def _begun(message: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """A user's message that begins with a text."""
+    content = message.get("content") or ""
+    return {**message, "content": [_part(text), *content] if isinstance(content, list) else f"{text}\n\n{content}"}
+
+
 def _part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
 def spell_calls(messages: Sequence[Any]) -> list[Any]:
-    """The messages with calls as text of the assistant, and outputs of calls as text of a user."""
+    """The messages with calls as text of the assistant, and outputs of calls as text of a user, with which the user's
+    message after them is joined."""
     spelled: list[Any] = []
     outputs: list[str] = []
     for message in messages:
@@ -73,6 +77,8 @@ def spell_calls(messages: Sequence[Any]) -> list[Any]:
             outputs.append(output)
             spelled.append({"role": "user", "content": "\n".join(outputs)})
             continue
+        if outputs and _role_of(message) == "user":  # many templates refuse two users' messages in a row
+            message = _begun(message, spelled.pop()["content"])
         outputs = []
         spelled.append(_with_calls_as_text(message))
     return spelled

@@ -143,13 +143,13 @@ class ChatTemplate:
             try:
                 text = self._rendered(context | {"messages": _plain(messages)}, continue_final_message)
             except RequestError as error:
-                refusal = refusal or error
+                refusal = error  # of the last way: those before may be ours alone
                 continue
             if self._has_tools or not context["tools"] or list_tools(context["tools"]) in text:
                 return text
-        raise refusal or RequestError(
-            "the model's chat template leaves out the text that names the tools", param="tools"
-        )
+            refusal = RequestError("the model's chat template leaves out the text that names the tools", param="tools")
+        assert refusal is not None, "there is one way at least"
+        raise refusal
 
     def _ways(self, context: Mapping[str, Any]) -> Iterator[list[Any]]:
         """The messages as the template should take them, and as others may have to: those without a system's message,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -68,6 +69,23 @@ def test_a_template_without_a_system_has_it_in_the_first_users_message() -> None
     assert refused.value.param == "tools"
     with pytest.raises(RequestError, match="no system"):
         ChatTemplate(refuses).render([{"role": "system", "content": "x"}, USER], tools=TOOLS)
+
+
+@pytest.mark.parametrize("content", ["And snow?", [{"type": "text", "text": "And snow?"}]])
+def test_a_history_goes_on_where_a_template_takes_users_and_assistants_in_turns(content: Any) -> None:
+    parts = "{% for p in m.content %}{{ p.text }}{% endfor %}"
+    parts = f"{{% if m.content is string %}}{{{{ m.content }}}}{{% else %}}{parts}{{% endif %}}"
+    turns = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('not in turns') }}{% endif %}"
+        f"[{{{{ m.role }}}}]{parts}{{% endfor %}}"
+    )
+    after = {"role": "user", "content": content}
+    for tools in ({"tools": TOOLS}, {}):
+        text = ChatTemplate(turns).render([*CALLED, after], **tools)
+        assert re.search(r"\[user\]<tool_response>\nyes.*\nno\n</tool_response>\s*And snow\?$", text, re.DOTALL)
+    with pytest.raises(RequestError, match="not in turns"):
+        ChatTemplate(turns).render([USER, USER], tools=TOOLS)
 
 
 def test_calls_in_a_history_are_text_without_tools_too() -> None:
