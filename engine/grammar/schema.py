@@ -96,6 +96,8 @@ _LEAF: Final = frozenset({"type", "const", "enum", "minLength", "maxLength", "ti
 _PLAIN: Final = _LEAF | {"format", "pattern", "minItems", "maxItems", "multipleOf", *_LOW, *_HIGH}
 _LEAF_TYPES: Final = frozenset({"string", "boolean", "null"})
 _ANY: Final = "penstock.any"
+#: The levels of lists and objects in which the numbers of any JSON are bounded, beside other schemas.
+_LEVELS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,7 @@ class _Rewriter:
         #: In a schema with an address of its own "#/..." leads elsewhere.
         self._one_document = not any(map(_has_address, everything[1:]))
         self._addresses = {"", *(node["$id"] for node in everything if isinstance(node.get("$id"), str))}
+        self._intersects = any(map(_intersects, everything))
         #: Properties that tell the alternatives of a `oneOf` apart, by the id of the object of properties.
         self._telling: dict[int, str] = {}
         #: By the id of a schema: the texts that it lists, and those of its properties.
@@ -299,7 +302,8 @@ class _Rewriter:
         groups = [name for name in _ALTERNATIVES if isinstance(made.get(name), list)]
         beside = self._facts(schema, but=groups[:1])
         names = {name: listed or (outer or {}).get(name, False) for name, listed in beside.names.items()}
-        names = names if forbids else {**(outer or {}), **names}
+        described = {name: listed for name, listed in names.items() if listed}
+        names = described if forbids else {**(outer or {}), **names}
         closes = (forbids or (outer is not None and not self._open)) and not beside.open
         if isinstance(made.get("allOf"), list):
             made["allOf"] = [self._part(one, (*path, f"allOf[{at}]")) for at, one in enumerate(made["allOf"])]
@@ -362,10 +366,15 @@ class _Rewriter:
         return self._parts[reference]
 
     def _anything(self) -> dict[str, Any]:
-        """Any JSON, with bounded numbers."""
+        """Any JSON, with bounded numbers; where a place may have two of it, only to a depth, for llguidance does not
+        find an end of intersecting two schemas that refer to themselves."""
         reference = {"$ref": f"#/$defs/{_ANY}"}
         if _ANY not in self._made:
-            self._made[_ANY] = _limit({"items": reference, "additionalProperties": reference})
+            inner: Any = True if self._intersects else reference
+            for level in range(_LEVELS if self._intersects else 0, 0, -1):
+                self._made[f"{_ANY}{level}"] = _limit({"items": inner, "additionalProperties": inner})
+                inner = {"$ref": f"#/$defs/{_ANY}{level}"}
+            self._made[_ANY] = _limit({"items": inner, "additionalProperties": inner})
         return reference
 
     # ---- what holds in one place
@@ -714,6 +723,15 @@ def _may_be(schema: Mapping[str, Any], kind: str, default: bool = False) -> bool
 def _combines(schema: Mapping[str, Any]) -> bool:
     """Whether other schemas hold in its place."""
     return "$ref" in schema or any(name in schema for name in _IN_PLACE)
+
+
+def _intersects(schema: Mapping[str, Any]) -> bool:
+    """Whether several schemas hold in its place, beyond alternatives."""
+    parts = schema.get("allOf")
+    if "patternProperties" in schema or (isinstance(parts, list) and len(parts) > 1):
+        return True
+    keys = schema.keys() - _ANNOTATIONS - _DEFINITIONS
+    return len(keys) > 1 and _combines(schema)
 
 
 def _alone(schema: Mapping[str, Any]) -> bool:

@@ -287,6 +287,34 @@ def test_large_and_deep_schemas_are_read_soon_or_left() -> None:
     assert bounded(crossed) == Bounded(crossed), "the names, times the alternatives"
 
 
+def test_a_required_name_that_a_schema_forbids_is_not_allowed() -> None:
+    schema = {"type": "object", "properties": {}, "required": ["b"], "unevaluatedProperties": False}
+    with pytest.raises(RequestError):
+        accepts(schema, '{"b":72}')
+
+
+OPEN: dict[str, Any] = {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"allOf": [{"properties": {"b": OPEN}}, {"properties": {"b": OPEN}}]}, '{"b":{"k":[%s]}}'),
+        ({"allOf": [{"properties": {"b": {}}}, {"properties": {"b": {}}}]}, '{"b":[{"k":%s}]}'),
+        ({"allOf": [OPEN | {"additionalProperties": True}] * 2}, '{"k":%s}'),
+        (
+            OPEN | {"properties": {"m": OPEN}, "anyOf": [{"required": ["m"]}, {"properties": {"m": OPEN}}]},
+            '{"m":{"k":{"l":%s}}}',
+        ),
+        ({"allOf": [{"type": "array"}, {"type": "array", "items": {}}]}, "[[%s]]"),
+        ({"type": "object", "properties": {"k": {}}, "patternProperties": {"^k": {}}}, '{"k":[%s]}'),
+    ],
+)
+def test_any_json_may_stand_twice_in_one_place(schema: dict[str, Any], text: str) -> None:
+    assert accepts(schema, text % "7")
+    assert not accepts(schema, text % ONES)
+
+
 JUNK: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1.5, 10**400, "", "x", "#", "#/a/0", "a|(?=b)"),
     *([], [[]], [{}], [1, None, True], ["x", []], ["string", {}], {}, {"a": []}, {"type": {}}, {"enum": [{}]}),
