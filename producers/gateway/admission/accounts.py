@@ -124,8 +124,8 @@ class Accounts:
         charge.apply_answer("rpm", charge.answer, NO_TOKENS)
 
     async def charge_refused(self, connection: HTTPConnection, work: Work) -> None:
-        """Count a request that is refused after work was done for it, unless ADMIT has. The store may be away: then
-        nothing is counted."""
+        """Count a request that is refused after work was done for it, or makes no task of a large body, unless ADMIT
+        has. The store may be away: then nothing is counted."""
         state = connection.scope["state"]
         charge: Charge | None = state.get("charge")
         if charge is not None and charge.counted:

@@ -89,6 +89,23 @@ def test_what_is_refused_after_work_counts_and_what_is_refused_before_it_does_no
     assert refused.headers["x-should-retry"] == "true"
 
 
+def test_to_count_the_tokens_of_a_large_body_counts(http: httpx.Client, make: Make, valkey: Redis, model: str) -> None:
+    small = json.dumps({"model": model, "input": "x"})
+
+    def ask() -> tuple[list[tuple[int, str | None]], list[int]]:
+        valkey.delete(*valkey.keys(keys.account("*")), "none")
+        headers = as_caller(make(rpm=2)) | {"content-type": "application/json"}
+        bodies = (small, small + " " * 70_000, small, small + " " * 70_000, small + " " * 70_000, small)
+        answers = [http.post("/v1/responses/input_tokens", content=body, headers=headers) for body in bodies[:4]]
+        requests = counted(valkey)
+        answers += [http.post("/v1/responses/input_tokens", content=body, headers=headers) for body in bodies[4:]]
+        return [code(answer) for answer in answers], requests
+
+    answers, requests = within_a_minute(valkey, ask)
+    assert answers == [(200, None)] * 4 + [USED_UP, (200, None)]
+    assert requests == [2]
+
+
 def test_whoever_has_used_up_a_minute_is_refused_before_the_body_is_read(
     http: httpx.Client, send: Send, make: Make, valkey: Redis, model: str, encoded: list[str]
 ) -> None:

@@ -22,7 +22,7 @@ from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import CANCELS, READS, SUBMITS, SUBMITS_TASKS, principal_of, tenant_of
 from producers.gateway.http.errors import Problem, invalid_value
-from producers.gateway.http.request_body import SETTINGS, checked, read_object
+from producers.gateway.http.request_body import INLINE, SETTINGS, checked, read_object
 from producers.gateway.http.request_state import resolve, work_of
 from producers.gateway.openai.answer import respond
 from producers.gateway.openai.logprobs import ChatLogprobs
@@ -150,7 +150,8 @@ async def create(request: Request) -> Response:
     openapi_extra=PARAMETERS.openapi(),
 )
 async def input_tokens(request: Request) -> Response:
-    """Count the input tokens of a response that would be created with this body. Nothing is created."""
+    """Count the input tokens of a response that would be created with this body. Nothing is created. A body
+    of more than 64 KiB counts in a minute's requests."""
     gateway = gateway_of(request)
     body, tenant = await read_object(request, min(gateway.settings.max_body, SETTINGS)), tenant_of(request)
 
@@ -158,11 +159,17 @@ async def input_tokens(request: Request) -> Response:
         found = read_response(body, tenant)
         return found, found.task()
 
+    work, accounts = work_of(request), gateway.accounts
+    counts = work.size is not None and work.size > INLINE
+    if counts and accounts.spent:
+        await accounts.check_spent(request, tenant)
     response_request, task = await checked(request, read)
     check_may_use(principal_of(request), task)
     resolved = await resolve(request, gateway.client, task.model)
     items = await _conversation(request, response_request)
-    task, _ = await conversation.fitted(gateway, resolved.card, response_request, task, items, work_of(request))
+    task, _ = await conversation.fitted(gateway, resolved.card, response_request, task, items, work)
+    if counts:
+        await accounts.charge_refused(request, work)
     return JSONResponse({"object": "response.input_tokens", "input_tokens": len(task.prompt or ())})
 
 
