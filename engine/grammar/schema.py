@@ -96,6 +96,8 @@ _LEAF: Final = frozenset({"type", "const", "enum", "minLength", "maxLength", "ti
 _PLAIN: Final = _LEAF | {"format", "pattern", "minItems", "maxItems", "multipleOf", *_LOW, *_HIGH}
 _LEAF_TYPES: Final = frozenset({"string", "boolean", "null"})
 _ANY: Final = "penstock.any"
+#: References to definitions, which stay where they are.
+_DEFINED: Final = re.compile(r"#/(\$defs|definitions)/[^/]*")
 #: The levels of lists and objects in which the numbers of any JSON are bounded, beside other schemas.
 _LEVELS: Final = 2
 
@@ -192,9 +194,9 @@ class _Rewriter:
         self.dropped: list[str] = []
         #: Definitions of our own.
         self._made: dict[str, Any] = {}
-        #: References -> those to the same schemas as parts; and the ones that are still to be made, by name.
-        self._parts: dict[str, str] = {}
-        self._waiting: list[tuple[str, dict[str, Any]]] = []
+        #: References, each as a part or not -> our definitions of their schemas; and those still to be made, by name.
+        self._copies: dict[tuple[str, bool], str] = {}
+        self._waiting: list[tuple[str, Any, bool]] = []
         self._steps = steps
         self.taken = 0
         everything = list(_schemas(root))
@@ -216,8 +218,9 @@ class _Rewriter:
             self._tell_apart(union)
         made: dict[str, Any] = self._value(self._root, ())
         while self._waiting:
-            name, schema = self._waiting.pop()
-            self._made[name] = self._part(schema, (f"$defs.{name}",))
+            name, schema, part = self._waiting.pop()
+            make = self._part if part else self._value
+            self._made[name] = make(schema, (f"$defs.{name}",))
         if self._made:
             own = made.get("$defs", {})
             made = made | {"$defs": {**(own if isinstance(own, dict) else {}), **self._made}}
@@ -314,8 +317,9 @@ class _Rewriter:
                 self._alternative(name, one, (*path, f"{name}[{at}]"), inner, alone)
                 for at, one in enumerate(made[name])
             ]
-        if _refers(made) and outer == {} and not forbids:
-            return  # closed where it is defined
+        if _refers(made) and outer == {} and not forbids:  # closed where it is defined
+            made["$ref"] = self._copied(made["$ref"], part=False)
+            return
         if isinstance(made.get("$ref"), str):
             made["$ref"] = self._reference(made["$ref"])
         if groups or not closes or not _may_be(made, "object", default=True) or {"const", "enum"} & made.keys():
@@ -352,18 +356,30 @@ class _Rewriter:
 
     def _reference(self, reference: str) -> str:
         """The reference to the same schema as a part."""
-        if reference in self._parts:
-            return self._parts[reference]
         target = self._resolve(reference)
-        if not isinstance(target, dict) or not self._one_document:
+        if isinstance(target, dict) and self._one_document:
+            facts = self._facts(target)
+            if facts.listed or facts.numeric:
+                return self._copy(reference, target, part=True)
+        return self._copied(reference, part=True)
+
+    def _copied(self, reference: str, part: bool) -> str:
+        """The reference; to a definition of our own, if it leads to where these rules may change what stands there."""
+        if not self._one_document or reference == "#" or _DEFINED.fullmatch(reference):
             return reference
-        facts = self._facts(target)
-        if not (facts.listed or facts.numeric):
+        target = self._resolve(reference)
+        if not isinstance(target, dict | bool) or target is self._root:
             return reference
-        name = f"penstock.part{len(self._parts)}"
-        self._parts[reference] = f"#/$defs/{name}"
-        self._waiting.append((name, {key: value for key, value in target.items() if key not in _DEFINITIONS}))
-        return self._parts[reference]
+        return self._copy(reference, target, part)
+
+    def _copy(self, reference: str, target: Any, part: bool) -> str:
+        name = self._copies.get((reference, part))
+        if name is None:
+            name = self._copies[reference, part] = f"penstock.{'part' if part else 'value'}{len(self._copies)}"
+            if isinstance(target, dict):
+                target = {key: value for key, value in target.items() if key not in _DEFINITIONS}
+            self._waiting.append((name, target, part))
+        return f"#/$defs/{name}"
 
     def _anything(self) -> dict[str, Any]:
         """Any JSON, with bounded numbers; where a place may have two of it, only to a depth, for llguidance does not

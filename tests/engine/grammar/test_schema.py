@@ -315,6 +315,62 @@ def test_any_json_may_stand_twice_in_one_place(schema: dict[str, Any], text: str
     assert not accepts(schema, text % ONES)
 
 
+@pytest.mark.parametrize(
+    ("schema", "fine", "wrong"),
+    [
+        (
+            {
+                "type": "object",
+                "properties": {"a": {"$ref": "#/components/schemas/A"}},
+                "components": {"schemas": {"A": {"type": "string"}}},
+            },
+            '{"a":"x"}',
+            '{"a":1}',
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {
+                    "a": {"oneOf": [{"type": "string"}, {"type": "integer"}]},
+                    "b": {"$ref": "#/properties/a/oneOf/1"},
+                },
+            },
+            '{"b":1}',
+            '{"b":"x"}',
+        ),
+        (
+            {
+                "$ref": "#/definitions/a",
+                "definitions": {
+                    "a": {
+                        "nullable": True,
+                        "properties": {"q": {"type": "string"}, "r": {"$ref": "#/definitions/a/properties/q"}},
+                    }
+                },
+            },
+            '{"r":"x"}',
+            '{"r":1}',
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {"$ref": "#/x/T"}},
+                "x": {
+                    "T": {"type": "object", "properties": {"t": {"$ref": "#/x/T"}, "n": {"$ref": "#/x/N"}}},
+                    "N": {"type": "number"},
+                },
+            },
+            '{"a":{"t":{"n":5}}}',
+            '{"a":{"t":{"n":"5"}}}',
+        ),
+        ({"allOf": [{"$ref": "#/x/S"}, {"minLength": 2}], "x": {"S": {"type": "string"}}}, '"ab"', '"a"'),
+    ],
+)
+def test_a_reference_may_lead_to_any_place(schema: dict[str, Any], fine: str, wrong: str) -> None:
+    assert accepts(schema, fine)
+    assert not accepts(schema, wrong)
+
+
 JUNK: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1.5, 10**400, "", "x", "#", "#/a/0", "a|(?=b)"),
     *([], [[]], [{}], [1, None, True], ["x", []], ["string", {}], {}, {"a": []}, {"type": {}}, {"enum": [{}]}),
