@@ -305,7 +305,7 @@ class _Rewriter:
         groups = [name for name in _ALTERNATIVES if isinstance(made.get(name), list)]
         beside = self._facts(schema, but=groups[:1])
         names = {name: listed or (outer or {}).get(name, False) for name, listed in beside.names.items()}
-        described = {name: listed for name, listed in names.items() if listed}
+        described: dict[str, bool] = {name: listed for name, listed in names.items() if listed}
         names = described if forbids else {**(outer or {}), **names}
         closes = (forbids or (outer is not None and not self._open)) and not beside.open
         if isinstance(made.get("allOf"), list):
