@@ -143,9 +143,10 @@ def test_the_template_for_tools_is_taken_where_there_is_one(
 
 
 def test_a_model_whose_template_has_no_tools_gets_them_as_text(
-    model: str, http: httpx.Client, answering: Answering
+    model: str, open_door: Open, answering: Answering
 ) -> None:
-    """The bundled model's template, which refuses the role `tool`."""
+    """The bundled model's template, which refuses the role `tool`. By a gateway of its own, as above."""
+    http = open_door().http
     answering.scripts = [says(*PIECES), says("It rains.")]
     asked: dict[str, Any] = {"model": model, "messages": MESSAGES, "tools": TOOLS}
     (choice,) = send(http, "/v1/chat/completions", asked).json()["choices"]
