@@ -89,7 +89,7 @@ _DEPTH: Final = 128
 #: A step takes about a microsecond: short requests are read on the gateway's event loop.
 _STEPS: Final = 20_000
 #: So many characters of a schema give it a step more.
-_FREE: Final = 4
+_FREE: Final = 2
 #: The keywords of a schema in which there is nothing to bound, close or leave out, with these types.
 _LEAF: Final = frozenset({"type", "const", "enum", "minLength", "maxLength", "title", "description", "default"})
 #: The keywords of a schema with no others within.
