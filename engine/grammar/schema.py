@@ -135,11 +135,11 @@ def bounded(
         return Bounded(dict(schema))
     budget = Budget() if budget is None else budget
     try:
-        made, taken = _bounded(json.dumps(schema), open_objects, drop, budget.steps)
+        rewritten, steps = _bounded(json.dumps(schema), open_objects, drop, budget.steps)
     except (RecursionError, ValueError):  # nor of an integer with more digits than Python writes
         return Bounded(dict(schema))
-    budget.steps -= taken
-    return made or Bounded(dict(schema))
+    budget.steps -= steps
+    return rewritten or Bounded(dict(schema))
 
 
 @lru_cache(maxsize=16)  # a task's is asked for when it is judged and when it is queued; a batch has many of one form
@@ -148,11 +148,11 @@ def _bounded(text: str, open_objects: bool, drop: bool, steps: int) -> tuple[Bou
     free = len(text) // _FREE
     rewriter = _Rewriter(json.loads(text), open_objects, drop, steps + free)
     try:
-        made = rewriter.whole()
+        rewritten = rewriter.whole()
     except (_TooLarge, RecursionError, TypeError, ValueError, ArithmeticError):  # odd values: llguidance refuses them
-        made = None
-    taken = max(0, rewriter.taken - free)
-    return None if made is None else Bounded(made, tuple(rewriter.dropped)), taken
+        rewritten = None
+    steps = max(0, rewriter.taken - free)
+    return None if rewritten is None else Bounded(rewritten, tuple(rewriter.dropped)), steps
 
 
 def rules_of(schema: Mapping[str, Any]) -> int | None:
@@ -216,15 +216,15 @@ class _Rewriter:
     def whole(self) -> dict[str, Any]:
         for union in self._unions:
             self._tell_apart(union)
-        made: dict[str, Any] = self._value(self._root, ())
+        rewritten: dict[str, Any] = self._value(self._root, ())
         while self._waiting:
             name, schema, part = self._waiting.pop()
             make = self._part if part else self._value
             self._made[name] = make(schema, (f"$defs.{name}",))
         if self._made:
-            own = made.get("$defs", {})
-            made = made | {"$defs": {**(own if isinstance(own, dict) else {}), **self._made}}
-        return made | {"$comment": f"{MARK}{VERSION}"}
+            own = rewritten.get("$defs", {})
+            rewritten = rewritten | {"$defs": {**(own if isinstance(own, dict) else {}), **self._made}}
+        return rewritten | {"$comment": f"{MARK}{VERSION}"}
 
     # ---- one place
 
@@ -255,95 +255,100 @@ class _Rewriter:
         if schema.get("nullable") is True and "type" not in schema:
             value = {name: part for name, part in schema.items() if name not in _DEFINITIONS | {"nullable"}}
             schema = {"anyOf": [value, _NULL]} | {name: schema[name] for name in _DEFINITIONS & schema.keys()}
-        made = self._keywords(schema, path)
-        if made.keys() <= _PLAIN:
+        rewritten = self._keywords(schema, path)
+        if rewritten.keys() <= _PLAIN:
             if not part:
-                self._fill(made, _Facts())
-            return made
+                self._fill(rewritten, _Facts())
+            return rewritten
         facts = self._facts(schema)
         for name in _BY_NAME:
-            if isinstance(schemas := made.get(name), dict):
-                made[name] = {key: self._value(one, (*path, f"{name}.{key}")) for key, one in schemas.items()}
+            if isinstance(schemas := rewritten.get(name), dict):
+                rewritten[name] = {key: self._value(one, (*path, f"{name}.{key}")) for key, one in schemas.items()}
         for name in ("items", "prefixItems", "additionalItems", "additionalProperties"):
-            inner = made.get(name)
+            inner = rewritten.get(name)
             if isinstance(inner, list):
-                made[name] = [self._value(one, (*path, f"{name}[{at}]")) for at, one in enumerate(inner)]
-            elif name in made:
-                made[name] = self._value(inner, (*path, name))
+                rewritten[name] = [self._value(one, (*path, f"{name}[{at}]")) for at, one in enumerate(inner)]
+            elif name in rewritten:
+                rewritten[name] = self._value(inner, (*path, name))
         if not part:
-            self._fill(made, facts)
-        self._combine(schema, made, facts, path, outer)
-        return made
+            self._fill(rewritten, facts)
+        self._combine(schema, rewritten, facts, path, outer)
+        return rewritten
 
-    def _fill(self, made: dict[str, Any], facts: _Facts) -> None:
+    def _fill(self, rewritten: dict[str, Any], facts: _Facts) -> None:
         """Bound what the schema of a value leaves open: its numbers, also those of its items and further members."""
-        if {"const", "enum"} & made.keys() or _refers(made):
+        if {"const", "enum"} & rewritten.keys() or _refers(rewritten):
             return
         if self._one_document:
-            if _may_be(made, "array") and "items" not in made:
-                made["items"] = self._anything()
-            further = not facts.listed or (self._open and not _combines(made))
-            if _may_be(made, "object") and further and not facts.open:
-                made["additionalProperties"] = self._anything()
-        if _combines(made):
-            if facts.numeric and not facts.limited and not _alone(made):
-                _limit(made)
-        elif "type" not in made or any(_may_be(made, kind) for kind in _NUMERIC):
-            _limit(made)
+            if _may_be(rewritten, "array") and "items" not in rewritten:
+                rewritten["items"] = self._anything()
+            further = not facts.listed or (self._open and not _combines(rewritten))
+            if _may_be(rewritten, "object") and further and not facts.open:
+                rewritten["additionalProperties"] = self._anything()
+        if _combines(rewritten):
+            if facts.numeric and not facts.limited and not _alone(rewritten):
+                _limit(rewritten)
+        elif "type" not in rewritten or any(_may_be(rewritten, kind) for kind in _NUMERIC):
+            _limit(rewritten)
 
     def _combine(
         self,
         schema: dict[str, Any],
-        made: dict[str, Any],
+        rewritten: dict[str, Any],
         facts: _Facts,
         path: tuple[str, ...],
         outer: Mapping[str, bool] | None,
     ) -> None:
         """What else holds in the place, and what closes it: the first group of alternatives, or the schema itself."""
         self._count(len(outer or ()))
-        forbids = schema.get("unevaluatedProperties") is False and self._forbid(made, facts, path)
-        groups = [name for name in _ALTERNATIVES if isinstance(made.get(name), list)]
+        forbids = schema.get("unevaluatedProperties") is False and self._forbid(rewritten, facts, path)
+        groups = [name for name in _ALTERNATIVES if isinstance(rewritten.get(name), list)]
         beside = self._facts(schema, but=groups[:1])
         names = {name: listed or (outer or {}).get(name, False) for name, listed in beside.names.items()}
         described: dict[str, bool] = {name: listed for name, listed in names.items() if listed}
         names = described if forbids else {**(outer or {}), **names}
         closes = (forbids or (outer is not None and not self._open)) and not beside.open
-        if isinstance(made.get("allOf"), list):
-            made["allOf"] = [self._part(one, (*path, f"allOf[{at}]")) for at, one in enumerate(made["allOf"])]
+        if isinstance(rewritten.get("allOf"), list):
+            rewritten["allOf"] = [self._part(one, (*path, f"allOf[{at}]")) for at, one in enumerate(rewritten["allOf"])]
         for name in groups:
             inner = names if closes and name == groups[0] else None
-            alone = outer == {} and _alone(made)
-            made[name] = [
+            alone = outer == {} and _alone(rewritten)
+            rewritten[name] = [
                 self._alternative(name, one, (*path, f"{name}[{at}]"), inner, alone)
-                for at, one in enumerate(made[name])
+                for at, one in enumerate(rewritten[name])
             ]
-        if _refers(made) and outer == {} and not forbids:  # closed where it is defined
-            made["$ref"] = self._copied(made["$ref"], part=False)
+        if _refers(rewritten) and outer == {} and not forbids:  # closed where it is defined
+            rewritten["$ref"] = self._copied(rewritten["$ref"], part=False)
             return
-        if isinstance(made.get("$ref"), str):
-            made["$ref"] = self._reference(made["$ref"])
-        if groups or not closes or not _may_be(made, "object", default=True) or {"const", "enum"} & made.keys():
+        if isinstance(rewritten.get("$ref"), str):
+            rewritten["$ref"] = self._reference(rewritten["$ref"])
+        if (
+            groups
+            or not closes
+            or not _may_be(rewritten, "object", default=True)
+            or {"const", "enum"} & rewritten.keys()
+        ):
             return
-        if not (beside.listed or outer or forbids) or not isinstance(made.get("properties", {}), dict):
+        if not (beside.listed or outer or forbids) or not isinstance(rewritten.get("properties", {}), dict):
             return
         self._count(len(names))
-        properties = dict(made.get("properties", {}))
+        properties = dict(rewritten.get("properties", {}))
         for name in names:
             if name not in properties:
                 properties[name] = True if names[name] or not self._one_document else self._anything()
-        made |= {"properties": properties} if properties else {}
-        made["additionalProperties"] = False
+        rewritten |= {"properties": properties} if properties else {}
+        rewritten["additionalProperties"] = False
 
-    def _forbid(self, made: dict[str, Any], facts: _Facts, path: tuple[str, ...]) -> bool:
+    def _forbid(self, rewritten: dict[str, Any], facts: _Facts, path: tuple[str, ...]) -> bool:
         """Whether `unevaluatedProperties: false` can be followed, by closing the place to all but its own names."""
-        opened = self._open and any(name in made for name in _ALTERNATIVES)
-        if not opened and (not facts.open or not _combines(made)):
-            del made["unevaluatedProperties"]
+        opened = self._open and any(name in rewritten for name in _ALTERNATIVES)
+        if not opened and (not facts.open or not _combines(rewritten)):
+            del rewritten["unevaluatedProperties"]
             if facts.open:
-                made.setdefault("additionalProperties", False)
+                rewritten.setdefault("additionalProperties", False)
             return True
         if self._drop:
-            self._leave_out(made, path, "unevaluatedProperties")
+            self._leave_out(rewritten, path, "unevaluatedProperties")
         return False
 
     def _alternative(
@@ -476,10 +481,10 @@ class _Rewriter:
         if self._disjoint(values) or self._disjoint(types):
             self._apart.add(id(alternatives))
             return
-        told = [self._texts(branch) for branch in branches]
-        for name in told[0] if told else ():
-            self._count(len(told))
-            each = [texts.get(name) for texts in told]
+        texts_of = [self._texts(branch) for branch in branches]
+        for name in texts_of[0] if texts_of else ():
+            self._count(len(texts_of))
+            each = [texts.get(name) for texts in texts_of]
             holders = [id(found[1]) for found in each if found is not None]
             free = all(self._telling.get(holder, name) == name for holder in holders)
             if free and self._disjoint([None if found is None else found[0] for found in each]):
@@ -537,93 +542,93 @@ class _Rewriter:
 
     def _keywords(self, schema: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
         """The schema's keywords as llguidance has them."""
-        made = {name: value for name, value in schema.items() if name in _KNOWN}
-        if "format" in made and not (isinstance(made["format"], str) and made["format"] in FORMATS):
-            del made["format"]
-        for name in _COUNTS & made.keys():  # JSON Schema's integers may be written as 2.0
-            if isinstance(made[name], float) and made[name].is_integer():
-                made[name] = int(made[name])
-        if made.pop("nullable", False) is True and isinstance(made["type"], str | list):
-            kinds = [made["type"]] if isinstance(made["type"], str) else list(made["type"])
-            made["type"] = kinds if "null" in kinds else [*kinds, "null"]
-            if isinstance(made.get("enum"), list) and None not in made["enum"]:
-                made["enum"] = [*made["enum"], None]
-        telling = self._telling.get(id(made.get("properties")))
-        if telling is not None and _names(made.get("required", [])):
-            made["required"] = list(dict.fromkeys([*made.get("required", []), telling]))
-        if isinstance(pattern := made.get("pattern"), str) and _LOOK_AROUND.search(pattern):
+        rewritten = {name: value for name, value in schema.items() if name in _KNOWN}
+        if "format" in rewritten and not (isinstance(rewritten["format"], str) and rewritten["format"] in FORMATS):
+            del rewritten["format"]
+        for name in _COUNTS & rewritten.keys():  # JSON Schema's integers may be written as 2.0
+            if isinstance(rewritten[name], float) and rewritten[name].is_integer():
+                rewritten[name] = int(rewritten[name])
+        if rewritten.pop("nullable", False) is True and isinstance(rewritten["type"], str | list):
+            kinds = [rewritten["type"]] if isinstance(rewritten["type"], str) else list(rewritten["type"])
+            rewritten["type"] = kinds if "null" in kinds else [*kinds, "null"]
+            if isinstance(rewritten.get("enum"), list) and None not in rewritten["enum"]:
+                rewritten["enum"] = [*rewritten["enum"], None]
+        telling = self._telling.get(id(rewritten.get("properties")))
+        if telling is not None and _names(rewritten.get("required", [])):
+            rewritten["required"] = list(dict.fromkeys([*rewritten.get("required", []), telling]))
+        if isinstance(pattern := rewritten.get("pattern"), str) and _LOOK_AROUND.search(pattern):
             plain = without_look_around(pattern)
             if plain is not None:
-                made["pattern"] = plain
+                rewritten["pattern"] = plain
             elif self._drop:
-                self._leave_out(made, path, "pattern")
-        _name_members(made)
-        if made.get("unevaluatedItems") is False and not _combines(made):
-            made.setdefault("items", False)
-            del made["unevaluatedItems"]
-        for name in sorted(UNSUPPORTED & made.keys()):
-            if _says_nothing(name, made[name], made):
-                del made[name]
-            elif self._drop and not (name == "unevaluatedProperties" and made[name] is False):
-                self._leave_out(made, path, name)
-        if id(schema.get("oneOf")) in self._apart and "anyOf" not in made:
-            made["anyOf"] = made.pop("oneOf")
+                self._leave_out(rewritten, path, "pattern")
+        _name_members(rewritten)
+        if rewritten.get("unevaluatedItems") is False and not _combines(rewritten):
+            rewritten.setdefault("items", False)
+            del rewritten["unevaluatedItems"]
+        for name in sorted(UNSUPPORTED & rewritten.keys()):
+            if _says_nothing(name, rewritten[name], rewritten):
+                del rewritten[name]
+            elif self._drop and not (name == "unevaluatedProperties" and rewritten[name] is False):
+                self._leave_out(rewritten, path, name)
+        if id(schema.get("oneOf")) in self._apart and "anyOf" not in rewritten:
+            rewritten["anyOf"] = rewritten.pop("oneOf")
         if self._drop:
-            self._leave_out_odd(made, path)
-        if any(name in made for name in (*_LOW, *_HIGH)):
-            _clamp(made)
-        return made
+            self._leave_out_odd(rewritten, path)
+        if any(name in rewritten for name in (*_LOW, *_HIGH)):
+            _clamp(rewritten)
+        return rewritten
 
-    def _leave_out_odd(self, made: dict[str, Any], path: tuple[str, ...]) -> None:
+    def _leave_out_odd(self, rewritten: dict[str, Any], path: tuple[str, ...]) -> None:
         """Leave out what llguidance cannot follow, of keywords that it can follow elsewhere."""
-        if isinstance(made.get("oneOf"), list) and "anyOf" not in made:
-            made["anyOf"] = made["oneOf"]
-            self._leave_out(made, path, "oneOf")
-        if not _names(required := made.get("required", [])):
-            self._leave_out(made, path, "required")
+        if isinstance(rewritten.get("oneOf"), list) and "anyOf" not in rewritten:
+            rewritten["anyOf"] = rewritten["oneOf"]
+            self._leave_out(rewritten, path, "oneOf")
+        if not _names(required := rewritten.get("required", [])):
+            self._leave_out(rewritten, path, "required")
             required = []
-        kinds = made.get("type", "object")
+        kinds = rewritten.get("type", "object")
         if not _names(kinds := [kinds] if isinstance(kinds, str) else kinds) or not {*kinds} <= _TYPES:
-            self._leave_out(made, path, "type")
-        if isinstance(made.get("$ref"), str) and made["$ref"].partition("#")[0] not in self._addresses:
-            self._leave_out(made, path, "$ref")
-        if isinstance(properties := made.get("properties"), dict) and not properties.keys() <= {*required}:
-            closed = made.get("additionalProperties", self._open) is False
+            self._leave_out(rewritten, path, "type")
+        if isinstance(rewritten.get("$ref"), str) and rewritten["$ref"].partition("#")[0] not in self._addresses:
+            self._leave_out(rewritten, path, "$ref")
+        if isinstance(properties := rewritten.get("properties"), dict) and not properties.keys() <= {*required}:
+            closed = rewritten.get("additionalProperties", self._open) is False
             for name in ("minProperties", "maxProperties"):
-                if name in made and not (closed and name == "minProperties" and made[name] in (0, 1)):
-                    self._leave_out(made, path, name)
+                if name in rewritten and not (closed and name == "minProperties" and rewritten[name] in (0, 1)):
+                    self._leave_out(rewritten, path, name)
 
-    def _leave_out(self, made: dict[str, Any], path: tuple[str, ...], name: str) -> None:
+    def _leave_out(self, rewritten: dict[str, Any], path: tuple[str, ...], name: str) -> None:
         self._count(1 + sum(map(len, path)) // 64)
-        del made[name]
+        del rewritten[name]
         self.dropped.append(".".join((*path, name)))
 
 
 # ---- numbers
 
 
-def _limit(made: dict[str, Any]) -> dict[str, Any]:
+def _limit(rewritten: dict[str, Any]) -> dict[str, Any]:
     """Bound the digits of a schema's numbers where it does not. Returns it."""
-    integer = _may_be(made, "integer") and not _may_be(made, "number")
+    integer = _may_be(rewritten, "integer") and not _may_be(rewritten, "number")
     lowest, highest = _INTEGERS if integer else _NUMBERS
-    low = max((made[name] for name in _LOW if _is_number(made.get(name))), default=None)
-    high = min((made[name] for name in _HIGH if _is_number(made.get(name))), default=None)
+    low = max((rewritten[name] for name in _LOW if _is_number(rewritten.get(name))), default=None)
+    high = min((rewritten[name] for name in _HIGH if _is_number(rewritten.get(name))), default=None)
     if low is None:
-        low = made["minimum"] = -_MOST if high is None or high > -_MOST else max(lowest, math.floor(high) * 1000)
+        low = rewritten["minimum"] = -_MOST if high is None or high > -_MOST else max(lowest, math.floor(high) * 1000)
     if high is None:
-        high = made["maximum"] = _MOST if low < _MOST else min(highest, math.ceil(low) * 1000)
-    if not integer and "multipleOf" not in made and high - low > STEP * 1000:
-        made["multipleOf"] = STEP
-    return made
+        high = rewritten["maximum"] = _MOST if low < _MOST else min(highest, math.ceil(low) * 1000)
+    if not integer and "multipleOf" not in rewritten and high - low > STEP * 1000:
+        rewritten["multipleOf"] = STEP
+    return rewritten
 
 
-def _clamp(made: dict[str, Any]) -> None:
+def _clamp(rewritten: dict[str, Any]) -> None:
     """Bring bounds within those that llguidance reads."""
-    integer = _may_be(made, "integer") and not _may_be(made, "number")
+    integer = _may_be(rewritten, "integer") and not _may_be(rewritten, "number")
     lowest, highest = _INTEGERS if integer else _NUMBERS
     for name in (*_LOW, *_HIGH):
-        if _is_number(made.get(name)):
-            made[name] = min(max(made[name], lowest), highest)
+        if _is_number(rewritten.get(name)):
+            rewritten[name] = min(max(rewritten[name], lowest), highest)
 
 
 def _names(value: Any) -> bool:
@@ -658,38 +663,38 @@ def _decimal(whole: int, decimals: int) -> str:
     return f"^-?{digits}(\\.[0-9]{{1,{decimals}}})?$" if decimals else f"^-?{digits}$"
 
 
-def _name_members(made: dict[str, Any]) -> None:
+def _name_members(rewritten: dict[str, Any]) -> None:
     """Say which names members may have (`propertyNames`) in the way that llguidance knows."""
-    names = made.get("propertyNames")
-    if not isinstance(names, dict) or made.keys() & {"properties", "patternProperties"}:
+    names = rewritten.get("propertyNames")
+    if not isinstance(names, dict) or rewritten.keys() & {"properties", "patternProperties"}:
         return
     keys = names.keys() - _ANNOTATIONS - {"type"}
-    members = made.get("additionalProperties", True)
+    members = rewritten.get("additionalProperties", True)
     if names.get("type", "string") != "string":
         return
     if keys == {"enum"} and isinstance(names["enum"], list) and all(isinstance(name, str) for name in names["enum"]):
-        made["properties"] = dict.fromkeys(names["enum"], members)
+        rewritten["properties"] = dict.fromkeys(names["enum"], members)
     elif keys == {"pattern"} and isinstance(names["pattern"], str) and not _LOOK_AROUND.search(names["pattern"]):
-        made["patternProperties"] = {names["pattern"]: members}
+        rewritten["patternProperties"] = {names["pattern"]: members}
     else:
         return
-    made["additionalProperties"] = False
-    del made["propertyNames"]
+    rewritten["additionalProperties"] = False
+    del rewritten["propertyNames"]
 
 
-def _says_nothing(name: str, value: Any, made: Mapping[str, Any]) -> bool:
+def _says_nothing(name: str, value: Any, rewritten: Mapping[str, Any]) -> bool:
     """Whether a keyword of UNSUPPORTED allows all, or is followed in another way."""
     match name:
         case "not" | "uniqueItems":
             return value is False
         case "if":
-            return "then" not in made and "else" not in made
+            return "then" not in rewritten and "else" not in rewritten
         case "then" | "else":
-            return "if" not in made
+            return "if" not in rewritten
         case "minContains" | "maxContains":
-            return "contains" not in made
+            return "contains" not in rewritten
         case "contains":
-            return made.get("minContains") == 0 and "maxContains" not in made
+            return rewritten.get("minContains") == 0 and "maxContains" not in rewritten
         case "propertyNames":
             return value is True or value in ({}, {"type": "string"})
         case "unevaluatedProperties":
