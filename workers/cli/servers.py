@@ -128,16 +128,30 @@ def set_up_logging(level: str, prefix: str = "") -> None:
     logging.getLogger("botocore").setLevel(logging.WARNING)  # it logs where the credentials of each client are from
 
 
-def log_changes_to(file: Path) -> None:
-    """Log what this process changes (`producers.store.access.audit`) into a file, and not on the terminal. The file is
-    made with the first line."""
+@contextmanager
+def changes_logged_to(file: Path) -> Iterator[None]:
+    """Meanwhile, log what this process changes (`producers.store.access.audit`) into a file, and not on the terminal.
+    The file is made with the first line. A line that cannot be written is told on stderr, and fails nothing."""
     import logging
 
-    handler = logging.FileHandler(file, encoding="utf-8", delay=True)
+    class Changes(logging.FileHandler):
+        def emit(self, record: logging.LogRecord) -> None:
+            try:
+                super().emit(record)
+            except OSError:  # the file cannot be made
+                self.handleError(record)
+
+    handler = Changes(file, encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log = logging.getLogger("penstock.audit")
     log.addHandler(handler)
     log.propagate = False
+    try:
+        yield
+    finally:
+        log.propagate = True
+        log.removeHandler(handler)
+        handler.close()
 
 
 def checked_level(name: str) -> str:

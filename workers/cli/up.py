@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -190,7 +191,7 @@ def up(
     from functools import partial
 
     from workers.cli.gpus import choose, gpus_here
-    from workers.cli.servers import checked_level, log_changes_to, set_up_logging, use_secrets_key
+    from workers.cli.servers import changes_logged_to, checked_level, set_up_logging, use_secrets_key
     from workers.processes import UMASK
     from workers.runtime.cold_start import COLD_START
 
@@ -243,8 +244,6 @@ def up(
     )
 
     os.umask(UMASK)  # not before: other users may serve a model that was pulled
-    if plan.embedded:
-        log_changes_to(data_dir / "audit.log")
     COLD_START.mark("imports")
     server = "an embedded Valkey server" if plan.embedded else "the broker that was given"
     relayed(
@@ -252,7 +251,8 @@ def up(
         f"starting {server}, a gateway, a sweeper, a webhooks process, {'event sources, ' if sources else ''}"
         f"{rules.min * len(models)} worker(s) for {', '.join(model.name for model in models)}",
     )
-    finished = asyncio.run(conduct(System(plan, relayed), partial(_serve, asks=asks)))
+    with changes_logged_to(data_dir / "audit.log") if plan.embedded else nullcontext():
+        finished = asyncio.run(conduct(System(plan, relayed), partial(_serve, asks=asks)))
     assert not finished, "it is used until a signal comes"
     relayed("up", "stopped; queued tasks are kept for the next start")
 

@@ -9,7 +9,7 @@ import pytest
 
 from producers.contract import keys
 from tests.chaos.hostile.stage import TENANT, Stage
-from tests.chaos.hostile.test_large_text import beside, hostile
+from tests.chaos.hostile.test_large_text import beside, hostile, minute
 from tests.producers.gateway.conftest import CARD
 
 __all__ = ["hostile"]
@@ -34,8 +34,12 @@ def messages(count: int) -> bytes:
 )
 def test_they_are_refused_before_they_are_read_and_count(hostile: Stage, body: bytes, code: str) -> None:
     hostile.key("attacker", scopes=TENANT, rpm=3)
+    begun = minute(hostile)
     answers = beside(hostile, "/v1/chat/completions", body)
-    assert answers.keys() == {(400, code), (429, "rate_limit_exceeded")}
+    assert (400, code) in answers
+    assert answers.keys() <= {(400, code), (429, "rate_limit_exceeded")}
+    # Requests at the same time are counted when they end: those of two minutes may all be let in.
+    assert len(answers) == 2 or minute(hostile) > begun
     assert not hostile.redis.exists(f"{keys.TASKS}:attacker")
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from producers.store.access.audit import Change
 from tests.workers.cli.conftest import Run
+from workers.cli.servers import changes_logged_to
 from workers.cli.terminal import guarded_stdout, printable
 
 FULL = "penstock: cannot write to standard output: No space left on device\n"
@@ -44,8 +46,9 @@ def test_a_full_disk_is_no_server_that_does_not_answer(
 ) -> None:
     with open("/dev/full", "w", encoding="utf-8") as full:
         full.reconfigure(write_through=unbuffered)
-        monkeypatch.setattr(sys, "stdout", full)
-        ran = run(*command)
+        with monkeypatch.context() as patch:  # over before what captures stdout is
+            patch.setattr(sys, "stdout", full)
+            ran = run(*command)
     assert (ran.status, ran.err) == (1, FULL)
 
 
@@ -53,16 +56,17 @@ def test_a_reader_that_went_away_is_told_nothing(run: Run, command: list[str], m
     """As in `penstock dlq ls | head`."""
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "w", encoding="utf-8") as broken:
-        monkeypatch.setattr(sys, "stdout", broken)
+    with open(writer, "w", encoding="utf-8") as broken, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", broken)
         ran = run(*command)
     assert (ran.status, ran.err) == (1, "")
 
 
 def test_no_output_at_all_is_none_missed(run: Run, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As after `>&-`."""
-    monkeypatch.setattr(sys, "stdout", None)
-    ran = run(*command)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        ran = run(*command)
     assert (ran.status, ran.err) == (0, "")
 
 
@@ -72,3 +76,19 @@ def test_what_it_cannot_encode_is_shown_as_its_number(tmp_path: Path, monkeypatc
         with guarded_stdout():
             sys.stdout.write("half \ud800, é\n")
     assert (tmp_path / "out").read_text(encoding="utf-8") == "half \\ud800, é\n"
+
+
+def test_changes_go_to_a_file_for_a_while_and_one_that_cannot_be_written_fails_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level("INFO")
+    change = Change("cli:a@b", "model.publish", "m@1")
+    with changes_logged_to(tmp_path / "audit.log"):
+        change.say()
+    assert '"model.publish"' in (tmp_path / "audit.log").read_text()
+    with changes_logged_to(tmp_path / "gone" / "audit.log"):
+        change.say()
+    assert "No such file" in capfd.readouterr().err
+    assert not caplog.records
+    change.say()
+    assert len(caplog.records) == 1
