@@ -166,7 +166,7 @@ def rules_of(schema: Mapping[str, Any]) -> int | None:
 
 @dataclass(slots=True)
 class _Facts:
-    """What holds for the values of one place: of a schema with all that it refers to or combines there.
+    """The constraints on a value at one place: those of a schema, and of all that it refers to or combines there.
 
     `names`: of the properties -> whether one of its schemas describes it; others are only required. `listed`: whether
     `properties` is given. `open`: whether something says which other properties there may be, or cannot be read.
@@ -299,7 +299,8 @@ class _Rewriter:
         path: tuple[str, ...],
         outer: Mapping[str, bool] | None,
     ) -> None:
-        """What else holds in the place, and what closes it: the first group of alternatives, or the schema itself."""
+        """Rewrite the schemas that hold beside this one (`allOf`, alternatives, references), and close the place:
+        by its first group of alternatives, or by the schema itself."""
         self._count(len(outer or ()))
         forbids = schema.get("unevaluatedProperties") is False and self._forbid(rewritten, facts, path)
         groups = [name for name in _ALTERNATIVES if isinstance(rewritten.get(name), list)]
@@ -697,9 +698,7 @@ def _says_nothing(name: str, value: Any, rewritten: Mapping[str, Any]) -> bool:
             return rewritten.get("minContains") == 0 and "maxContains" not in rewritten
         case "propertyNames":
             return value is True or value in ({}, {"type": "string"})
-        case "unevaluatedProperties":
-            return value is True or bool(value == {})
-        case "unevaluatedItems":
+        case "unevaluatedProperties" | "unevaluatedItems":
             return value is True or bool(value == {})
         case _:
             return bool(value == {})

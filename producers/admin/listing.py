@@ -80,7 +80,7 @@ class UnservedModels:
         self._client, self._grace_s = client, grace_s
         self._since: dict[bytes, float] = {}
         self._publishers: dict[tuple[str, str], str] = {}
-        """Who published, by the model and the time of its publication."""
+        """The publishers, by the model and the time of its publication."""
 
     async def sweep(self) -> dict[str, int]:
         """Look at all models once. Returns the numbers of those withdrawn and listed again. Raises
@@ -134,8 +134,8 @@ def process_of(publisher: str) -> str:
 
 
 def place() -> str:
-    """Which processes' ids this process sees: 12 hexadecimal digits of the system's start and the namespace of process
-    ids. Containers may have one host name. "" where the system does not tell."""
+    """Identifies the set of processes whose ids this process sees: 12 hexadecimal digits, of the system's boot and the
+    namespace of process ids. Containers may share a host name. Returns "" where the system does not tell."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.stat("/proc/self/ns/pid").st_ino

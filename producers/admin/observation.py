@@ -156,7 +156,8 @@ async def look(store: Redis, broker: Broker, record: Record) -> Observation:
 
 
 def observed_in(fleet: Fleet, record: Record, used: float = 0.0) -> Observation:
-    """What a reading of the fleet tells of a task: all but its place in the queue, and whether its worker died."""
+    """The observation of a task from a reading of the fleet alone: without its place in the queue, and without whether
+    its worker died."""
     queue = record.fields.get("queue", "")
     name = queue.removeprefix(keys.model_queue(""))
     version, level = levels.split(name)

@@ -17,18 +17,16 @@ from producers.client.aio import AsyncClient
 from producers.client.reader_leases import ReaderLeases
 from producers.connection.addresses import networks
 from producers.connection.turns import Turns
-from producers.errors import shown
 from producers.gateway import batches, files, health, keys, metrics, pages, tenants, usage, webhooks
 from producers.gateway.admission.accounts import Accounts
 from producers.gateway.admission.authentication import Callers
-from producers.gateway.admission.limits import Admission, Destinations
+from producers.gateway.admission.limits import Admission, Destinations, check_sees
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.executor import Executor
 from producers.gateway.fair_share import FairShare
 from producers.gateway.http import errors
 from producers.gateway.http.authorization import MEASURES, READS, principal_of
 from producers.gateway.http.edge import Edge, InTurn
-from producers.gateway.http.errors import Problem
 from producers.gateway.http.request_body import BodyRoom
 from producers.gateway.http.request_state import TracedClient
 from producers.gateway.http.streams import Bounds as StreamBounds
@@ -89,9 +87,7 @@ async def listed(request: Request) -> views.ModelList:
 @models_router.get("/{name:path}", dependencies=READS, response_model=views.ModelView, responses=views.errors(404))
 async def one(request: Request, name: str) -> views.ModelView:
     """Get one model. Its name may have slashes."""
-    if not principal_of(request).may_use(name):
-        message = f"There is no model {shown(name)} that this key may use."
-        raise Problem(404, message, code="model_not_found", param="model")
+    check_sees(principal_of(request), name)
     return views.ModelView.of(await gateway_of(request).client.card(name))
 
 

@@ -119,8 +119,8 @@ class LineEndpoints:
         ]
 
     async def _call_maker(self, model: ResolvedModel | UnknownModel) -> _CallMaker | Problem | None:
-        """What makes the model's way to call tools, or the error of lines with tools; None if these are refused
-        anyway."""
+        """Returns the function that makes a line's `Calling`, or the error of all lines with tools; None if those are
+        refused anyway."""
         if isinstance(model, UnknownModel) or "chat" not in model.card["capabilities"]:
             return None
         try:

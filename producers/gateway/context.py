@@ -61,7 +61,7 @@ class Gateway:
     """What tokens cost; None where that is not said."""
     awaited: Awaited
     waits: WaitReasons
-    """What tasks wait for."""
+    """Tells callers what their tasks wait for."""
 
 
 def gateway_of(request: HTTPConnection) -> Gateway:

@@ -260,6 +260,13 @@ def _shortened(tasks: Sequence[Task], to: int, context: int) -> Entered:
     return Entered(cut, {"shortened": json.dumps({"to": to, "from": first.max_tokens})}, to)
 
 
+def check_sees(principal: Principal, model: str) -> None:
+    """Raise Problem if the caller may not know of a model: for requests that submit no task."""
+    if not principal.may_use(model):
+        message = f"There is no model {shown(model)} that this key may use."
+        raise Problem(404, message, code="model_not_found", param="model")
+
+
 def check_may_use(principal: Principal, task: Task, tier: str = "service_tier") -> None:
     """Raise Problem if the caller may not submit a request's tasks, all of one model and tier. `tier`: the parameter
     that names the tier."""

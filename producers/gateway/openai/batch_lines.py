@@ -64,7 +64,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """What a line's body asks for. `response`, `tools`: where it has some."""
+    """A line's body, read. `response`, `tools`: None where it has none."""
 
     text_request: TextRequest
     task: Task
@@ -149,7 +149,7 @@ def _head(kind: str, prefix: str, record: Record) -> dict[str, Any]:
 def _chat(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
     read = read_chat(body, None)
     task = read.text_request.task(None, messages=read.messages, logprobs=read.logprobs, **fields)
-    # What else is in the template's variables, a line cannot ask for.
+    # A line cannot set other variables of the template.
     template = {} if read.tools is None else {"tools": read.tools.shown}
     return _Read(read.text_request, task, tools=read.tools, template=template)
 

@@ -11,9 +11,10 @@ from pydantic import BaseModel
 from producers.contract.chat import MESSAGE, read_messages
 from producers.contract.task import MAX_PROMPT_TOKENS
 from producers.errors import InvalidTask, shown
+from producers.gateway.admission.limits import check_sees
 from producers.gateway.context import gateway_of
 from producers.gateway.http.authorization import SUBMITS, principal_of
-from producers.gateway.http.errors import Problem, invalid_value
+from producers.gateway.http.errors import invalid_value
 from producers.gateway.http.request_body import SETTINGS, documented, fields_of
 from producers.gateway.http.request_state import resolve, work_of
 from producers.gateway.openai.parameters import check_chats
@@ -128,9 +129,7 @@ def _limit(request: Request) -> int:
 
 async def _card(request: Request, model: str) -> Mapping[str, Any]:
     """The card of a model that the caller may use. Raises Problem and UnknownModel."""
-    if not principal_of(request).may_use(model):
-        message = f"There is no model {shown(model)} that this key may use."
-        raise Problem(404, message, code="model_not_found", param="model")
+    check_sees(principal_of(request), model)
     return (await resolve(request, gateway_of(request).client, model)).card
 
 

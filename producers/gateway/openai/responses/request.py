@@ -262,7 +262,7 @@ def _item(item: Any, parameter: str) -> Item:
             param=f"{parameter}.type",
         )
     members = MEMBERS.get(kind, ("role", "content"))
-    # What is null asks for nothing: clients send whole items back, with members of services that are not here.
+    # A null member asks for nothing: clients send whole items back, with members of services that are not here.
     unknown = next((name for name in item if name not in ("type", *members, *AS_RECEIVED)), None)
     if unknown is not None and (kind == "message" or item[unknown] is not None):
         subject = "a message" if kind == "message" else f"a {kind}"
