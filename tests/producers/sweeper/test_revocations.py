@@ -94,12 +94,12 @@ async def test_it_answers_nothing(hearing: Celery) -> None:
 
 
 async def test_it_goes_on_hearing_after_its_connection_was_lost(hearing: Celery, valkey: Redis) -> None:
-    before = {client["id"] for client in valkey.client_list(_type="pubsub")}
     valkey.client_kill_filter(_type="pubsub")
-    await until(lambda: {client["id"] for client in valkey.client_list(_type="pubsub")} - before)
-    await until(lambda: valkey.pubsub_channels("*pidbox*"))
-    await asyncio.to_thread(hearing.control.revoke, "p")
-    await until(lambda: valkey.zscore(keys.REVOKED, "p"))
+    async with asyncio.timeout(60):
+        # Redis keeps no message: what is sent before it hears again is lost.
+        while not valkey.zscore(keys.REVOKED, "p"):
+            await asyncio.to_thread(hearing.control.revoke, "p")
+            await asyncio.sleep(0.1)
 
 
 def test_only_the_last_ids_are_noted_and_each_for_a_time(valkey: Redis) -> None:
