@@ -119,8 +119,8 @@ async def withdraw(client: AsyncClient, ended: Callable[[str], bool]) -> list[st
         publisher = str(model.card.get("publisher", ""))
         if not publisher.startswith(cards.UP) or "withdrawn" in model.card or not ended(publisher):
             continue
-        its = process_of(publisher)
-        if any(not other.startswith(its) for other in (*model.workers, *model.scaled_by)):
+        its = name_of(publisher)
+        if any(other != its and not other.startswith(its + ".") for other in (*model.workers, *model.scaled_by)):
             continue
         if await arun(client.store, cards.withdraw(model.raw, model.card)):
             names.append(name)
@@ -128,9 +128,10 @@ async def withdraw(client: AsyncClient, ended: Callable[[str], bool]) -> list[st
     return names
 
 
-def process_of(publisher: str) -> str:
-    """The beginning of the names of an `up`'s workers and autoscaler."""
-    return publisher.removeprefix(cards.UP).rpartition(".")[0] + "."
+def name_of(publisher: str) -> str:
+    """The name of an `up`, HOST.PID.ID: its autoscaler's, too. Its workers' names are NAME.worker and so on."""
+    process, _, run = publisher.removeprefix(cards.UP).rpartition(".")
+    return f"{process}.{run.partition('-')[0]}"
 
 
 def place() -> str:
@@ -153,7 +154,7 @@ def has_died(publisher: str, mine: str) -> bool:
     """Whether an `up` ran on this host, among processes whose ids this one sees, and has ended. One whose process id
     another process has now counts as running, and so does one of another container or before the system's start: a
     sweeper withdraws its models. `mine`: the publisher of this one, whose process id it may have had, too."""
-    host, _, pid = process_of(publisher)[:-1].rpartition(".")
+    host, _, pid = name_of(publisher).rpartition(".")[0].rpartition(".")
     if publisher == mine or host != socket.gethostname() or not pid.isdecimal():
         return False
     _, placed, seen_from = publisher.rpartition(".")[2].partition("-")

@@ -9,8 +9,6 @@ it is done: the pool whose version is not the card's is forgotten when its last 
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,10 +72,13 @@ class Plan:
 class LocalPools:
     """All pools of one `penstock up`. Called with the fleet, it gives those of this moment (`autoscaler.pools.Pools`).
 
-    `env`: the workers' environment. `say(name, line)` gets their output.
+    `name`: the name of this `up`, with which its workers' names begin: HOST.PID.ID. Containers may share a host name and
+    their process ids, so the workers of each `up` are told apart by ID. `env`: the workers' environment.
+    `say(name, line)` gets their output.
     """
 
     plan: Plan
+    name: str
     env: Mapping[str, str]
     say: Callable[[str, str], None]
     standby: Warm | None = None
@@ -189,7 +190,7 @@ class _Model:
         if plan.gpus:
             argv += ["--device", "cuda"]
             env["CUDA_VISIBLE_DEVICES"] = plan.gpus[index].visible
-        argv += ["--name", f"{socket.gethostname()}.{os.getpid()}.{name}"]
+        argv += ["--name", f"{self._pools.name}.{name}"]
         return Program(name, argv, env, notifies=True)
 
 

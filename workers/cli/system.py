@@ -130,7 +130,7 @@ class System:
         await self._begin_servers()
         self._standby = await self._begin_standby()
         await self._begin(self._gateway())
-        self._pools = LocalPools(self.plan, self.urls, self.say, self._standby)
+        self._pools = LocalPools(self.plan, self._name, self.urls, self.say, self._standby)
         try:
             await self._pools.start()
         except ActuatorError as error:

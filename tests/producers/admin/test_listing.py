@@ -52,13 +52,13 @@ def published(store: Redis, publisher: str | None) -> None:
     cards.publish(store, CARD, {}, publisher=publisher)
 
 
-def serve(store: Redis, incarnation: str = "elsewhere.7.worker.1", pool: keys.Pool = POOL) -> None:
+def serve(store: Redis, incarnation: str = "elsewhere.7.ab.worker.1", pool: keys.Pool = POOL) -> None:
     store.hset(keys.POOLS, pool.queue, json.dumps(asdict(pool)))
     store.hset(broker_keys.INCARNATIONS, incarnation, pool.queue)
     store.set(keys.lease(incarnation), "{}", ex=60)
 
 
-def leave(store: Redis, incarnation: str = "elsewhere.7.worker.1") -> None:
+def leave(store: Redis, incarnation: str = "elsewhere.7.ab.worker.1") -> None:
     store.delete(keys.lease(incarnation))
 
 
@@ -212,12 +212,16 @@ class TestAnUpThatEnded:
         assert await withdraw(aclient, lambda publisher: publisher == UP) == [], "done before"
 
     @pytest.mark.parametrize("other", ["worker", "autoscaler", "operator"])
-    async def test_others_keep_the_model_listed(self, aclient: AsyncClient, valkey: Redis, other: str) -> None:
-        published(valkey, UP)
+    @pytest.mark.parametrize("name", ["elsewhere.70.ab", "elsewhere.7.cd"], ids=["a process", "another container"])
+    async def test_others_keep_the_model_listed(
+        self, aclient: AsyncClient, valkey: Redis, other: str, name: str
+    ) -> None:
+        """Containers may share their host name and process ids: the same image, and the same `hostname` in Compose."""
+        published(valkey, publisher_of(UP.removeprefix("up:")))
         if other == "worker":
-            serve(valkey, "elsewhere.70.worker.1")
+            serve(valkey, f"{name}.worker.1")
         elif other == "autoscaler":
-            scale(valkey, "tiny", by="elsewhere.70.cd")
+            scale(valkey, "tiny", by=name)
         else:
             published(valkey, None)
         assert await withdraw(aclient, lambda publisher: True) == []

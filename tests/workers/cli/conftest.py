@@ -128,5 +128,5 @@ def told(monkeypatch: pytest.MonkeyPatch, *argv: str, env: Mapping[str, str] | N
 
 def worker_programs(plan: Plan, env: Mapping[str, str]) -> list[Program]:
     """The workers that a system on one machine would run at most, model by model."""
-    pools = LocalPools(plan, env, lambda name, line: None)
+    pools = LocalPools(plan, "here.7.ab", env, lambda name, line: None)
     return [local.program(place) for local in pools.locals() for place in range(1, plan.rules.max + 1)]

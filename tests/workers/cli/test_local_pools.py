@@ -29,7 +29,7 @@ async def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The pools of one model, whose workers only sleep."""
     monkeypatch.setattr(pools, "PENSTOCK", (sys.executable, "-c", "import time; time.sleep(600)"))
     found = LocalPools(
-        Plan((ResolvedModel("tiny", TINY),), tmp_path, rules=Rules(min=0, max=2)), {}, lambda name, line: None
+        Plan((ResolvedModel("tiny", TINY),), tmp_path, rules=Rules(min=0, max=2)), "here.7.ab", {}, lambda name, line: None
     )
     yield found
     await found.kill()
@@ -55,6 +55,7 @@ async def test_the_new_version_is_a_pool_beside_the_old_one_which_goes_when_its_
     first, second = (child.program for child in running.children)
     assert (first.name, second.name) == ("worker.tiny.1", "worker.tiny.2")
     assert second.argv[second.argv.index("--model") + 1] == "tiny=/models/new"
+    assert second.argv[-2:] == ["--name", "here.7.ab.worker.tiny.2"], "a withdrawal tells whose workers these are"
 
     assert named(running, fleet("new", phase="draining", **NEW)) == [f"tiny@{OLD}", "tiny@new"]
     assert named(running, fleet("new", phase="done", **NEW)) == [f"tiny@{OLD}", "tiny@new"]
@@ -96,7 +97,7 @@ async def test_a_fixed_number_is_left_alone_once_an_operator_told_a_worker_to_dr
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pools, "PENSTOCK", (sys.executable, "-c", "pass"))  # ends at once, as one that was told to
-    running = LocalPools(Plan((ResolvedModel("tiny", TINY),), tmp_path), {}, lambda name, line: None)
+    running = LocalPools(Plan((ResolvedModel("tiny", TINY),), tmp_path), "here.7.ab", {}, lambda name, line: None)
     (pool,) = running(fleet(OLD))
     assert pool.actuator is not None
     await pool.actuator.scale(1, [])
