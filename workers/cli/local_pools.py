@@ -72,8 +72,8 @@ class Plan:
 class LocalPools:
     """All pools of one `penstock up`. Called with the fleet, it gives those of this moment (`autoscaler.pools.Pools`).
 
-    `name`: the name of this `up`, with which its workers' names begin: HOST.PID.ID. Containers may share a host name and
-    their process ids, so the workers of each `up` are told apart by ID. `env`: the workers' environment.
+    `name`: the name of this `up`, with which its workers' names begin: HOST.PID.ID. Containers may share a host name
+    and their process ids, so the workers of each `up` are told apart by ID. `env`: the workers' environment.
     `say(name, line)` gets their output.
     """
 

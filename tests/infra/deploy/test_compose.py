@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator
+import shlex
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -38,10 +39,19 @@ WANTED = {
 
 @cache
 def said() -> dict[str, Any]:
-    """Compose merges `<<` and fills in ${NAME:-value}, as is done here."""
+    """Compose's file without a setting of its user's."""
+    return filled_in({})
+
+
+def filled_in(settings: Mapping[str, str]) -> dict[str, Any]:
+    """Compose merges `<<`, fills in ${NAME:-value}, and splits a command that is one text, as is done here."""
     text = (FOLDER / "compose.yaml").read_text("utf-8")
-    found: dict[str, Any] = document(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text))
-    return found
+    text = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: settings.get(match[1]) or match[2], text)
+    compose: dict[str, Any] = document(text)
+    for service in compose["services"].values():
+        if isinstance(service.get("command"), str):
+            service["command"] = shlex.split(service["command"])
+    return compose
 
 
 def complaints(compose: dict[str, Any]) -> list[str]:
@@ -136,6 +146,16 @@ def test_every_setting_that_it_takes_is_in_the_example() -> None:
     filled_in = set(re.findall(r"\$\{(\w+):-", text))
     assert filled_in <= names
     assert names - filled_in <= variables()
+
+
+def test_the_example_sets_when_a_worker_is_started() -> None:
+    (line,) = re.findall(r"^#AUTOSCALER_OPTIONS=(.*)$", (FOLDER / "example.env").read_text("utf-8"), re.MULTILINE)
+    compose = filled_in({"MODEL": "hf://owner/name", "AUTOSCALER_OPTIONS": line})
+    assert complaints(compose) == []
+    options = parsed(compose["services"]["workers"]["command"])
+    assert (options["model"], options["patience"], options["worth"]) == ("hf://owner/name", 0.1, 1.0)
+    unset = parsed(said()["services"]["workers"]["command"])
+    assert (unset["model"], unset["patience"], unset["worth"]) == ("tiny", None, None)
 
 
 Change = Callable[[dict[str, Any]], Any]

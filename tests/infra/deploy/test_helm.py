@@ -251,7 +251,11 @@ def test_each_model_has_its_workers_its_scaler_and_its_pool() -> None:
         scaled = {one["metadata"]["name"] for one in objects if one["kind"] == kind} - {"gateway"}
         assert scaled == ({"worker-chat", "worker-small"} if kind else set())
         assert {one["metadata"]["name"] for one in objects if one["kind"] == "Job"} == {"publish-small"}
-    objects = chart({"models": models, "scaling": {"mode": "actuator", "poolSettings": "headroom = 0.7"}})
+    settings = {"patience": 0.01, "worth": 1_000_000, "poolSettings": "headroom = 0.7"}
+    objects = chart({"models": models, "scaling": {"mode": "actuator", **settings}})
+    assert {(pool.rules.patience, pool.rules.worth, pool.rules.cheap_start) for pool in scaled_pools(objects)} == {
+        (0.01, 1e6, 0.0)
+    }
     assert [(pool.name, pool.rules.max, pool.rules.headroom, pool.actuator) for pool in scaled_pools(objects)] == [
         ("chat", 3, 0.7, "kubernetes://penstock/worker-chat"),
         ("small", 4, 0.7, "kubernetes://penstock/worker-small"),

@@ -29,7 +29,10 @@ async def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The pools of one model, whose workers only sleep."""
     monkeypatch.setattr(pools, "PENSTOCK", (sys.executable, "-c", "import time; time.sleep(600)"))
     found = LocalPools(
-        Plan((ResolvedModel("tiny", TINY),), tmp_path, rules=Rules(min=0, max=2)), "here.7.ab", {}, lambda name, line: None
+        Plan((ResolvedModel("tiny", TINY),), tmp_path, rules=Rules(min=0, max=2)),
+        "here.7.ab",
+        {},
+        lambda name, line: None,
     )
     yield found
     await found.kill()

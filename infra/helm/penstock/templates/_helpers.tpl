@@ -266,6 +266,12 @@ actuator = "kubernetes://{{ $root.Release.Namespace }}/worker-{{ $name }}"
 {{- else }}
 actuator = "export"
 {{- end }}
+{{- range $key := list "patience" "worth" }}
+{{- $value := index $root.Values.scaling $key }}
+{{- if not (kindIs "invalid" $value) }}
+{{ $key }} = {{ $value }}
+{{- end }}
+{{- end }}
 {{- with $root.Values.scaling.poolSettings }}
 {{ . | trim }}
 {{- end }}
