@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         TaskInBatch,
         TaskNotFinal,
         TaskNotFound,
+        TokenizerChanged,
         UnknownModel,
     )
 
@@ -60,6 +61,7 @@ __all__ = [
     "TaskNotFound",
     "TaskPage",
     "Token",
+    "TokenizerChanged",
     "UnknownModel",
 ]
 

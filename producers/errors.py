@@ -81,6 +81,11 @@ class TaskNotFinal(PenstockError):
     """The task has not ended, so that it cannot be retried."""
 
 
+class TokenizerChanged(PenstockError):
+    """The task to be run again has token ids, and its model's current version has another tokenizer or chat template,
+    for which they would be another text. Nothing was queued."""
+
+
 class TaskNotFound(PenstockError, KeyError):
     """No record: never submitted, or past its time to live."""
 

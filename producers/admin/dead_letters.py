@@ -20,14 +20,14 @@ from redis.exceptions import ResponseError
 
 from producers.broker.base import NoSuchList
 from producers.client.aio import AsyncClient
-from producers.client.submission import KEPT, TASK
+from producers.client.operations import repeated_fields
 from producers.connection.script import parsed
 from producers.connection.trouble import trouble
 from producers.contract import keys
 from producers.contract.message import id_of, is_plain
 from producers.contract.record import Record
 from producers.contract.task import Task
-from producers.errors import PenstockError, TaskExists
+from producers.errors import PenstockError, TaskExists, TokenizerChanged
 
 #: Dead letters read at a time.
 PAGE: Final = 200
@@ -131,9 +131,14 @@ async def replay(client: AsyncClient, letter: Letter) -> Replayed:
         )
     again = str(uuid.uuid5(_SPACE, f"{record.id} {record.fields.get('created')}"))  # of two letters, too
     if not record.plain:
-        with suppress(TaskExists):  # an interrupted replay submitted it before
-            more = {name: record.fields[name] for name in KEPT if name in record.fields}
-            await client.admit(Task.parse(record.json("task") or {}), again, TASK | more)
+        task = Task.parse(record.json("task") or {})
+        try:
+            with suppress(TaskExists):  # an interrupted replay submitted it before
+                await client.admit(task, again, {**repeated_fields(record, task), "retried_from": record.id})
+        except TokenizerChanged as error:
+            if not await client.store.exists(keys.task(again)):
+                version = record.fields.get("version")
+                raise NotReplayed(f"{error}, or publish version {version} again and replay it then") from None
         await purge(client, letter)
         return Replayed(again, new_task=True)
     if message is None:

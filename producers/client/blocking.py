@@ -272,8 +272,8 @@ class Tasks:
         return page_of(self._client.run(list_tasks(Query(**query), self._client.patience)))
 
     def retry(self, task_id: str, *, idempotency_key: str | None = None) -> Handle:
-        """Submit a final task again, as a new one, with the same seed. Raises TaskNotFound, TaskNotFinal, and as
-        `Client.submit`."""
+        """Submit a final task again, as a new one, with the same seed. Raises TaskNotFound, TaskNotFinal,
+        TokenizerChanged, and as `Client.submit`."""
         return self._client.get(
             self._client.run(operations.retry(self._client.directory, task_id, idempotency_key, self._client.patience))
         )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from producers.client.steps import FAILURES, Read, Steps, lost, persistently
-from producers.client.submission import KEPT, MAX_PATIENCE_S, TASK, Directory, failed, listed, submit
+from producers.client.submission import KEPT, MAX_PATIENCE_S, TASK, Directory, encoding_of, failed, listed, submit
 from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.record import Record
@@ -185,17 +185,22 @@ def repeated(record: Record) -> tuple[Task, dict[str, str | int]]:
     """
     if not record.final:
         raise TaskNotFinal(f"Task {record.id} is {record.status}; only a task that has ended can be retried")
-    kept = {name: record.fields[name] for name in KEPT if name in record.fields}
     task = Task.parse(record.json("task"))
     if (cut := record.json("shortened")) is not None:  # as it was requested
         task = task.model_copy(update={"max_tokens": cut["from"]})
-    return task, {**TASK, **kept, "retried_from": record.id}
+    return task, {**repeated_fields(record, task), "retried_from": record.id}
+
+
+def repeated_fields(record: Record, task: Task) -> dict[str, str | int]:
+    """The fields, beside those of the task itself, of the record of another run of a record's task."""
+    kept = {name: record.fields[name] for name in KEPT if name in record.fields}
+    return {**TASK, **kept} | ({"encoding": encoding_of(record.fields)} if task.has_token_ids else {})
 
 
 def retry(directory: Directory, task_id: str, key: str | None, patience_s: float) -> Steps[str]:
     """Submit a final task again, as a new one. Returns its id.
 
-    Raises TaskNotFound, and as `repeated` and `submit_once`.
+    Raises TaskNotFound, TokenizerChanged, and as `repeated` and `submit_once`.
     """
     record = yield from status(task_id, patience_s)
     task, more = repeated(record)

@@ -5,6 +5,7 @@ Nothing is written before ADMIT. Every step may be repeated, so a lost reply is 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
@@ -21,7 +22,7 @@ from producers.connection.trouble import CODES, Trouble, error_text, trouble
 from producers.contract import keys, levels
 from producers.contract.message import Message
 from producers.contract.task import Task
-from producers.errors import InvalidTask, SubmitFailed, TaskErased, TaskExists, UnknownModel, shown
+from producers.errors import InvalidTask, SubmitFailed, TaskErased, TaskExists, TokenizerChanged, UnknownModel, shown
 from producers.release import release
 from producers.store import protocol
 from producers.store.usage.limits import Charge
@@ -44,16 +45,20 @@ ADVICE: Final[dict[Trouble | None, str]] = {
 TASK: Final[dict[str, str | int]] = {"origin": "task"}
 #: Fields of a record, beside the task itself, that another run of the task has, too.
 KEPT: Final = ("webhook", "webhook_secret", "reply")
+#: Files of a card (`engine.text.files`) by which texts and messages become token ids.
+ENCODING_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 TASK_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A model's card and queue, as read from the store. `fingerprint`: of its version's pool, None while there is none
-    or several; `clock_ms`: server time minus this process's monotonic time."""
+    """A model's card and queue, as read from the store. `encoding`: the digest of the files by which the version makes
+    token ids; `fingerprint`: of its version's pool, None while there is none or several; `clock_ms`: server time minus
+    this process's monotonic time."""
 
     card: dict[str, Any]
     queue: str
+    encoding: str
     fingerprint: str | None
     clock_ms: int
     read_at: float
@@ -61,6 +66,22 @@ class ResolvedModel:
     def now_ms(self) -> int:
         """Estimated server time (ms); never ahead of it unless a clock was set."""
         return self.clock_ms + _monotonic_ms()
+
+    def reads(self, encoding: str) -> bool:
+        """Whether token ids with this encoding (`encoding_of`) are the same text for this version."""
+        return encoding in (self.encoding, f"@{self.card['version']}")
+
+
+def encoding_of(record: Mapping[str, str]) -> str:
+    """What made the token ids of a record with these fields: a digest; for one of an earlier release, which has none,
+    `@` and its version."""
+    return record.get("encoding") or f"@{record.get('version', '')}"
+
+
+def _encoding_of_card(card: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits of the files by which a version makes token ids of texts and messages."""
+    files = {name: card.get("files", {}).get(name) for name in ENCODING_FILES}
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
 
 
 class Directory:
@@ -102,6 +123,7 @@ class Directory:
         resolved = ResolvedModel(
             card=read,
             queue=keys.version_queue(model, read["version"]),
+            encoding=_encoding_of_card(read),
             fingerprint=_only_fingerprint(pools, model, read["version"]),
             clock_ms=int(now[0]) * 1000 + int(now[1]) // 1000 - _monotonic_ms(),
             read_at=time.monotonic(),
@@ -131,6 +153,7 @@ def submit(
     `more`: fields of its record beside those of the task itself. `charge`: the accounts that it is charged to. `room`:
     its bounds on waiting tasks. `resolved`: the model as the caller found it, if the prompt was made for its version;
     no other version gets the task.
+    Raises TokenizerChanged, too, if `more` has the `encoding` of token ids that the task takes from an earlier one.
     """
     if task_id is not None and (type(task_id) is not str or not TASK_ID.fullmatch(task_id)):
         raise InvalidTask(
@@ -151,9 +174,15 @@ def submit(
             f"{resolved.card['version']}; nothing was queued, submit it again",
             code="model_changed",
         )
+    if not current.reads(str(more.get("encoding", current.encoding))):
+        raise TokenizerChanged(
+            f"The token ids of task {more.get('retried_from', task_id)} were made by another tokenizer or chat "
+            f"template than those of the current version of {shown(task.model)}, for which they would be another text. "
+            "Nothing was queued; submit a new task with its text"
+        )
     task = task.resolved(current.card)
     named, task_id = task_id is not None, task_id or str(uuid.uuid4())
-    fields = record_fields(task, current) | dict(more)
+    fields = record_fields(task, current) | dict(more) | {"encoding": current.encoding}
     yield from _admit(directory, task, task_id, current, fields, patience_s, charge, room)
     tokens, tenant, at = int(fields["tokens"]), task.tenant or "", current.now_ms()
     message = Message(task_id, str(fields["queue"]), task.tier, task.width, tokens, tenant, at, task.order_key or "")
@@ -180,6 +209,7 @@ def record_fields(task: Task, model: ResolvedModel) -> dict[str, str | int]:
         "release": release(),
         "model": task.model,
         "version": model.card["version"],
+        "encoding": model.encoding,
         "queue": levels.queue_of(model.queue, task.level),
         "tier": task.tier,
         "n": task.n,

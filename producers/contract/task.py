@@ -440,6 +440,12 @@ class Task(BaseModel):
         return None if isinstance(self.prompt, str) or self.messages is not None else len(self.prompt)
 
     @property
+    def has_token_ids(self) -> bool:
+        """Whether some of it means something to one tokenizer alone."""
+        ids = (self.stop_token_ids, self.allowed_token_ids, self.banned_token_ids, self.logit_bias)
+        return self.prompt_tokens is not None or any(ids)
+
+    @property
     def width(self) -> int:
         """Number of choices that are generated, of which `n` are returned."""
         return self.best_of or self.n

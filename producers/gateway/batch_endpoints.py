@@ -19,7 +19,7 @@ from engine.grammar.trial import stopped
 from engine.text import Tokenizer
 from producers.client.aio import AsyncClient
 from producers.client.steps import once
-from producers.client.submission import ResolvedModel
+from producers.client.submission import ResolvedModel, encoding_of
 from producers.contract.stream import End
 from producers.contract.task import Task
 from producers.errors import InvalidTask, LimitReached, PenstockError, UnknownModel
@@ -181,18 +181,20 @@ class LineEndpoints:
         return replace(plan, task=task, charge=charge)
 
     async def answers(self, path: str, finished: Sequence[Finished]) -> list[Answer]:
-        tokenizers: dict[str, Tokenizer | Answer] = {}
+        tokenizers: dict[tuple[str, str], Tokenizer | Answer | None] = {}
         for end in finished:
-            if _scored(end) and end.record.model not in tokenizers:
-                tokenizers[end.record.model] = await self._tokenizer(end.record.model)
+            if _scored(end) and (encoding := _encoding(end)) not in tokenizers:
+                tokenizers[encoding] = await self._tokenizer(*encoding)
         return await asyncio.to_thread(
-            lambda: [_answer(path, end, tokenizers.get(end.record.model) if _scored(end) else None) for end in finished]
+            lambda: [_answer(path, end, tokenizers[_encoding(end)] if _scored(end) else None) for end in finished]
         )
 
-    async def _tokenizer(self, model: str) -> Tokenizer | Answer:
-        """The model's tokenizer, or the error of all answers that need it."""
+    async def _tokenizer(self, model: str, encoding: str) -> Tokenizer | Answer | None:
+        """The model's tokenizer, or the error of all answers that need it; None if the model has another tokenizer by
+        now than that of its finished lines, whose log probabilities are left out then."""
         try:
-            return await self._prompts.tokenizer((await self._client.resolve(model)).card)
+            resolved = await self._client.resolve(model)
+            return await self._prompts.tokenizer(resolved.card) if resolved.reads(encoding) else None
         except (PenstockError, Problem) as error:
             return _refused(error)
 
@@ -314,6 +316,11 @@ def _answer(path: str, finished: Finished, tokenizer: Tokenizer | Answer | None)
     except Exception:  # as above
         logger.exception("task %s of a batch cannot be answered", finished.record.id)
         return _refused(BROKEN)
+
+
+def _encoding(finished: Finished) -> tuple[str, str]:
+    """A line's model, and what made its token ids."""
+    return finished.record.model, encoding_of(finished.record.fields)
 
 
 def _scored(finished: Finished) -> bool:

@@ -32,6 +32,7 @@ from producers.errors import (
     TaskInBatch,
     TaskNotFinal,
     TaskNotFound,
+    TokenizerChanged,
     UnknownModel,
     shown,
 )
@@ -201,6 +202,8 @@ def problem_of(error: Exception, principal: Principal = LOCAL) -> Problem:
             return Problem(429, str(error), code=error.code, headers=_retry(error.wait_s))
         case TaskNotFinal():
             return Problem(409, str(error), code="task_not_final", headers=ONCE)
+        case TokenizerChanged():
+            return Problem(409, str(error), code="tokenizer_changed", headers=ONCE)
         case TaskInBatch():
             return Problem(409, str(error), code="task_in_batch", headers=ONCE)
         case TaskNotFound() | TaskErased():

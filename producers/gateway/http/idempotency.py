@@ -18,10 +18,10 @@ from starlette.requests import HTTPConnection
 from producers.client.aio import AsyncClient
 from producers.client.operations import stored
 from producers.client.steps import Read, persistently
-from producers.client.submission import ResolvedModel
+from producers.client.submission import ResolvedModel, encoding_of
 from producers.connection.script import text
 from producers.contract import keys
-from producers.errors import UnknownModel, shown
+from producers.errors import TokenizerChanged, UnknownModel, shown
 from producers.gateway.http import request_state
 from producers.gateway.http.errors import ONCE, Problem, wrong
 from producers.store import idempotency
@@ -91,21 +91,41 @@ async def may_replay(connection: HTTPConnection, client: AsyncClient, *, tenant:
 
 
 async def made_prompts(
-    request: HTTPConnection, client: AsyncClient, tasks: int, *, tenant: str | None
+    request: HTTPConnection,
+    client: AsyncClient,
+    model: ResolvedModel,
+    tasks: int,
+    *,
+    tenant: str | None,
+    spelled: bool = False,
 ) -> list[tuple[int, ...]] | None:
     """The token ids of the prompts of a request's tasks, if an earlier request of the same key and body made all of
-    them: a replay is rendered and tokenized no more. None if it did not, or a prompt is kept as text. Raises as
-    `first`."""
+    them: a replay is rendered and tokenized no more. None if it did not, a prompt is kept as text, or `model` has
+    another tokenizer by now.
+
+    `spelled`: the answer spells token ids out. Raises as `first`, and TokenizerChanged where `model` would spell those
+    of the earlier tasks wrongly.
+    """
     key = request.headers.get(HEADER)
     if key is None:
         return None
     made_id = await _made_id(request, client, key, tenant)
     if made_id is None:
         return None
-    reads = tuple(("HGET", keys.task(task_id), "task") for task_id in idempotency.ids(made_id, tasks))
+    fields = ("task", "version", "encoding")
+    reads = tuple(("HMGET", keys.task(task_id), *fields) for task_id in idempotency.ids(made_id, tasks))
     prompts: list[tuple[int, ...]] = []
-    for kept in await client.run(persistently(Read(reads), client.patience)):
-        prompt = None if kept is None else json.loads(kept).get("prompt")
+    for values in await client.run(persistently(Read(reads), client.patience)):
+        kept = {name: text(value) for name, value in zip(fields, values, strict=True) if value is not None}
+        if kept and not model.reads(encoding_of(kept)):
+            if spelled:
+                raise TokenizerChanged(
+                    f"An earlier request made this answer, by version {kept.get('version')} of the model. The current "
+                    "version has another tokenizer, which cannot spell its log probabilities; send the request with "
+                    "another Idempotency-Key"
+                )
+            return None
+        prompt = json.loads(kept["task"]).get("prompt") if "task" in kept else None
         if not isinstance(prompt, list):
             return None
         prompts.append(tuple(prompt))

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
+from producers.client.submission import ResolvedModel
 from producers.contract.chat import MESSAGE, read_messages
 from producers.contract.stream import End
 from producers.contract.task import Task
@@ -126,7 +127,7 @@ async def create(request: Request) -> Response:
     if chat.tools is not None:
         with text_request.in_its_words():
             calling = await calling_of(gateway, resolved.card, chat.tools, work_of(request))
-    task = task.model_copy(update={"prompt": await _prompt(request, gateway, resolved.card, chat, task)})
+    task = task.model_copy(update={"prompt": await _prompt(request, gateway, resolved, chat, task)})
     syntax = None
     if calling is not None:
         task, syntax = task.model_copy(update={"grammar": calling.grammar}), calling.syntax
@@ -187,14 +188,18 @@ def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
 
 
 async def _prompt(
-    request: Request, gateway: Gateway, card: Mapping[str, Any], chat: _Chat, task: Task
+    request: Request, gateway: Gateway, resolved: ResolvedModel, chat: _Chat, task: Task
 ) -> tuple[int, ...]:
     """The token ids of the messages, after all other checks."""
-    work = work_of(request)
+    work, card = work_of(request), resolved.card
+    spelled = chat.logprobs is not None or task.prompt_logprobs is not None
     with chat.text_request.in_its_words():
         task.check(card, counted=False)
         check_chats(card)
-        if (prompts := await idempotency.made_prompts(request, gateway.client, 1, tenant=task.tenant)) is not None:
+        prompts = await idempotency.made_prompts(
+            request, gateway.client, resolved, 1, tenant=task.tenant, spelled=spelled
+        )
+        if prompts is not None:
             return prompts[0]
         text = await gateway.templates.render(card, chat.messages, work, **chat.template)
         prompt = await gateway.prompts.encode(card, text, work, special=False)

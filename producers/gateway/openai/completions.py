@@ -320,7 +320,9 @@ async def create(request: Request) -> Response:
     if len(tasks) > 1 and idempotency.HEADER not in request.headers:
         for account in accounts:
             check_number(account, len(tasks))
-    prompts_made = await idempotency.made_prompts(request, gateway.client, len(tasks), tenant=tasks[0].tenant)
+    prompts_made = await idempotency.made_prompts(
+        request, gateway.client, resolved, len(tasks), tenant=tasks[0].tenant, spelled=completion.logprobs
+    )
     max_output = accounts[0].limits.max_output if accounts else None
     tasks = await completion.encoded(gateway, resolved.card, tasks, work, max_output, prompts_made)
     completion.check_size(tasks)

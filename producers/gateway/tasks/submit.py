@@ -30,14 +30,16 @@ async def encoded(request: Request, gateway: Gateway, task: Task) -> Task:
     Raises InvalidTask, UnknownModel or Problem.
     """
     gateway.client.directory.check(task)
-    card = (await idempotency.resolve(request, gateway.client, task.model, 1, tenant=task.tenant)).card
+    resolved = await idempotency.resolve(request, gateway.client, task.model, 1, tenant=task.tenant)
+    card = resolved.card
     task.check(card, counted=task.prompt_tokens is not None)
     if task.webhook is not None:
         await gateway.destinations.check(task.webhook.url, "webhook.url")
     if task.prompt_tokens is not None:
         return task
     work = work_of(request, task.tenant)
-    if (prompts := await idempotency.made_prompts(request, gateway.client, 1, tenant=task.tenant)) is not None:
+    prompts = await idempotency.made_prompts(request, gateway.client, resolved, 1, tenant=task.tenant)
+    if prompts is not None:
         ids = prompts[0]
     elif task.messages is not None:
         text = await gateway.templates.render(card, task.messages, work)

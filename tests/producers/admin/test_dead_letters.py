@@ -10,11 +10,12 @@ from producers import AsyncClient, UnknownModel
 from producers.admin import dead_letters
 from producers.admin.dead_letters import Letter, NotReplayed
 from producers.broker.redis import keys as broker_keys
+from producers.client import submission
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
 from producers.store import protocol
-from tests.producers.conftest import POOL, QUEUE
+from tests.producers.conftest import CARD, POOL, QUEUE
 from tests.producers.fake_worker import FakeWorker
 
 LIST = broker_keys.tier_list(QUEUE, "default")
@@ -95,6 +96,25 @@ async def test_a_task_that_was_given_up_is_asked_for_anew(aclient: AsyncClient, 
     worker.serve(str(done.task_id))
     assert (await aclient.get(str(done.task_id)).result(5)).text == "Hello, world"
     assert not valkey.exists(broker_keys.DEAD)
+
+
+async def test_token_ids_are_not_replayed_for_another_tokenizer(
+    aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "FRESH_S", 0.0)
+    await given_up(aclient, valkey)
+    letter = await only(aclient)
+    other = CARD | {"version": "other", "files": {"tokenizer.json": "0" * 64}}
+    valkey.hset(keys.MODELS, "tiny", json.dumps(other))
+    with pytest.raises(NotReplayed, match=rf"another tokenizer.*publish version {CARD['version']} again"):
+        await dead_letters.replay(aclient, letter)
+    assert (await only(aclient)).raw == letter.raw
+    assert len(valkey.keys(keys.task("*"))) == 1
+    valkey.hset(keys.MODELS, "tiny", json.dumps(CARD))
+    first = await dead_letters.replay(aclient, letter)
+    valkey.rpush(broker_keys.DEAD, letter.raw)
+    valkey.hset(keys.MODELS, "tiny", json.dumps(other))
+    assert await dead_letters.replay(aclient, letter) == first, "it was broken off before the letter was removed"
 
 
 async def test_a_replay_that_was_broken_off_is_not_done_twice(aclient: AsyncClient, valkey: Redis) -> None:

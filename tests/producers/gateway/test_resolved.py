@@ -17,10 +17,14 @@ import pytest
 from redis import Redis
 
 from engine.text import ModelCard
+from producers import Client
 from producers.client import submission
 from producers.contract import keys
 from producers.gateway.text.prompts import Prompts
+from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import CARD, TINY, Door, Open
+from tests.producers.gateway.openai.conftest import Answering, says
+from tests.producers.gateway.openai.conftest import answering as answering
 
 TEXT: Final = "def f(x):"
 #: Requests whose prompts are text.
@@ -125,3 +129,121 @@ def test_a_prompt_that_took_too_long_to_make_for_a_version_that_is_gone_is_not_q
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_changed")
     assert "retry-after" in answer.headers
     assert list(valkey.scan_iter(keys.task("*"))) == []
+
+
+# ---- what is run or answered again after a rollout -------------------------------------------------------------------
+
+
+@pytest.fixture
+def rolled_out(valkey: Redis, model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[ModelCard], None]:
+    """Publishes a version, which gateways see at once."""
+    monkeypatch.setattr(submission, "FRESH_S", 0.0)
+    return lambda card: valkey.hset(keys.MODELS, card.name, card.to_json()) and None
+
+
+def same_tokenizer() -> ModelCard:
+    """A version with other weights: other defaults, too."""
+    return replace(CARD, version="e" * len(CARD.version), files={**CARD.files, "generation_config.json": "0" * 64})
+
+
+def ended(http: httpx.Client, worker: FakeWorker, **fields: Any) -> str:
+    task_id: str = http.post("/v1/tasks", json={"model": CARD.name, **fields}).json()["id"]
+    worker.serve(task_id, ["x"])
+    return task_id
+
+
+@pytest.mark.parametrize("fields", [{"prompt": TEXT}, {"prompt": [5], "logit_bias": {"7": 1}}], ids=["text", "ids"])
+def test_a_retry_gives_no_version_the_token_ids_of_another_tokenizer(
+    http: httpx.Client, worker: FakeWorker, valkey: Redis, rolled_out: Callable[[ModelCard], None], fields: Any
+) -> None:
+    task_id = ended(http, worker, **fields)
+    other, headers = renumbered(valkey), {"idempotency-key": "again"}
+    rolled_out(other)
+    count = len(list(valkey.scan_iter(keys.task("*"))))
+    for more in ({}, {"headers": headers}):
+        answer = http.post(f"/v1/tasks/{task_id}/retry", **more)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "tokenizer_changed")
+        assert (answer.headers["x-should-retry"], task_id in answer.json()["error"]["message"]) == ("false", True)
+    assert len(list(valkey.scan_iter(keys.task("*")))) == count
+    rolled_out(CARD)
+    again = http.post(f"/v1/tasks/{task_id}/retry", headers=headers)
+    assert again.status_code == 202
+    rolled_out(other)
+    repeated = http.post(f"/v1/tasks/{task_id}/retry", headers=headers)
+    assert repeated.json()["id"] == again.json()["id"], "it was made when the version could read it"
+
+
+@pytest.mark.parametrize("encoding", [True, False], ids=["this release", "an earlier one"])
+def test_a_retry_takes_the_token_ids_to_a_version_with_the_same_tokenizer(
+    http: httpx.Client,
+    worker: FakeWorker,
+    valkey: Redis,
+    rolled_out: Callable[[ModelCard], None],
+    encoding: bool,
+) -> None:
+    """Of a task of an earlier release nothing says by which tokenizer, so that it needs the same version."""
+    task_id, version = ended(http, worker, prompt=TEXT), same_tokenizer()
+    if not encoding:
+        valkey.hdel(keys.task(task_id), "encoding")
+    rolled_out(version)
+    answer = http.post(f"/v1/tasks/{task_id}/retry")
+    assert answer.status_code == (202 if encoding else 409)
+    if encoding:
+        before, after = (valkey.hgetall(keys.task(name)) for name in (task_id, answer.json()["id"]))
+        assert (after[b"version"].decode(), after[b"task"]) == (version.version, before[b"task"])
+    rolled_out(CARD)
+    assert http.post(f"/v1/tasks/{task_id}/retry").status_code == 202
+
+
+def test_a_task_with_text_is_encoded_anew(
+    http: httpx.Client, worker: FakeWorker, valkey: Redis, valkey_url: str, rolled_out: Callable[[ModelCard], None]
+) -> None:
+    with Client(valkey_url) as client:
+        task_id = client.submit(model=CARD.name, prompt=TEXT).id
+    worker.serve(task_id, ["x"])
+    other = renumbered(valkey)
+    rolled_out(other)
+    again = http.post(f"/v1/tasks/{task_id}/retry").json()["id"]
+    assert valkey.hget(keys.task(again), "version") == other.version.encode()
+    assert valkey.hget(keys.task(again), "encoding") != valkey.hget(keys.task(task_id), "encoding")
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_a_request_that_is_repeated_after_a_rollout_gets_its_first_answer(
+    http: httpx.Client, answering: Answering, valkey: Redis, rolled_out: Callable[[ModelCard], None], kind: str
+) -> None:
+    path, body = ASKED[kind]
+    body, headers = {"model": CARD.name, **body, "stream": False}, {"idempotency-key": kind[-4:]}
+    if path == "/v1/tasks":
+        del body["stream"]
+    first = http.post(path, json=body, headers=headers)
+    made = sorted(valkey.keys(keys.task("*")))
+    rolled_out(renumbered(valkey))
+    again = http.post(path, json=body, headers=headers)
+    assert (first.is_success, again.status_code) == (True, first.status_code), again.text
+    assert again.headers.get("idempotent-replayed") == "true"
+    assert again.json()["id"] == first.json()["id"]
+    assert sorted(valkey.keys(keys.task("*"))) == made
+
+
+@pytest.mark.parametrize(
+    ("path", "more"), [("/v1/chat/completions", {"logprobs": True}), ("/v1/completions", {"logprobs": 0})]
+)
+def test_the_log_probabilities_of_an_earlier_answer_are_not_spelled_by_another_tokenizer(
+    http: httpx.Client,
+    answering: Answering,
+    valkey: Redis,
+    rolled_out: Callable[[ModelCard], None],
+    path: str,
+    more: Any,
+) -> None:
+    answering.scripts = [says("x", logprobs=[(-0.5, ((5, -0.5),))])]
+    asked = {"messages": [{"role": "user", "content": TEXT}]} if "chat" in path else {"prompt": TEXT}
+    body, headers = {"model": CARD.name, **asked, **more}, {"idempotency-key": "k"}
+    first = http.post(path, json=body, headers=headers)
+    assert first.status_code == 200
+    rolled_out(same_tokenizer())
+    assert http.post(path, json=body, headers=headers).json()["choices"] == first.json()["choices"]
+    rolled_out(renumbered(valkey))
+    again = http.post(path, json=body, headers=headers)
+    assert (again.status_code, again.json()["error"]["code"]) == (409, "tokenizer_changed")

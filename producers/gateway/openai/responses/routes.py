@@ -14,6 +14,7 @@ from pydantic import WithJsonSchema
 from starlette.responses import Response
 
 from producers.client.aio import AsyncHandle
+from producers.client.submission import encoding_of
 from producers.contract.record import Record
 from producers.contract.task import Task
 from producers.errors import TaskNotFound, UnknownModel, shown
@@ -268,7 +269,7 @@ async def make(request: Request, gateway: Gateway, response_request: ResponseReq
     if response_request.tools is not None:
         with response_request.text_request.in_its_words():
             calling = await calling_of(gateway, resolved.card, response_request.tools, work_of(request))
-    prompts = await idempotency.made_prompts(request, gateway.client, 1, tenant=task.tenant)
+    prompts = await idempotency.made_prompts(request, gateway.client, resolved, 1, tenant=task.tenant)
     if prompts is not None:  # its record has its conversation
         task = task.model_copy(update={"prompt": prompts[0]})
         items = await conversation.with_referenced(request, response_request.items)
@@ -337,10 +338,11 @@ async def _foreground(
 
     async def answer() -> Response:
         name = foreground.ids[0]
-        fields = (await original(gateway, name)).fields if foreground.replayed else more
-        metadata = ResponseMetadata.of(name, fields)
+        earlier = await original(gateway, name) if foreground.replayed else None
+        metadata = ResponseMetadata.of(name, more if earlier is None else earlier.fields)
         if response_request.text_request.stream:
-            return ResponseStream(EventWriter(metadata, scorer), gateway.client.get(name), gateway, foreground)
+            writer = EventWriter(metadata, scorer if earlier is None else await scorer_of(gateway, earlier))
+            return ResponseStream(writer, gateway.client.get(name), gateway, foreground)
         return await waited(request, gateway, metadata, foreground)
 
     return await respond(response_request.text_request, foreground, answer)
@@ -390,15 +392,16 @@ async def waited(request: Request, gateway: Gateway, metadata: ResponseMetadata,
 
 
 async def scorer_of(gateway: Gateway, record: Record) -> ChatLogprobs | None:
-    """The speller of a response's log probabilities; None without any, or if its model's version is served no more.
+    """The speller of a response's log probabilities; None without any, or if its model has another tokenizer by now.
 
     Raises as `Prompts.tokenizer`.
     """
     if record.task.get("logprobs") is None:
         return None
     try:
-        card = await gateway.client.card(record.model)
+        resolved = await gateway.client.resolve(record.model)
     except UnknownModel:
         return None
-    same = card["version"] == record.fields.get("version")
-    return ChatLogprobs(await gateway.prompts.tokenizer(card)) if same else None
+    if not resolved.reads(encoding_of(record.fields)):
+        return None
+    return ChatLogprobs(await gateway.prompts.tokenizer(resolved.card))

@@ -53,6 +53,25 @@ def test_a_line_is_answered_as_its_endpoint_answers(
         assert (said["service_tier"], said["store"]) == ("batch", False)
 
 
+async def test_a_line_that_an_earlier_version_ran_is_not_spelled_by_another_tokenizer(
+    door: Door, http: httpx.Client, model: str, answering: Answering, valkey: Redis, valkey_url: str
+) -> None:
+    body = {"model": model, "messages": MESSAGES, "logprobs": True}
+    answering.scripts = [says("Hello", logprobs=[(-0.5, ((5, -0.5),))])]
+    await asyncio.to_thread(lambda: http.post(CHATS, json=body).json())
+    (asked,) = answering.records
+    all_events = await asyncio.to_thread(lambda: door.run(events(door, asked.id)))
+    record = Record.parse(asked.id, valkey.hgetall(keys.task(asked.id)))
+    earlier = Record(asked.id, {**record.fields, "encoding": "another"})
+    async with AsyncClient(valkey_url) as client:
+        endpoints = LineEndpoints(client)
+        answers = await endpoints.answers(CHATS, [Finished(body, each, all_events) for each in (record, earlier)])
+        endpoints.close()
+    same, other = (json.loads(answer.body)["choices"][0] for answer in answers)
+    assert (len(same["logprobs"]["content"]), other["logprobs"]) == (1, None)
+    assert same["message"] == other["message"]
+
+
 def call(tools: Tools) -> Calling:
     """Of lines without tools."""
     raise AssertionError(tools)

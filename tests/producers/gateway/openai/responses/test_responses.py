@@ -115,7 +115,7 @@ def test_log_probabilities_are_in_deltas_and_in_the_whole(client: OpenAI, answer
     assert part["logprobs"] == [*deltas[0], *deltas[1]]
     response_id = live[0]["response"]["id"]
     assert client.responses.retrieve(response_id).to_dict() == live[-1]["response"]
-    valkey.hset(keys.task(task_id(response_id)), "version", "another")
+    valkey.hset(keys.task(task_id(response_id)), "encoding", "another")
     again = told(client.responses.retrieve(response_id, stream=True))
     assert [event["type"] for event in again] == [event["type"] for event in live], "whatever its tokenizer is now"
     assert [event["logprobs"] for event in again if "delta" in event] == [[], []]
