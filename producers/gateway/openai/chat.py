@@ -258,7 +258,9 @@ class _Stream:
         for index, output in batch.outputs.items():
             if index not in self._begun:
                 self._begun.add(index)
-                chunks.append(self._delta(index, {"role": "assistant", "content": "", "refusal": None}))
+                # Null where calls alone may follow, as with OpenAI: some clients begin a text at an empty one.
+                content = "" if self._syntax is None else None
+                chunks.append(self._delta(index, {"role": "assistant", "content": content, "refusal": None}))
             self._chunks.count(index, len(output.tokens))
             logprobs = None
             if self._scorer is not None and output.tokens:

@@ -116,7 +116,8 @@ def test_a_call_that_a_stop_breaks_off_is_no_reason_to_call(
     answering.scripts = [says(*PIECES[:4], reason="stop")]
     asked = {"model": calls, "messages": MESSAGES, "tools": TOOLS, "stop": ["}"]}
     assert send(http, "/v1/chat/completions", asked).json()["choices"][0]["finish_reason"] == "stop"
-    *_, last, done = chunks(send(http, "/v1/chat/completions", asked | {"stream": True}))
+    first, *_, last, done = chunks(send(http, "/v1/chat/completions", asked | {"stream": True}))
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": None, "refusal": None}, "no text as yet"
     assert (last["choices"][0]["finish_reason"], done) == ("stop", "[DONE]")
 
 

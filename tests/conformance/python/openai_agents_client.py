@@ -1,5 +1,5 @@
-"""An agent of OpenAI's Agents SDK that calls a tool, against the gateway that the first argument names. A script: what
-came is printed as JSON. The SDK is in `.venv/agents`, which the caller puts on this process's path."""
+"""An agent of OpenAI's Agents SDK that calls a tool, against the gateway that the first argument names. A script for
+`.venv/clients`: what came is printed as JSON."""
 
 from __future__ import annotations
 
