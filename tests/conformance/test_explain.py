@@ -24,8 +24,9 @@ def test_preemptions_cache_hits_and_phases_are_told_by_a_real_worker() -> None:
             model=str(TINY),
             engine_factory="workers.runtime.worker:load_engine",
             engine=engine,
-            lease=8.0,
+            lease=60.0,
             LOG_LEVEL="WARNING",
+            WORKER_PLUGINS="tests.workers.plugins:steps_slowly",
         )
         with worker, gateway(url) as (address, _), httpx.Client(base_url=address, timeout=60) as http:
             worker.wait_ready(180)

@@ -144,6 +144,15 @@ def recall_a_few(machine: BrokerMachine) -> None:
     machine.recall(QUEUE, set(), 1)
 
 
+def recall_in_order(machine: BrokerMachine) -> None:
+    """What came back stands behind what was sent before it, and was sorted."""
+    machine.send(FIRST, [task("a", "t1"), task("b", "t1"), task("c", "t2")])
+    machine.fetch_more(INC, 2)
+    machine.back(INC, 1, False, False)
+    machine.recall(QUEUE, set(), 100)
+    machine.fetch_more(INC, 3)
+
+
 def go_elsewhere(machine: BrokerMachine) -> None:
     """To the front of another queue, where it is sorted to where it stood."""
     machine.send(FIRST, [task("a", "t1"), task("b", "t1")])
@@ -156,10 +165,21 @@ def go_elsewhere(machine: BrokerMachine) -> None:
 
 def leave_a_list(machine: BrokerMachine) -> None:
     """One of two equal messages, and to the front of another list: a worker put it aside, or nobody may do it."""
-    for leave in (lambda: machine.move(FIRST, LAST, 0, True), lambda: machine.bury(FIRST, 0, "nobody", True)):
+    pick = sorted([FIRST, LAST]).index(FIRST)
+    for leave in (
+        lambda: machine.move(FIRST, LAST, pick, True),
+        lambda: machine.bury(FIRST, pick, "nobody", True),
+    ):
         machine.send(LAST, [task("c")])
         machine.send(FIRST, [task("a"), task("a")])
         leave()
+
+
+def bury(machine: BrokerMachine) -> None:
+    """What nobody can use is kept for people."""
+    machine.send(FIRST, [task("a")])
+    machine.fetch_more(INC, 1)
+    machine.ack(INC, 0, False, "no 'é'", 0, False)
 
 
 #: All of them.
@@ -178,8 +198,10 @@ HISTORIES: tuple[Callable[[BrokerMachine], None], ...] = (
     name_nobody,
     come_back_among_others,
     recall_a_few,
+    recall_in_order,
     go_elsewhere,
     leave_a_list,
+    bury,
 )
 
 

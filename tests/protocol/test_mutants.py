@@ -13,6 +13,10 @@ from tests.protocol.server import Mutant, notices
 from tests.protocol.test_broker import check_broker
 from tests.protocol.test_scripts import check_store
 
+pytestmark = pytest.mark.timeout(600)
+
+#: Histories at most: a check ends with the first that shows the fault. Which are drawn depends on what was imported.
+EXAMPLES = 1000
 #: Which `make test` takes: they are noticed within the first histories.
 SOON = (
     "ADMIT counts nothing that waits",
@@ -272,7 +276,7 @@ BROKER = {
 
 @pytest.mark.parametrize("broken", few(STORE, *SOON))
 def test_a_broken_store_script_is_noticed(broken: str, valkey: Redis) -> None:
-    notices(check_store, valkey, Mutant(protocol.PACKAGE, *STORE[broken]), examples=100, steps=40)
+    notices(check_store, valkey, Mutant(protocol.PACKAGE, *STORE[broken]), examples=EXAMPLES, steps=40)
 
 
 ALIVE = {
@@ -284,9 +288,9 @@ ALIVE = {
 
 @pytest.mark.parametrize("broken", ALIVE)
 def test_a_broken_script_of_the_living_is_noticed(broken: str, valkey: Redis) -> None:
-    notices(check_broker, valkey, Mutant(leases.PACKAGE, *ALIVE[broken]), examples=100, steps=40)
+    notices(check_broker, valkey, Mutant(leases.PACKAGE, *ALIVE[broken]), examples=EXAMPLES, steps=40)
 
 
 @pytest.mark.parametrize("broken", few(BROKER, *SOON_OF_BROKER))
 def test_a_broken_broker_script_is_noticed(broken: str, valkey: Redis) -> None:
-    notices(check_broker, valkey, Mutant(broker.PACKAGE, *BROKER[broken]), examples=100, steps=40)
+    notices(check_broker, valkey, Mutant(broker.PACKAGE, *BROKER[broken]), examples=EXAMPLES, steps=40)

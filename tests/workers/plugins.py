@@ -149,6 +149,19 @@ def loads_for_ever(model: str, options: dict[str, Any]) -> Any:
         ctypes.CDLL(None).sleep(600)
 
 
+def steps_slowly() -> None:
+    """A task of some hundred tokens runs for seconds on any machine."""
+    from engine.execution.pipeline import Pipeline  # with torch
+
+    step = Pipeline.step
+
+    def slow(pipeline: Pipeline) -> bool:
+        time.sleep(0.01)
+        return step(pipeline)
+
+    Pipeline.step = slow  # type: ignore[method-assign]
+
+
 def looks_often_for_notices() -> None:
     """That the machine is to go."""
     aws.NOTICE_PERIOD_S = 0.1  # type: ignore[misc]
