@@ -41,6 +41,7 @@ class ConfinedTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         now: float | None = None,
+        tools_as_text: bool = False,
         **variables: Any,
     ) -> str:
         """Render as ChatTemplate.render does. If the template does not mention the `developer` role, it gets `system`.
@@ -57,6 +58,7 @@ class ConfinedTemplate:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "now": now,
+            "tools_as_text": tools_as_text,
             "variables": variables,
         }
         try:

@@ -2,7 +2,8 @@
 
     files -> TemplateSource (parsed, not run) -> ChatTemplate (compiled) -> render(messages) -> text
 
-A template without tools gets them, and calls in the messages, as text (`engine.text.spelled_tools`).
+A template without tools gets them, and calls in the messages, as text (`engine.text.spelled_tools`). So does one with
+tools if its caller asks for that.
 
 A template comes with a model and is untrusted. It runs in a sandbox (`environment`) and gets only plain JSON data. A
 process that must not fail uses `engine.text.confined_template`, which also limits time and memory.
@@ -120,9 +121,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         now: float | None = None,
+        tools_as_text: bool = False,
         **variables: Any,
     ) -> str:
         """Render messages as a prompt, special tokens included. `variables`: further variables, for instance `tools`.
+        `tools_as_text`: tools and calls are spelled out as for a template without tools, although this one has some.
 
         `now`: the time, in seconds since the epoch, for templates that write the date, shown in UTC. None: the clock's,
         in local time. `continue_final_message`: the prompt ends where the last message's content ends, so that the
@@ -139,26 +142,30 @@ class ChatTemplate:
         if now is not None:
             context["strftime_now"] = datetime.fromtimestamp(now, UTC).strftime
         refusal: RequestError | None = None
-        for messages in self._ways(context):
+        spelled = tools_as_text or not self._has_tools
+        tools = context["tools"] if spelled else None
+        if tools_as_text:
+            context["tools"] = None
+        for messages in self._ways(context["messages"], tools, spelled):
             try:
                 text = self._rendered(context | {"messages": _plain(messages)}, continue_final_message)
             except RequestError as error:
                 refusal = error  # of the last way: those before may be ours alone
                 continue
-            if self._has_tools or not context["tools"] or list_tools(context["tools"]) in text:
+            if not tools or list_tools(tools) in text:
                 return text
             refusal = RequestError("the model's chat template leaves out the text that names the tools", param="tools")
         assert refusal is not None, "there is one way at least"
         raise refusal
 
-    def _ways(self, context: Mapping[str, Any]) -> Iterator[list[Any]]:
+    @staticmethod
+    def _ways(messages: list[Any], tools: list[Any] | None, spelled: bool) -> Iterator[list[Any]]:
         """The messages as the template should take them, and as others may have to: those without a system's message,
-        and those that take arguments of calls as objects alone."""
-        messages, tools = context["messages"], context["tools"]
-        if self._has_tools:
+        and those that take arguments of calls as objects alone. `tools`: those that are spelled out."""
+        if not spelled:
             yield messages
-            if (spelled := spell_broken_calls(messages)) is not None:
-                yield spelled
+            if (with_text := spell_broken_calls(messages)) is not None:
+                yield with_text
             return
         messages = spell_calls(messages)
         if not tools:

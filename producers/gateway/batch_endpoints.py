@@ -30,7 +30,7 @@ from producers.gateway.http.errors import Problem, body_of, problem_of
 from producers.gateway.http.request_state import Work
 from producers.gateway.openai.batch_lines import COMPLETIONS, answer_line, in_words_of, read_line
 from producers.gateway.openai.completions import MAX_TOKENS
-from producers.gateway.openai.tools import Calling, Tools, format_of, make_calling
+from producers.gateway.openai.tools import Calling, Tools, make_calling
 from producers.gateway.tasks.foreground import problem_of_end
 from producers.gateway.text.forms import Forms, Judge
 from producers.gateway.text.prompts import Prompts
@@ -125,7 +125,7 @@ class LineEndpoints:
             return None
         try:
             template = await self._templates.with_tools(model.card)
-            return _CallMaker(model.card["name"], template, await self._prompts.tokenizer(model.card))
+            return _CallMaker(template, await self._prompts.tokenizer(model.card))
         except Problem as error:
             return error
 
@@ -211,12 +211,11 @@ class _Planned:
 class _CallMaker:
     """Makes a model's way to call tools. `template`: its chat template's text."""
 
-    model: str
     template: str
     tokenizer: Tokenizer
 
     def make(self, tools: Tools, judge: Judge) -> Calling:
-        return make_calling(tools, self.template, self.tokenizer, format_of(self.model, self.template), judge)
+        return make_calling(tools, self.template, self.tokenizer, judge)
 
 
 def _call(maker: _CallMaker | Problem | None, judge: Judge, tools: Tools) -> Calling:

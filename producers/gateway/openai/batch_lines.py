@@ -8,7 +8,7 @@ final record, all events -> answer_line -> the body that the endpoint would have
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -70,7 +70,6 @@ class _Read:
     task: Task
     response: ResponseRequest | None = None
     tools: Tools | None = None
-    template: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_line(
@@ -101,9 +100,11 @@ def read_line(
             calling = call(read.tools)
             task = task.model_copy(update={"grammar": calling.grammar})
         check_form(task)
+    # A line cannot set other variables of the template than those.
+    template = {} if calling is None else calling.variables
     if response is not None:
-        return Line(task, response.more(task, response.items, now_ms, calling), response.template)
-    return Line(task, {} if calling is None else {"calls": calling.syntax.to_json()}, read.template)
+        return Line(task, response.more(task, response.items, now_ms, calling), template)
+    return Line(task, {} if calling is None else {"calls": calling.syntax.to_json()}, template)
 
 
 def in_words_of(url: str, body: Mapping[str, Any], error: Problem | InvalidTask) -> Problem | InvalidTask:
@@ -149,9 +150,7 @@ def _head(kind: str, prefix: str, record: Record) -> dict[str, Any]:
 def _chat(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
     read = read_chat(body, None)
     task = read.text_request.task(None, messages=read.messages, logprobs=read.logprobs, **fields)
-    # A line cannot set other variables of the template.
-    template = {} if read.tools is None else {"tools": read.tools.shown}
-    return _Read(read.text_request, task, tools=read.tools, template=template)
+    return _Read(read.text_request, task, tools=read.tools)
 
 
 def _completion(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:

@@ -82,7 +82,9 @@ PARAMETERS: Final = Parameters(
     not_offered={name: nothing for name, nothing in NOT_OFFERED.items() if name not in TOOL_PARAMETERS},
 )
 #: Template variables that `chat_template_kwargs` may not set: other parameters do.
-RESERVED_VARIABLES: Final = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
+RESERVED_VARIABLES: Final = (
+    *("messages", "add_generation_prompt", "continue_final_message", "now", "tools", "tools_as_text", "documents"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,7 @@ async def create(request: Request) -> Response:
     if chat.tools is not None:
         with text_request.in_its_words():
             calling = await calling_of(gateway, resolved.card, chat.tools, work_of(request))
+        chat = replace(chat, template={**chat.template, **calling.variables})
     task = task.model_copy(update={"prompt": await _prompt(request, gateway, resolved, chat, task)})
     syntax = None
     if calling is not None:
@@ -182,7 +185,6 @@ def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
     template = variables | {"add_generation_prompt": prompting, "continue_final_message": going_on}
     tools = read_tools(values, open_objects=text_request.fields.get("open_objects") is True)
     if tools is not None:
-        template["tools"] = tools.shown
         text_request, tools = with_tools(text_request, tools)
     return _Chat(text_request, read_messages(values["messages"]), template, (top or 0) if scored else None, tools)
 

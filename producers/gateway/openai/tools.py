@@ -21,7 +21,7 @@ from engine.grammar.trial import STOPPED
 from engine.params import FORMS, MAX_GRAMMAR, MAX_SCHEMA
 from engine.text import RequestError, Tokenizer, has_tools
 from producers.contract.task import checked_form
-from producers.errors import InvalidTask, shown
+from producers.errors import InvalidTask
 from producers.gateway.context import Gateway
 from producers.gateway.http.errors import invalid_value
 from producers.gateway.http.request_state import Work
@@ -35,14 +35,25 @@ MAX_TOOLS: Final = 128
 #: not get into the grammar, which has MAX_GRAMMAR at most.
 MAX_LEAN: Final = 2 * MAX_GRAMMAR
 _CHOICES: Final = ("none", "auto", "required")
+#: The type of a choice that leaves some of the tools, and its modes.
+_ALLOWED: Final = "allowed_tools"
+_MODES: Final = ("auto", "required")
+#: What a choice asks for that names a function.
+_NAMED: Final = "named"
 #: The arguments of a function without parameters.
 _NOTHING: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 _FUNCTION: Final = ("name", "description", "parameters", "strict")
 _PARAMETERS: Final[dict[str, Any]] = {**DESCRIBED, "parameters": {"type": "object"}}
 
 
-def _schemas_of(required: list[str], tool: dict[str, Any]) -> dict[str, Any]:
+def _schemas_of(required: list[str], tool: dict[str, Any], *, flat: bool) -> dict[str, Any]:
     """The parameters' JSON schemas. `required`, `tool`: the members of a tool, and of a choice that names one."""
+    allowed: dict[str, Any] = {
+        "required": ["mode", "tools"],
+        "properties": {"mode": {"enum": list(_MODES)}, "tools": {"type": "array", "items": {"type": "object"}}},
+    }
+    if not flat:
+        allowed = {"required": [_ALLOWED], "properties": {_ALLOWED: {"type": "object", **allowed}}}
     return {
         "tools": {
             "type": "array",
@@ -53,17 +64,27 @@ def _schemas_of(required: list[str], tool: dict[str, Any]) -> dict[str, Any]:
                 "properties": {"type": {"const": "function"}, **tool},
             },
         },
-        "tool_choice": {"anyOf": [{"enum": list(_CHOICES)}, {"type": "object", "required": ["type", *required]}]},
+        "tool_choice": {
+            "anyOf": [
+                {"enum": list(_CHOICES)},
+                {"type": "object", "required": ["type", *required], "properties": {"type": {"const": "function"}}},
+                {
+                    "type": "object",
+                    "required": ["type", *allowed["required"]],
+                    "properties": {"type": {"const": _ALLOWED}, **allowed["properties"]},
+                },
+            ]
+        },
         "parallel_tool_calls": {"type": "boolean"},
     }
 
 
 #: Those of chat completions, where a function is a member of its tool.
 TOOL_PARAMETERS: Final = _schemas_of(
-    ["function"], {"function": {"type": "object", "required": ["name"], "properties": _PARAMETERS}}
+    ["function"], {"function": {"type": "object", "required": ["name"], "properties": _PARAMETERS}}, flat=False
 )
 #: Those of responses, where a tool has its function's members itself.
-FLAT_TOOL_PARAMETERS: Final = _schemas_of(["name"], _PARAMETERS)
+FLAT_TOOL_PARAMETERS: Final = _schemas_of(["name"], _PARAMETERS, flat=True)
 #: Members of a flat tool that clients send, with the value that asks for nothing.
 _NEUTRAL: Final = {"defer_loading": False, "async": False}
 #: Members of a schema that only describe it.
@@ -101,6 +122,22 @@ class Tools:
     answer: dict[str, Any] | None = None
     budget: Budget = field(default_factory=Budget, compare=False)
 
+    def format_in(self, template: str) -> CallFormat:
+        """The format in which a model calls these tools. `template`: the text of its chat template."""
+        return self._own_format(template) or HERMES
+
+    def variables(self, template: str) -> dict[str, Any]:
+        """What the template is rendered with, beside messages. `template`: its text."""
+        return {"tools": self.shown, "tools_as_text": self._own_format(template) is None}
+
+    def _own_format(self, template: str) -> CallFormat | None:
+        """The format that a template's text speaks of. None: the model is told of Hermes' format in the messages,
+        because the template has no tools, or none that are known here, or calls without a mark, which could not be told
+        from an answer in JSON."""
+        own = format_of(template)
+        unmarked = own is not None and not own.begin and self.answer is not None and not self.must
+        return None if unmarked else own
+
 
 def read_tools(values: Mapping[str, Any], *, flat: bool = False, open_objects: bool = False) -> Tools | None:
     """The tools in a request's own parameters; None if none may be called. `flat`: they are written as in responses.
@@ -118,17 +155,17 @@ def read_tools(values: Mapping[str, Any], *, flat: bool = False, open_objects: b
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise refusal("tools", twice, "functions of different names")
     choice = values.get("tool_choice", "auto")
-    named = _named(choice, names, flat)
-    if choice == "none" or (not functions and choice == "auto"):
+    mode, allowed = _chosen(choice, names, flat)
+    if mode == "none" or (not functions and mode == "auto"):
         return None
     if not functions:
         raise refusal("tool_choice", choice, "none or auto, unless there are tools")
-    called = [function for function in functions if named in (None, function.name)]
+    called = [function for function in functions if function.name in allowed]
     _check_sizes(called)
     budget = Budget()
     called = [_bounded(function, open_objects, budget) for function in called]
     shown = [{"type": "function", "function": function} for _, function in written]
-    return Tools(shown, called, choice != "auto", many and named is None, budget=budget)
+    return Tools(shown, called, mode != "auto", many and mode != _NAMED, budget=budget)
 
 
 def _written(parameter: str, tool: Any, flat: bool) -> tuple[str, dict[str, Any]]:
@@ -184,20 +221,37 @@ def _bounded(function: Function, open_objects: bool, budget: Budget) -> Function
     return replace(function, parameters=made.schema, dropped=made.dropped)
 
 
-def _named(choice: Any, names: Sequence[str], flat: bool) -> str | None:
-    """The function that `tool_choice` names; None if it names none."""
+def _chosen(choice: Any, names: Sequence[str], flat: bool) -> tuple[str, Sequence[str]]:
+    """What `tool_choice` asks for, one of _CHOICES or _NAMED, and the functions that it leaves. Raises Problem."""
     if isinstance(choice, str) and choice in _CHOICES:
-        return None
+        return choice, names
     kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == _ALLOWED:
+        member, allowed = ("tool_choice", choice) if flat else (f"tool_choice.{_ALLOWED}", choice.get(_ALLOWED))
+        if not isinstance(allowed, dict):
+            raise refusal(member, allowed, "an object with mode and tools", code="invalid_type")
+        mode, tools = allowed.get("mode"), allowed.get("tools")
+        if mode not in _MODES:
+            raise refusal(f"{member}.mode", mode, " or ".join(_MODES))
+        if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
+            raise refusal(f"{member}.tools", tools, f"a list of 1 to {MAX_TOOLS} tools", code="invalid_type")
+        return mode, [_named(f"{member}.tools[{at}]", tool, names, flat) for at, tool in enumerate(tools)]
+    if kind is None:
+        function = f'an object with type "function" and {"name" if flat else "function"}'
+        raise refusal("tool_choice", choice, f"{', '.join(_CHOICES)}, or {function}")
+    return _NAMED, [_named("tool_choice", choice, names, flat, ("function", _ALLOWED))]
+
+
+def _named(parameter: str, tool: Any, names: Sequence[str], flat: bool, types: Sequence[str] = ("function",)) -> str:
+    """The function that a choice names. `types`: those that the choice may have. Raises Problem."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
     if isinstance(kind, str) and kind != "function":
-        raise refused("tool_choice.type", kind, ("function",))
-    function = choice.get("function") if isinstance(choice, dict) and not flat else choice
+        raise refused(f"{parameter}.type", kind, types)
+    function = tool.get("function") if isinstance(tool, dict) and not flat else tool
     if kind is None or not isinstance(function, dict):
-        members = "name" if flat else "function"
-        expected = f'{", ".join(_CHOICES)}, or an object with type "function" and {members}'
-        raise refusal("tool_choice", choice, expected)
+        raise refusal(parameter, tool, f'an object with type "function" and {"name" if flat else "function"}')
     if function.get("name") not in names:
-        raise refusal("tool_choice", function.get("name"), f"one of the tools: {', '.join(names) or 'there are none'}")
+        raise refusal(parameter, function.get("name"), f"one of the tools: {', '.join(names) or 'there are none'}")
     return str(function["name"])
 
 
@@ -299,22 +353,16 @@ LLAMA: Final = CallFormat(
 FORMATS: Final = (HERMES, MISTRAL, NEMO, LLAMA)
 
 
-def format_of(model: str, template: str) -> CallFormat:
-    """The format that the text of a model's chat template speaks of; Hermes' where it has no tools, since they are told
-    of that then. Raises InvalidTask if that is none of these."""
+def format_of(template: str) -> CallFormat | None:
+    """The format that the text of a chat template speaks of; None if that is none of these."""
     if not has_tools(template):
-        return HERMES
+        return None
     for call_format in FORMATS:
         if all(mark in template for mark in call_format.told_by) and not any(
             mark in template for mark in call_format.but
         ):
             return call_format
-    raise InvalidTask(
-        f"the chat template of model {shown(model)} has another way to call tools than Hermes' and Qwen's "
-        "(<tool_call>), Mistral's ([TOOL_CALLS]) and Llama 3's; leave tools out, or ask for a json_schema",
-        param="tools",
-        code="unsupported_model",
-    )
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +393,8 @@ class Calling:
 
     syntax: CallSyntax
     grammar: str
+    variables: Mapping[str, Any]
+    """What the chat template is rendered with, beside messages."""
     warnings: tuple[str, ...] = ()
     """What of the functions' schemas the outputs do not follow."""
 
@@ -353,11 +403,17 @@ async def calling_of(gateway: Gateway, card: Mapping[str, Any], tools: Tools, wo
     """The model's way to call the tools. Raises InvalidTask, and Problem if too many forms of the tenant wait."""
     check_chats(card)
     template = await gateway.templates.with_tools(card)
-    style = format_of(card["name"], template)
     tokenizer = await gateway.prompts.tokenizer(card)
-    return await gateway.forms.run(
-        work, schemas(tools), lambda judge: make_calling(tools, template, tokenizer, style, judge)
-    )
+    return await gateway.forms.run(work, schemas(tools), lambda judge: make_calling(tools, template, tokenizer, judge))
+
+
+async def variables_of(gateway: Gateway, card: Mapping[str, Any], tools: Tools | None) -> Mapping[str, Any]:
+    """What a model's chat template is rendered with, beside messages, where nothing will be called. Raises as
+    `calling_of`."""
+    if tools is None:
+        return {}
+    check_chats(card)
+    return tools.variables(await gateway.templates.with_tools(card))
 
 
 def schemas(tools: Tools) -> list[tuple[str, str]]:
@@ -366,11 +422,12 @@ def schemas(tools: Tools) -> list[tuple[str, str]]:
     return [*(_form(function.parameters) for function in tools.callable), *answer]
 
 
-def make_calling(tools: Tools, template: str, tokenizer: Tokenizer, style: CallFormat, judge: Judge) -> Calling:
+def make_calling(tools: Tools, template: str, tokenizer: Tokenizer, judge: Judge) -> Calling:
     """Make the grammar; takes milliseconds. `template`: the chat template's text. `judge`: of forms. Raises InvalidTask
     for tools that cannot be followed."""
+    style = tools.format_in(template)
     if tools.answer is not None:
-        _check_answer(tools, style, judge)
+        _check_answer(tools.answer, judge)
     added = tokenizer.added_tokens()
     single = {mark: added[mark].id for mark in style.marks if mark in added}
     # Tokens that are no text to llguidance, and that a model may write all the same, such as <think>.
@@ -380,21 +437,14 @@ def make_calling(tools: Tools, template: str, tokenizer: Tokenizer, style: CallF
     grammar = _grammar(tools, style, single, free, arguments)
     if len(grammar) > MAX_GRAMMAR:
         raise too_large(len(grammar), MAX_GRAMMAR)
-    return Calling(
-        CallSyntax(style, single.get(style.begin), tools.must, tools.answer is not None), grammar, tuple(warnings)
-    )
+    syntax = CallSyntax(style, single.get(style.begin), tools.must, tools.answer is not None)
+    return Calling(syntax, grammar, tools.variables(template), tuple(warnings))
 
 
-def _check_answer(tools: Tools, style: CallFormat, judge: Judge) -> None:
+def _check_answer(answer: Mapping[str, Any], judge: Judge) -> None:
     """Raise InvalidTask for a schema of an answer that cannot be followed."""
-    if not style.begin and not tools.must:
-        raise InvalidTask(
-            "json_schema and tools are both given: this model's calls are JSON without a mark before it, so that an "
-            "answer in JSON could not be told from a call; leave one of them out, or let tool_choice require a call",
-            param="json_schema",
-        )
     try:
-        judge(*_form(tools.answer))
+        judge(*_form(answer))
     except RequestError as error:
         raise InvalidTask(str(error), param=error.param, code=error.code) from None
 

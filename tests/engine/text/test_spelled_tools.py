@@ -104,6 +104,15 @@ def test_a_template_of_its_own_tools_is_left_alone() -> None:
     assert several.render(CALLED) == "[user]Rain?[assistant][tool]yes[tool]no"
 
 
+@pytest.mark.parametrize("with_tools", ["", "{{ tools | length }} tools"])
+def test_a_template_of_its_own_tools_gets_them_as_text_where_that_is_asked_for(with_tools: str) -> None:
+    """As one whose way to call them is not known."""
+    own = "{% if tools %}{{ tools | length }} tools{% endif %}" + PLAIN
+    text = ChatTemplate(own, None, with_tools).render(CALLED, tools=TOOLS, tools_as_text=True)
+    assert text == ChatTemplate(PLAIN).render(CALLED, tools=TOOLS)
+    assert ChatTemplate(own).render(CALLED, tools_as_text=True) == ChatTemplate(PLAIN).render(CALLED)
+
+
 @pytest.mark.parametrize("arguments", ['{"place": "Zü', "[1]"])
 def test_arguments_that_are_text_are_spelled_out_where_a_template_takes_objects_alone(arguments: str) -> None:
     objects = """{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for call in m.tool_calls or [] %}

@@ -139,8 +139,10 @@ async def fitted(
     task: Task,
     items: Sequence[Item],
     work: Work,
+    variables: Mapping[str, Any],
 ) -> tuple[Task, list[Item]]:
-    """The task with its prompt, and the items that are in it. Raises InvalidTask, and what rendering does.
+    """The task with its prompt, and the items that are in it. `variables`: the chat template's, beside the messages.
+    Raises InvalidTask, and what rendering does.
 
     Without truncation those are all. With it the oldest go, as few as must: the system's and developer's messages at
     the beginning stay, and what follows them begins with a user's message.
@@ -156,9 +158,8 @@ async def fitted(
             return [*items[:stay], *items[starts[at] :]]
 
         async def filled(at: int) -> Task:
-            full = task.model_copy(
-                update={"prompt": await _prompt(gateway, card, response_request, from_start(at), work)}
-            )
+            messages = response_request.messages(from_start(at))
+            full = task.model_copy(update={"prompt": await _prompt(gateway, card, messages, work, variables)})
             full.check(card)
             if full.max_tokens is None and at < len(starts) - 1:
                 full.model_copy(update={"max_tokens": int(card["context_length"]) // ROOM}).check(card)
@@ -215,14 +216,13 @@ def _starts(items: Sequence[Item], truncate: bool) -> tuple[int, list[int]]:
 
 
 async def _prompt(
-    gateway: Gateway, card: Mapping[str, Any], response_request: ResponseRequest, items: Sequence[Item], work: Work
+    gateway: Gateway,
+    card: Mapping[str, Any],
+    messages: Sequence[dict[str, Any]],
+    work: Work,
+    variables: Mapping[str, Any],
 ) -> tuple[int, ...]:
     text = await gateway.templates.render(
-        card,
-        response_request.messages(items),
-        work,
-        add_generation_prompt=True,
-        continue_final_message=False,
-        **response_request.template,
+        card, messages, work, add_generation_prompt=True, continue_final_message=False, **variables
     )
     return await gateway.prompts.encode(card, text, work, special=False)

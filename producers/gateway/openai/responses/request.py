@@ -333,11 +333,6 @@ class ResponseRequest:
         first = [] if self.instructions is None else [Item.new("system", self.instructions)]
         return messages_of([*first, *items])
 
-    @property
-    def template(self) -> dict[str, Any]:
-        """The chat template's variables beside the messages."""
-        return {} if self.tools is None else {"tools": self.tools.shown}
-
     def more(self, task: Task, items: Sequence[Item], created_ms: int, calling: Calling | None) -> dict[str, str | int]:
         """The record's fields beside those of the task itself, which is resolved."""
         fields = {

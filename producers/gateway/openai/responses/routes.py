@@ -39,7 +39,7 @@ from producers.gateway.openai.responses.request import (
     read_response,
 )
 from producers.gateway.openai.responses.view import PREFIX, EventWriter, Output, ResponseMetadata, ResponseStream
-from producers.gateway.openai.tools import calling_of
+from producers.gateway.openai.tools import calling_of, variables_of
 from producers.gateway.tasks import outcome
 from producers.gateway.tasks.foreground import Foreground, answered
 from producers.gateway.tasks.ownership import cancelled
@@ -168,7 +168,8 @@ async def input_tokens(request: Request) -> Response:
     check_may_use(principal_of(request), task)
     resolved = await resolve(request, gateway.client, task.model)
     items = await _conversation(request, response_request)
-    task, _ = await conversation.fitted(gateway, resolved.card, response_request, task, items, work)
+    variables = await variables_of(gateway, resolved.card, response_request.tools)
+    task, _ = await conversation.fitted(gateway, resolved.card, response_request, task, items, work, variables)
     if counts:
         await accounts.charge_refused(request, work)
     return JSONResponse({"object": "response.input_tokens", "input_tokens": len(task.prompt or ())})
@@ -275,7 +276,10 @@ async def make(request: Request, gateway: Gateway, response_request: ResponseReq
         items = await conversation.with_referenced(request, response_request.items)
     else:
         items = await _conversation(request, response_request)
-        task, items = await conversation.fitted(gateway, resolved.card, response_request, task, items, work_of(request))
+        variables = {} if calling is None else calling.variables
+        task, items = await conversation.fitted(
+            gateway, resolved.card, response_request, task, items, work_of(request), variables
+        )
     with response_request.text_request.in_its_words():
         (task,) = await gateway.accounts.sized(request, [task])
         task = bounded(task, resolved.card).resolved(resolved.card)

@@ -25,6 +25,7 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "parameters": PLACE}},
     {"type": "function", "function": {"name": "now"}},
 ]
+ANSWER: Any = {"name": "answer", "schema": {"type": "object", "properties": {"rain": {"type": "boolean"}}}}
 PIECES = [
     "Well. ",
     "\n<tool",
@@ -164,6 +165,52 @@ def test_a_model_whose_template_has_no_tools_gets_them_as_text(
     for prompt in without:
         assert "You can call functions" not in prompt
         assert '<tool_call>\n{"name": "weather", "arguments": {"place": "}{"}}\n</tool_call>' in prompt
+
+
+#: One whose way to call is not known, and Llama 3's, whose calls are JSON.
+UNKNOWN, LLAMA = (
+    f"{{% for tool in tools or [] %}}{{{{ tool | tojson }}}}{way}{{% endfor %}}"
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% for call in message.tool_calls or [] %}"
+    "{{ raise_exception('calls are text') }}{% endfor %}{% endfor %}"
+    for way in ("<call>NAME(ARGUMENTS)</call>", '"parameters": dictionary of argument name')
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "more"), [(UNKNOWN, {}), (LLAMA, {"response_format": {"type": "json_schema", "json_schema": ANSWER}})]
+)
+def test_a_template_whose_calls_could_not_be_told_from_text_gets_the_tools_as_text(
+    valkey: Redis, model: str, open_door: Open, answering: Answering, template: str, more: dict[str, Any]
+) -> None:
+    """They were refused. What came of it goes on: in chats, in responses, and where tokens are counted."""
+    digest = hashlib.sha256(template.encode()).hexdigest()
+    valkey.set(keys.blob(digest), template)
+    card = replace(CARD, files={**CARD.files, "chat_template.jinja": digest})
+    valkey.hset(keys.MODELS, CARD.name, card.to_json())
+    door = open_door()
+    pieces = PIECES[3:] if more else PIECES  # an answer of a schema has no text before calls
+    answering.scripts = [
+        says("<tool_call>\n", '{"name": "weather", "argu', *pieces) if more else says(*pieces),
+        says("{}"),
+    ]
+    asked: dict[str, Any] = {"model": model, "messages": MESSAGES, "tools": TOOLS, **more}
+    (choice,) = send(door.http, "/v1/chat/completions", asked).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    calls = choice["message"]["tool_calls"]
+    assert [call["function"]["name"] for call in calls] == ["weather", "now"]
+    told = [{"role": "tool", "tool_call_id": call["id"], "content": "rain"} for call in calls]
+    asked["messages"] = [*MESSAGES, choice["message"], *told]
+    assert send(door.http, "/v1/chat/completions", asked).json()["choices"][0]["message"]["content"] == "{}"
+    first, second = (Tokenizer.from_folder(TINY).decode(record.task["prompt"]) for record in answering.records)
+    assert first.startswith("[system]You can call functions.")
+    assert '<tool_call>\n{"name": "weather", "arguments": {"place": "}{"}}\n</tool_call>' in second
+    assert second.endswith("[user]<tool_response>\nrain\n</tool_response>\n<tool_response>\nrain\n</tool_response>")
+    flat: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    text: Any = {"text": {"format": {"type": "json_schema", **ANSWER}}} if more else {}
+    response = door.openai.responses.create(model=model, input="Rain?", tools=flat, **text)
+    assert response.status == "completed"
+    counted = door.openai.responses.input_tokens.count(model=model, input="Rain?", tools=flat, **text)
+    assert counted.input_tokens == len(answering.records[-1].task["prompt"])
 
 
 def test_tools_that_are_too_large_are_refused_by_name(calls: str, http: httpx.Client) -> None:

@@ -145,6 +145,12 @@ BOTH: list[tuple[dict[str, Any], str, str, str]] = [
     ({"k" * 200_000: 1}, "k" * 64 + "...", "unknown_parameter", "kkk"),
 ]
 TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def _allowed(choice: dict[str, Any]) -> dict[str, Any]:
+    return {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": choice}}
+
+
 CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     ({"tools": {}}, "tools", "invalid_type", "at most 128"),
     ({"tools": [TOOL] * 129}, "tools", "invalid_type", "at most 128"),
@@ -158,6 +164,12 @@ CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     (_tool(nme="x"), "tools[0].function.nme", "unknown_parameter", "parameters"),
     ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "invalid_value", "none, auto, required"),
     (_tool() | {"tool_choice": TOOL | {"function": {"name": "g"}}}, "tool_choice", "invalid_value", "one of the tools"),
+    (_allowed({"tools": [TOOL]}), "tool_choice.allowed_tools.mode", "invalid_value", "auto or required"),
+    (_allowed({"mode": "auto", "tools": []}), "tool_choice.allowed_tools.tools", "invalid_type", "1 to 128"),
+    (
+        _allowed({"mode": "auto", "tools": [TOOL, TOOL | {"function": {"name": "g"}}]}),
+        *("tool_choice.allowed_tools.tools[1]", "invalid_value", "one of the tools: f"),
+    ),
     ({"tool_choice": "required"}, "tool_choice", "invalid_value", "unless there are tools"),
     (_tool() | {"parallel_tool_calls": 1}, "parallel_tool_calls", "invalid_type", "true or false"),
     (_tool() | {"regex": "a"}, "regex", "invalid_value", "one form"),

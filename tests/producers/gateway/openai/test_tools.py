@@ -58,7 +58,10 @@ TRIALS = Trials()
 SCHEMAS = {"weather": WEATHER, "now": {"type": "object", "maxProperties": 0}}
 #: What the templates of models have, in which the format shows.
 TEMPLATES = {
-    "hermes": (HERMES, '<think> <tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'),
+    "hermes": (
+        HERMES,
+        '{{ tools }}<think> <tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
+    ),
     "mistral": (MISTRAL, '{{ tools }}<think> {{- "[TOOL_CALLS] [" }}'),
     "nemo": (NEMO, '{{ tools }}<think> {{- "[TOOL_CALLS][" }}'),
     "llama": (
@@ -79,7 +82,7 @@ class Model:
     def calling(self, **own: Any) -> Calling:
         tools = read_tools({"tools": TOOLS, **own})
         assert isinstance(tools, Tools)
-        return make_calling(tools, self.template, self.tokenizer, self.style, TRIALS.check)
+        return make_calling(tools, self.template, self.tokenizer, TRIALS.check)
 
     def matcher(self, made: Calling) -> Matcher:
         grammars = Grammars(self.tokenizer.to_json, self.tokenizer.vocab_size, self.tokenizer.eos_token_ids)
@@ -217,25 +220,24 @@ def test_text_that_comes_after_the_mark_was_said_before_it(model: Model) -> None
 
 
 def test_an_answer_of_a_schema_may_say_the_mark(model: Model) -> None:
-    if not model.style.begin:
-        return  # an answer in JSON could not be told from a call, and is refused
     tools = read_tools({"tools": TOOLS})
     assert tools is not None
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
-    made = make_calling(replace(tools, answer=schema), model.template, model.tokenizer, model.style, TRIALS.check)
-    call = f'{model.style.begin}{model.style.opening}{{"name": "now", "{model.style.arguments}": {{}}}}'
-    answers = [json.dumps({"a": f"{said} x"}) for said in (model.style.begin, call)]
+    made = make_calling(replace(tools, answer=schema), model.template, model.tokenizer, TRIALS.check)
+    style = made.syntax.format
+    call = f'{style.begin}{style.opening}{{"name": "now", "{style.arguments}": {{}}}}'
+    answers = [json.dumps({"a": f"{said} x"}) for said in (style.begin, call)]
     assert CallSyntax.from_json(made.syntax.to_json()) == made.syntax
     for seed in range(9):
         for answer in answers:
-            at = answer.index(model.style.begin) + 5  # spelled: a mark that is one token is no text to the grammar
+            at = answer.index(style.begin) + 5  # spelled: a mark that is one token is no text to the grammar
             output = [
                 one
                 for piece in (answer[:at], answer[at:])
                 for one in model.tokenizer.encode(piece, add_special_tokens=False)
             ]
             assert parsed(model, made, output, seed) == (answer, [])
-        output = model.tokenizer.encode(f"\n{call}{model.style.closing}", add_special_tokens=False)
+        output = model.tokenizer.encode(f"\n{call}{style.closing}", add_special_tokens=False)
         assert parsed(model, made, output, seed) == ("", [("now", "{}")])
 
 
@@ -271,13 +273,44 @@ def follows(matcher: Matcher, output: Sequence[int]) -> bool:
 
 
 def test_the_format_is_that_of_the_template() -> None:
+    tools = read_tools({"tools": TOOLS})
+    assert tools is not None
     for style, template in TEMPLATES.values():
-        assert format_of("m", template) is style
-    assert format_of("m", "{{ messages }}") is HERMES, "where a template has no tools, they are spelled out"
-    for other in ("{{ tools }}<tool_call>\n<function=name> arguments", "{{ tools }}[TOOL_CALLS]name[ARGS]{}"):
-        with pytest.raises(InvalidTask, match='chat template of model "m" has another way to call tools') as refused:
-            format_of("m", other)
-        assert refused.value.param == "tools"
+        assert format_of(template) is style
+        assert tools.format_in(template) is style
+        assert tools.variables(template) == {"tools": TOOLS, "tools_as_text": False}
+    for other in (
+        "{{ messages }}",
+        "{{ tools }}<tool_call>\n<function=name> arguments",
+        "{{ tools }}[TOOL_CALLS]name[ARGS]{}",
+    ):
+        assert tools.format_in(other) is HERMES, "the model is told of it"
+        assert tools.variables(other)["tools_as_text"] is True
+
+
+def test_calls_without_a_mark_have_one_beside_an_answer_in_json() -> None:
+    """Llama 3's, which begin as JSON of a schema does."""
+    _, template = TEMPLATES["llama"]
+    for choice, own in (("auto", False), ("required", True)):
+        tools = read_tools({"tools": TOOLS, "tool_choice": choice})
+        assert tools is not None
+        both = replace(tools, answer={"type": "object"})
+        assert both.format_in(template) is (LLAMA if own else HERMES)
+        assert both.variables(template)["tools_as_text"] is not own
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_choice_may_leave_some_of_the_tools(flat: bool, mode: str) -> None:
+    """The prompt has all of them, so that its beginning stays in the cache."""
+    written = [{"type": "function", **tool["function"]} for tool in TOOLS] if flat else TOOLS
+    now = {"type": "function", "name": "now"} if flat else {"type": "function", "function": {"name": "now"}}
+    allowed = {"mode": mode, "tools": [now]}
+    choice = {"type": "allowed_tools", **(allowed if flat else {"allowed_tools": allowed})}
+    tools = read_tools({"tools": written, "tool_choice": choice}, flat=flat)
+    assert tools is not None
+    assert [function.name for function in tools.callable] == ["now"]
+    assert (len(tools.shown), tools.must, tools.many) == (2, mode == "required", True)
 
 
 def test_a_mistral_call_has_an_id_that_its_template_takes() -> None:

@@ -19,7 +19,7 @@ from producers.contract.task import Task
 from producers.errors import InvalidTask
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.request_state import Work
-from producers.gateway.openai.tools import HERMES, make_calling, read_tools, schemas
+from producers.gateway.openai.tools import make_calling, read_tools, schemas
 from producers.gateway.text import forms
 from producers.gateway.text.forms import Forms, Judge
 from tests.engine.grammar.test_trial import ENDLESS
@@ -134,7 +134,7 @@ def test_a_functions_schema_that_is_never_read_is_no_any_object() -> None:
     assert len(schemas(tools)) == 3
     taken: Judge = judge
     with pytest.raises(InvalidTask, match=r"tools\[0\]\.function\.parameters cannot be followed") as refused:
-        make_calling(tools, "", Tokenizer.from_folder(TINY), HERMES, taken)
+        make_calling(tools, "", Tokenizer.from_folder(TINY), taken)
     assert (refused.value.code, len(judged)) == (STOPPED, 1)
 
 

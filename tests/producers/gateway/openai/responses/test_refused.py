@@ -86,6 +86,10 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "invalid_value", "unless there are tools"),
     ({"tools": [_TOOL], "tool_choice": _TOOL | {"name": "g"}}, "tool_choice", "invalid_value", "one of the tools: f"),
     ({"tools": [_TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice.type", "unsupported_parameter", "mcp"),
+    (
+        {"tools": [_TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}},
+        *("tool_choice.tools[0].type", "unsupported_parameter", '"mcp"'),
+    ),
     ({"tools": [_TOOL], "tool_choice": ["auto"]}, "tool_choice", "invalid_value", "none, auto, required"),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls", "invalid_type", "true or false"),
     ({"max_tool_calls": 3}, "max_tool_calls", "unsupported_parameter", "3"),
