@@ -15,7 +15,7 @@ from producers.client import operations
 from producers.client.hub import CLOSED, Hub
 from producers.client.listing import Query, QueryFields, list_tasks, page_of
 from producers.client.operations import submit_once
-from producers.client.reader import Reader
+from producers.client.reader import Reader, Shortcut
 from producers.client.steps import Fetch, Pause, Send, Step, Steps, T, adrive
 from producers.client.submission import TASK, Directory, ResolvedModel, submit
 from producers.connection.connect import SILENT_S, SMALL_EACH, SMALL_POOL, connect_pools
@@ -134,9 +134,9 @@ class AsyncClient:
             if not self.one_server:
                 await self.broker.ping()
 
-    def reader(self, task_id: str, start: int = 0) -> Reader:
+    def reader(self, task_id: str, start: int = 0, shortcut: Shortcut | None = None) -> Reader:
         """A reader of a task's stream, for uses that `AsyncHandle.stream` does not fit. Close it."""
-        return Reader(self.run, self._hub, task_id, start)
+        return Reader(self.run, self._hub, task_id, start, shortcut)
 
     async def run(self, steps: Steps[T]) -> T:
         """Perform steps (`producers.client.steps`) on this client's connections. Raises PenstockError once it is
@@ -205,9 +205,12 @@ class AsyncHandle:
                 for event in events:
                     yield event
 
-    async def batches(self, start: int = 0) -> AsyncGenerator[list[Event]]:
-        """Yields the same events in batches, each with all events that are there: one system call for a server."""
-        reader = self._client.reader(self.id, start)
+    async def batches(self, start: int = 0, shortcut: Shortcut | None = None) -> AsyncGenerator[list[Event]]:
+        """Yields the same events in batches, each with all events that are there: one system call for a server.
+
+        `shortcut`: is given tokens that come while the next batch is waited for; they are in no batch then.
+        """
+        reader = self._client.reader(self.id, start, shortcut)
         try:
             while (kept := [await reader.next()])[0]:
                 yield kept.pop()  # so that the caller alone has them, until it asks for the next ones

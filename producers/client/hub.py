@@ -1,5 +1,8 @@
 """Shares one pub/sub connection among all readers of a process, and reconnects it when it fails.
 
+All messages that one read of the connection has are handed out in one step of the event loop: to a reader's queue, or
+past it, where its reader waits and has a shortcut (`producers.client.reader.Shortcut`).
+
 A subscription becomes `stale` when it may have missed messages: after its SUBSCRIBE was confirmed, after a reconnect,
 and after its reader let too many pile up. Missed messages are in the stream, so nothing is lost.
 """
@@ -10,10 +13,11 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import aclosing
 from typing import Any, Final
 
 from redis.asyncio import Redis
-from redis.asyncio.connection import AbstractConnection
 
 from producers.client.steps import FAILURES, backoff
 from producers.connection.connect import SILENT_S
@@ -33,20 +37,32 @@ CLOSED: Final = "the client is closed"
 
 
 class Subscription:
-    """One reader's queue of messages."""
+    """One reader's queue of messages.
 
-    __slots__ = ("_awake", "_inbox", "_size", "_waiter", "channel", "closed", "stale")
+    `shortcut`: called with a message that comes while `take` waits; returns whether it took it, so that `take` goes on
+    waiting. It may not raise.
+    """
 
-    def __init__(self, channel: bytes) -> None:
+    __slots__ = ("_awake", "_heard_at", "_inbox", "_size", "_waiter", "channel", "closed", "shortcut", "stale")
+
+    def __init__(self, channel: bytes, shortcut: Callable[[bytes], bool] | None = None) -> None:
         self.channel = channel
+        self.shortcut = shortcut
         self.stale = False
         self.closed = False
         self._inbox: deque[bytes] = deque()
         self._size = 0
         self._awake = False
         self._waiter: asyncio.Future[None] | None = None
+        self._heard_at = 0.0
+        """When (by the loop's clock) the shortcut took a message."""
 
     def put(self, payload: bytes) -> None:
+        waiter = self._waiter
+        waits = waiter is not None and not waiter.done() and not self._awake
+        if waits and self.shortcut is not None and self.shortcut(payload):
+            self._heard_at = asyncio.get_running_loop().time()
+            return
         self._size += len(payload)
         if len(self._inbox) >= BACKLOG or self._size > BACKLOG_BYTES:
             self.mark_stale()
@@ -71,18 +87,26 @@ class Subscription:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def take(self, patience_s: float) -> list[bytes] | None:
-        """Returns the new messages; None if the stream must be read, after possible losses or silence."""
-        if not self._awake:
-            loop = asyncio.get_running_loop()
+    async def _message(self, patience_s: float) -> bool:
+        """Wait until there is something to take. False after so much silence."""
+        loop = asyncio.get_running_loop()
+        heard_at = loop.time()
+        while True:
             self._waiter = loop.create_future()
-            timer = loop.call_later(patience_s, self._end_wait)  # asyncio.timeout costs several times as much
+            timer = loop.call_at(heard_at + patience_s, self._end_wait)  # asyncio.timeout costs several times as much
             try:
                 await self._waiter
             finally:
+                self._waiter = None
                 timer.cancel()
-            if not self._awake:
-                return None
+            if self._awake or self._heard_at <= heard_at:
+                return self._awake
+            heard_at = self._heard_at
+
+    async def take(self, patience_s: float) -> list[bytes] | None:
+        """Returns the new messages; None if the stream must be read, after possible losses or silence."""
+        if not self._awake and not await self._message(patience_s):
+            return None
         self._awake = False
         if self.closed:
             raise PenstockError(CLOSED)
@@ -120,8 +144,9 @@ class Hub:
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
-    def follow(self, task_id: str) -> Subscription:
-        """Subscribe to a task; `stale` is set as soon as messages flow. Call `leave` when done.
+    def follow(self, task_id: str, shortcut: Callable[[bytes], bool] | None = None) -> Subscription:
+        """Subscribe to a task; `stale` is set as soon as messages flow. Call `leave` when done. `shortcut`: as of
+        `Subscription`.
 
         Raises PenstockError once closed.
         """
@@ -130,7 +155,7 @@ class Hub:
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="penstock hub")
         name = keys.channel(task_id).encode()
-        subscription = Subscription(name)
+        subscription = Subscription(name, shortcut)
         channel = self._channels.get(name)
         if channel is None:
             channel = self._channels[name] = _Channel()
@@ -169,7 +194,7 @@ class Hub:
     async def _run(self) -> None:
         attempt = 0
         while True:
-            connection = self._store.connection_pool.make_connection()
+            connection: Any = self._store.connection_pool.make_connection()
             self._orders = [("SUBSCRIBE", name) for name in self._channels]
             self._ordered.set()
             self._unconfirmed.clear()
@@ -193,7 +218,7 @@ class Hub:
             attempt = 0 if self._replies else attempt + 1
             await asyncio.sleep(backoff(attempt))
 
-    async def _obey(self, connection: AbstractConnection) -> None:
+    async def _obey(self, connection: Any) -> None:
         """Send the ordered commands in order. After a quiet PING_S, check that the server still answers."""
         while True:
             try:
@@ -211,9 +236,11 @@ class Hub:
                     self._unconfirmed[name] = self._unconfirmed.get(name, 0) + 1
             await connection.send_packed_command(connection.pack_commands(orders))
 
-    async def _listen(self, connection: AbstractConnection) -> None:
-        while True:
-            self._heed(await connection.read_response(disconnect_on_error=False))
+    async def _listen(self, connection: Any) -> None:
+        async with aclosing(connection.replies()) as batches:
+            async for replies in batches:
+                for reply in replies:
+                    self._heed(reply)
 
     def _heed(self, reply: Any) -> None:
         self._last_reply_at = time.monotonic()

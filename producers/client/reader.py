@@ -13,6 +13,9 @@ free again.
 
 The first read serves finished tasks without a subscription. When the subscription is confirmed, the stream is read
 again, so that nothing is lost between the two. Events that came twice are dropped by their position.
+
+While a reader waits for the channel, tokens may pass by it (`Shortcut`): in the step of the event loop in which they
+come, without waking a task. All that is no mere token, or does not go on at its position, wakes it as before.
 """
 
 from __future__ import annotations
@@ -21,14 +24,24 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from producers.client.hub import Hub, Subscription
 from producers.client.operations import not_found
 from producers.client.steps import Fetch, Read, Steps, persistently
 from producers.connection.aws import AwsNotInstalled
 from producers.contract import keys
-from producers.contract.stream import BLOCK, End, Event, decode, decode_message, stream_position, unpack
+from producers.contract.stream import (
+    BLOCK,
+    End,
+    Event,
+    Token,
+    decode,
+    decode_message,
+    plain_tokens,
+    stream_position,
+    unpack,
+)
 from producers.errors import ResultUnavailable
 from producers.store.blobs import BlobNotFound
 from producers.store.references import Reference
@@ -55,6 +68,19 @@ SQUEEZED: Final = 5
 SILENCE_S: Final = 5.0
 #: Time (s) after which an unreachable store ends a reader with an error.
 PATIENCE_S: Final = 60.0
+
+
+class Shortcut(Protocol):
+    """Takes tokens that come while a reader waits for them, in place of `Reader.next`."""
+
+    @property
+    def free(self) -> bool:
+        """Whether it can take tokens now. `send` is called at once if it can."""
+        ...
+
+    def send(self, tokens: list[Token]) -> None:
+        """Take these tokens. May not raise."""
+        ...
 
 
 class Cursor:
@@ -124,6 +150,14 @@ class Cursor:
             events += self._take(entries)
         return events
 
+    def next_tokens(self, message: bytes) -> list[Token] | None:
+        """The tokens of a channel message that goes on at `position` and has nothing but tokens, without log
+        probabilities or a finish reason. None for another one: it is for `live`."""
+        tokens = plain_tokens(message, self.position)
+        if tokens:
+            self.position += len(tokens)
+        return tokens
+
     def _take(self, entries: Entries) -> list[Event]:
         events: list[Event] = []
         for position, event in entries:
@@ -168,12 +202,23 @@ def read_messages(payloads: Iterable[bytes]) -> list[Entries]:
 
 
 class Reader:
-    """Reads a task's events: call `next` until it returns none, then `close`. One caller at a time."""
+    """Reads a task's events: call `next` until it returns none, then `close`. One caller at a time.
 
-    def __init__(self, perform: Callable[[Steps[Any]], Awaitable[Any]], hub: Hub, task_id: str, start: int) -> None:
+    `shortcut`: is given the tokens that come while `next` waits for the channel, before those that `next` returns then.
+    """
+
+    def __init__(
+        self,
+        perform: Callable[[Steps[Any]], Awaitable[Any]],
+        hub: Hub,
+        task_id: str,
+        start: int,
+        shortcut: Shortcut | None = None,
+    ) -> None:
         self._cursor = Cursor(task_id, start)
         self._perform = perform
         self._hub = hub
+        self._shortcut = shortcut
         self._subscription: Subscription | None = None
         #: The block that is being given, by its number, and its record.
         self._block: tuple[int, bytes, Any] | None = None
@@ -195,7 +240,8 @@ class Reader:
                     parse = partial(read_block, cursor.block, start=cursor.position, max_bytes=SLICE)
                     events = cursor.replay(record, await _parsed(SQUEEZED * len(block), parse, block), None)
             elif self._subscription is None:
-                self._subscription = self._hub.follow(cursor.task_id)
+                direct = None if self._shortcut is None else partial(self._pass_on, self._shortcut)
+                self._subscription = self._hub.follow(cursor.task_id, direct)
             else:
                 payloads = await self._subscription.take(SILENCE_S)
                 if payloads is None:
@@ -205,6 +251,14 @@ class Reader:
             if events:
                 return events
         return []
+
+    def _pass_on(self, shortcut: Shortcut, message: bytes) -> bool:
+        """Give a message's tokens to the shortcut. Called while `next` waits: the cursor is neither behind nor at the
+        end."""
+        if len(message) > SLICE or not shortcut.free or (tokens := self._cursor.next_tokens(message)) is None:
+            return False
+        shortcut.send(tokens)
+        return True
 
     async def _sliced(self, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> tuple[Entries, bool]:
         """Returns the first slice of entries, parsed, and whether more follow. Entries beyond it are read again."""

@@ -14,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
+import hiredis
 import redis
 import redis.asyncio
 from redis.asyncio.connection import AbstractConnection as AsyncAbstractConnection
@@ -61,7 +62,10 @@ WAIT_S: Final = 2.0
 TCP: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
 #: Lateness (s) of a timer that shows that this process was stopped, as by SIGSTOP: then the server is not silent.
 HELD_UP_S: Final = 0.5
+#: Bytes that one read of a connection that only listens takes at most.
+READ: Final = 1 << 16
 MOVED: Final = "the Sentinels name another primary, connecting to that"
+CLOSED: Final = "the server closed the connection"
 LOST: Final = "another connection had no answer, so this one may be lost, too; connecting again"
 DEMOTED: Final = "the server was demoted to a replica, connecting to its primary"
 
@@ -409,6 +413,24 @@ class _AsyncChecked(AsyncAbstractConnection):
                 self._timer.cancel()
         self._answered_at = self._silence.answered()
         return answer
+
+    async def replies(self) -> AsyncGenerator[list[Any]]:
+        """Yields what comes on a connection that listens, in lists of all that one read has. Nothing else may read from
+        it: `read_response` would take several times as long. Raises redis.exceptions.RedisError or OSError.
+        """
+        stream: Any = self._reader
+        parser = hiredis.Reader(protocolError=redis.InvalidResponse, replyError=ResponseError)
+        while data := await stream.read(READ):
+            parser.feed(data)
+            replies: list[Any] = []
+            while (reply := parser.gets()) is not False:
+                if isinstance(reply, ResponseError):
+                    raise reply
+                replies.append(reply)
+            self._answered_at = self._silence.answered()
+            if replies:
+                yield replies
+        raise redis.ConnectionError(CLOSED)
 
     def _given_up(self, waited: float) -> None:
         if ENOUGH * SILENT_S <= waited < SILENT_S + HELD_UP_S:

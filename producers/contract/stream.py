@@ -35,6 +35,8 @@ PROMPT_PIECE: Final = 512
 BLOCK: Final = 1000
 #: Made once: `json.dumps` makes one for each call that is given separators.
 _ENCODER: Final = json.JSONEncoder(separators=(",", ":"))
+#: Parses JSON that nothing follows, in half the time of `json.loads`.
+_SCAN: Final = json.JSONDecoder().raw_decode
 #: zlib's compression level; higher ones hardly make streams smaller.
 LEVEL: Final = 6
 TIMES = ("created", "queued", "started", "first", "finished")
@@ -132,6 +134,24 @@ def decode(position: int, entry: Any) -> Event | None:
 
 def _logprobs(item: Any) -> Logprobs | None:
     return (item[0], tuple((t, p) for t, p in item[1])) if item else None
+
+
+def plain_tokens(message: bytes, position: int) -> list[Token] | None:
+    """The tokens of a channel message. None if it does not begin at this position, if an entry is no token, or has log
+    probabilities or a finish reason, and if it cannot be read."""
+    try:
+        first, *entries = _SCAN(message.decode())[0]
+        if first != position or not entries:
+            return None
+        tokens: list[Token] = []
+        for entry in entries:
+            if type(entry) is not list or len(entry) != 4:
+                return None
+            tokens.append(Token(position, *entry))
+            position += 1
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return tokens
 
 
 def decode_message(payload: str | bytes) -> list[tuple[int, Any]]:

@@ -117,6 +117,11 @@ class Share:
         self.debt = self.counted = self.at = 0.0
         """Seconds by which it has used more than the cap, of `counted` used ones, at a time (monotonic)."""
 
+    @property
+    def capped(self) -> bool:
+        """Whether callers who use much wait for their turns now."""
+        return self._all.behind
+
     def of(self, caller: Hashable) -> Share:
         """The share of another caller of this gateway."""
         return self._all.of(caller)

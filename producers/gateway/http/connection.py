@@ -234,6 +234,39 @@ def connection_of(scope: Scope) -> Connection | None:
     return connection
 
 
+class LiveBody:
+    """The body of an answer that is being sent in chunks: others than its request's task can add to it."""
+
+    __slots__ = ("_cycle", "_flow", "_transport")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._transport = cycle.transport
+
+    @property
+    def writable(self) -> bool:
+        """Whether `write` may be called now: the client takes what it is sent, and the answer has not ended."""
+        cycle = self._cycle
+        return bool(
+            cycle.response_started
+            and cycle.chunked_encoding
+            and not (self._flow.write_paused or cycle.response_complete or cycle.disconnected)
+        )
+
+    def write(self, part: bytes) -> None:
+        """Send a part, as `send` of the request would. uvloop sends all parts of one step in one system call."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+
+
+def live_body(scope: Scope) -> LiveBody | None:
+    """The body of a request's answer; None under another server, and for a WebSocket."""
+    connection = connection_of(scope)
+    # Middlewares may have copied the scope, but not what is in it.
+    cycles = () if connection is None else connection.requests
+    return next((LiveBody(cycle) for cycle in cycles if cycle.scope["extensions"] is scope["extensions"]), None)
+
+
 def cut_off(transport: asyncio.Transport) -> None:
     """Close a connection now, and discard what was not sent."""
     fileno = transport.get_extra_info("socket").fileno()
@@ -355,6 +388,11 @@ class Connection(HttpToolsProtocol):
             early, self._early, self._begun = bytes(self._early), None, True
             self._read_on()
             self.data_received(early)
+
+    @property
+    def requests(self) -> Iterable[RequestResponseCycle]:
+        """Its requests whose answers have not ended, and perhaps some before them; the oldest first."""
+        return self._open
 
     def belongs_to(self, share: Share) -> None:
         """Take the share of the latest request's caller."""

@@ -17,7 +17,7 @@ from producers.gateway.context import Gateway
 from producers.gateway.fair_share import in_thread
 from producers.gateway.http import idempotency
 from producers.gateway.http.errors import body_of, problem_of
-from producers.gateway.http.sse import LiveStream
+from producers.gateway.http.sse import Direct, LiveStream
 from producers.gateway.openai.parameters import TextRequest
 from producers.gateway.tasks.foreground import Foreground, stopping
 
@@ -75,6 +75,14 @@ class OutputBatch:
                 for choice, reason in enumerate(event.reasons):
                     if reason is not None:
                         self.output(number * n + choice).reason = FINISH_REASONS.get(reason, reason)
+
+    @classmethod
+    def of(cls, tokens: Sequence[Token]) -> OutputBatch:
+        """New tokens of a request's only task."""
+        batch = cls()
+        for token in tokens:
+            batch.output(token.choice).tokens.append(token)
+        return batch
 
     def output(self, choice: int) -> Output:
         return self.outputs.setdefault(choice, Output())
@@ -200,10 +208,15 @@ class Chunks:
 class ChunkStream(LiveStream):
     """Streams a request's chunks, then cancels its open tasks. It cannot be resumed, so it sends errors as events."""
 
-    def __init__(self, chunks: AsyncGenerator[bytes], foreground: Foreground, gateway: Gateway) -> None:
+    def __init__(self, chunks: AsyncGenerator[bytes], foreground: Foreground, gateway: Gateway, direct: Direct) -> None:
         settings = gateway.settings
         super().__init__(
-            chunks, gateway.streams, heartbeat=settings.heartbeat, stall=settings.stall, waits=foreground.waits
+            chunks,
+            gateway.streams,
+            heartbeat=settings.heartbeat,
+            stall=settings.stall,
+            waits=foreground.waits,
+            direct=direct,
         )
         self._foreground = foreground
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from producers.client.submission import ResolvedModel
 from producers.contract.chat import MESSAGE, read_messages
-from producers.contract.stream import End
+from producers.contract.stream import End, Token
 from producers.contract.task import Task
 from producers.gateway.admission.limits import check_may_use
 from producers.gateway.context import Gateway, gateway_of
@@ -23,6 +23,7 @@ from producers.gateway.http.authorization import SUBMITS_TASKS, principal_of, te
 from producers.gateway.http.errors import invalid_value
 from producers.gateway.http.request_body import checked, read_object
 from producers.gateway.http.request_state import work_of
+from producers.gateway.http.sse import Direct
 from producers.gateway.openai.answer import (
     DONE,
     REASONS,
@@ -146,7 +147,8 @@ async def create(request: Request) -> Response:
         first.update(foreground.shortened)
         if text_request.stream:
             stream = _Stream(chat, Chunks(first, text_request, [len(task.prompt)] * chat.n), scorer, syntax)
-            return ChunkStream(stream.chunks(foreground), foreground, gateway)
+            direct = Direct(stream.tokens)
+            return ChunkStream(stream.chunks(foreground, direct), foreground, gateway, direct)
         choices = choices_of(chat.n, scorer, syntax, foreground.ids[0])
         whole = Whole(choices, chat.n, shape, scored)
         return await whole_answer(request, gateway, foreground, whole, first)
@@ -242,11 +244,15 @@ class _Stream:
         self._begun: set[int] = set()
         self._ended: set[int] = set()
 
-    async def chunks(self, foreground: Foreground) -> AsyncGenerator[bytes]:
+    def tokens(self, tokens: list[Token]) -> bytes:
+        """The chunks of tokens that come on their own."""
+        return self._of(OutputBatch.of(tokens))
+
+    async def chunks(self, foreground: Foreground, direct: Direct) -> AsyncGenerator[bytes]:
         self._task_id = foreground.ids[0]
         with self._chat.text_request.in_its_words():
             ends: dict[int, End] = {}
-            async with aclosing(output_batches(foreground.events(), self._chat.n)) as batches:
+            async with aclosing(output_batches(foreground.events(direct), self._chat.n)) as batches:
                 async for batch in batches:
                     ends |= batch.ends
                     if batch.outputs and (chunk := await run_by_weight(batch.weight, partial(self._of, batch))):

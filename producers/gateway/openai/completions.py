@@ -22,7 +22,7 @@ from starlette.responses import Response
 
 from engine.declared import MAX_INT32
 from engine.text import Tokenizer
-from producers.contract.stream import End, Prompt
+from producers.contract.stream import End, Prompt, Token
 from producers.contract.task import MAX_LOGPROBS, MAX_PROMPT_BYTES, MAX_PROMPT_TOKENS, Task
 from producers.errors import InvalidTask, shown
 from producers.gateway.admission.accounts import check_number
@@ -33,6 +33,7 @@ from producers.gateway.http.authorization import SUBMITS_TASKS, principal_of, te
 from producers.gateway.http.errors import Problem, invalid_value
 from producers.gateway.http.request_body import checked, read_object
 from producers.gateway.http.request_state import Work, work_of
+from producers.gateway.http.sse import Direct
 from producers.gateway.openai.answer import (
     DONE,
     REASONS,
@@ -340,7 +341,8 @@ async def create(request: Request) -> Response:
         if text_request.stream:
             prompts = [len(task.prompt) for task in tasks for _ in range(completion.n)]
             stream = _Stream(completion, Chunks(first, text_request, prompts), scorers, echoes)
-            return ChunkStream(stream.chunks(foreground), foreground, gateway)
+            direct = Direct(stream.tokens)
+            return ChunkStream(stream.chunks(foreground, direct), foreground, gateway, direct)
         choices = [Choice(scorer, COMPLETION) for scorer in scorers]
         whole = Whole(choices, completion.n, partial(shape, completion.n, echoes), echoes)
         return await whole_answer(request, gateway, foreground, whole, first)
@@ -406,14 +408,18 @@ class _Stream:
         self._echoes = echoes
         self._ended: set[int] = set()
 
-    async def chunks(self, foreground: Foreground) -> AsyncGenerator[bytes]:
+    def tokens(self, tokens: list[Token]) -> bytes:
+        """The chunks of tokens that come on their own."""
+        return self._of(OutputBatch.of(tokens))
+
+    async def chunks(self, foreground: Foreground, direct: Direct) -> AsyncGenerator[bytes]:
         with self._completion.text_request.in_its_words():
             ends: dict[int, End] = {}
             for number, echo in enumerate(self._echoes):
                 if echo.text and not echo.scored:
                     for chunk in self._of_all(number, echoed(echo.text, None)):
                         yield chunk
-            async with aclosing(output_batches(foreground.events(), self._completion.n)) as batches:
+            async with aclosing(output_batches(foreground.events(direct), self._completion.n)) as batches:
                 async for batch in batches:
                     ends |= batch.ends
                     for number, parts in batch.prompts.items():

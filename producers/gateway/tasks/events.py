@@ -29,7 +29,7 @@ from producers.gateway.http.authorization import READS, Needs
 from producers.gateway.http.connection import cut
 from producers.gateway.http.errors import Problem, body_of, problem_of, response_of, wrong
 from producers.gateway.http.request_body import query_schema
-from producers.gateway.http.sse import EVENT, EventStream, named
+from producers.gateway.http.sse import EVENT, Direct, EventStream, encode_all, named
 from producers.gateway.http.streams import Stop, why_stopped
 from producers.gateway.tasks.ownership import task_of
 from producers.gateway.tasks.views import errors
@@ -83,7 +83,8 @@ async def follow(request: Request, task_id: str) -> Response:
     start = _start(request)
     handle = await task_of(request, task_id)
     record = await handle.status()
-    batches = handle.batches(start)
+    direct = Direct(encode_all)
+    batches = handle.batches(start, direct)
     first: list[Event] = []
     if record.final:
         # An EventSource reconnects after each response until it gets 204.
@@ -98,6 +99,7 @@ async def follow(request: Request, task_id: str) -> Response:
         heartbeat=settings.heartbeat,
         stall=settings.stall,
         waits=partial(gateway.waits.text, task_id, whole=True),
+        direct=direct,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 
+from producers.client.reader import Shortcut
 from producers.client.steps import FAILURES
 from producers.connection.log_throttle import warn_throttled
 from producers.contract.stream import End, Event
@@ -122,13 +123,15 @@ class Foreground:
         """Whether a submit found the task of an earlier request with the same key."""
         return self._entry is not None and isinstance(answer, TaskExists)
 
-    async def events(self) -> AsyncGenerator[list[tuple[int, Event]]]:
-        """All events of all tasks, as (task's number, event), in batches as they come.
+    async def events(self, shortcut: Shortcut | None = None) -> AsyncGenerator[list[tuple[int, Event]]]:
+        """All events of all tasks, as (task's number, event), in batches as they come. `shortcut`: as of
+        `AsyncHandle.batches`, for a request of one task; with several it has none.
 
         Raises Problem for a task that failed or was cancelled, TaskNotFound, and redis.exceptions.RedisError or OSError
         if the store stays away.
         """
-        readers = [self._gateway.client.get(name).batches() for name in self.ids]
+        direct = shortcut if len(self.ids) == 1 else None
+        readers = [self._gateway.client.get(name).batches(shortcut=direct) for name in self.ids]
         async with aclosing(merged(readers)) as batches:
             async for batch in batches:
                 problem = None
@@ -140,9 +143,9 @@ class Foreground:
                 if problem is not None:
                     raise problem
 
-    async def only(self) -> AsyncGenerator[list[Event]]:
+    async def only(self, shortcut: Shortcut | None = None) -> AsyncGenerator[list[Event]]:
         """The events of a request's only task. Raises as `events` does."""
-        async with aclosing(self.events()) as batches:
+        async with aclosing(self.events(shortcut)) as batches:
             async for batch in batches:
                 yield [event for _, event in batch]
 
@@ -219,6 +222,12 @@ def stopping() -> Problem:
 
 async def merged(streams: Sequence[AsyncGenerator[list[Event]]]) -> AsyncGenerator[list[tuple[int, Event]]]:
     """Merge streams into batches of (stream's number, event), in order within a stream, until all end."""
+    if len(streams) == 1:  # its reader waits for it without a task for each batch
+        async with aclosing(streams[0]) as only:
+            async for fresh in only:
+                if fresh:
+                    yield [(0, event) for event in fresh]
+        return
     coming: dict[asyncio.Future[list[Event] | None], int] = {}
     try:
         for number, stream in enumerate(streams):

@@ -102,6 +102,37 @@ async def test_so_are_messages_of_too_many_bytes(a_hub: Hub) -> None:
     assert await subscription.take(1) == [half]
 
 
+async def test_messages_pass_a_waiting_reader_by_its_shortcut() -> None:
+    offered: list[bytes] = []
+
+    def shortcut(message: bytes) -> bool:
+        offered.append(message)
+        return message != b"not for it"
+
+    subscription = hub.Subscription(b"t", shortcut)
+    subscription.put(b"nobody waits")
+    assert await subscription.take(60) == [b"nobody waits"]
+    waiting = asyncio.create_task(subscription.take(60))
+    await asyncio.sleep(0)
+    for message in (b"1", b"2", b"not for it", b"behind that"):
+        subscription.put(message)
+    assert await waiting == [b"not for it", b"behind that"]
+    assert offered == [b"1", b"2", b"not for it"]
+
+
+async def test_what_passed_a_reader_is_no_silence() -> None:
+    subscription = hub.Subscription(b"t", lambda message: True)
+    waiting = asyncio.create_task(subscription.take(3600))
+    await asyncio.sleep(0)
+    subscription.put(b"1")
+    subscription._end_wait()  # as if the hour were over
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    subscription._end_wait()
+    assert await waiting is None
+
+
 async def test_a_server_that_says_nothing_is_left_for_a_new_connection(
     a_hub: Hub, valkey: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,9 +223,10 @@ class Failing:
 
     async def send_packed_command(self, commands: object) -> None: ...
 
-    async def read_response(self, disconnect_on_error: bool) -> object:
+    async def replies(self) -> AsyncIterator[list[Any]]:
         self.reads.set()
         await self.fail.wait()
+        yield []
         raise ConnectionError("told to")
 
 

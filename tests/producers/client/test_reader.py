@@ -56,7 +56,7 @@ def test_whatever_comes_on_the_two_ways_each_event_is_given_once_in_order(data: 
     written = 0
     pending: list[bytes] = []
     for _ in range(60):
-        match data.draw(st.sampled_from(["write", "lose", "deliver", "read", "again"])):
+        match data.draw(st.sampled_from(["write", "lose", "deliver", "pass", "read", "again"])):
             case "write" if written < len(events):
                 until = data.draw(st.integers(written + 1, len(events)))
                 pending.append(f"[{written},{','.join(map(entry, events[written:until]))}]".encode())
@@ -65,6 +65,10 @@ def test_whatever_comes_on_the_two_ways_each_event_is_given_once_in_order(data: 
                 pending.pop(data.draw(st.integers(0, len(pending) - 1)))
             case "deliver" if pending and not cursor.behind:
                 given_ += cursor.live(read_messages([pending.pop(0)]))
+            case "pass" if pending and not (cursor.behind or cursor.ended):
+                if (tokens := cursor.next_tokens(pending[0])) is not None:
+                    pending.pop(0)
+                    given_ += tokens
             case "again" if pending and not cursor.behind:
                 given_ += cursor.live(read_messages([pending[0]]))
             case "read":
@@ -84,6 +88,26 @@ def answer(cursor: Cursor, events: list[Event]) -> tuple[tuple[bytes, bytes | No
     end = b"completed" if events and isinstance(events[-1], End) else None
     found = [(f"{e.position + 1}-0".encode(), {b"e": entry(e).encode()}) for e in events[first:]]
     return (b"in_progress", end), read_entries(found), False
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b'[1,[0,1,7,"a"]]',  # a gap before it
+        b"[0]",
+        b'[0,[0,0,7,"a"],{"end":"completed","reasons":[],"usage":{},"error":null}]',
+        b'[0,[0,0,7,"a",[-0.5,[]]]]',
+        b'[0,[0,0,7,"a",null,"stop"]]',
+        b'[0,{"note":1}]',
+        b"[0,",
+        b"0",
+        b'[0,[0,0,7,"\xff"]]',
+    ],
+)
+def test_what_is_no_mere_token_that_comes_next_passes_no_reader(message: bytes) -> None:
+    cursor = Cursor("t", 0)
+    assert cursor.next_tokens(message) is None
+    assert cursor.position == 0
 
 
 def test_a_task_that_ends_before_the_start_ends_the_stream() -> None:

@@ -191,7 +191,7 @@ async def test_what_reads_a_requests_tasks_is_charged_to_its_caller() -> None:
     async def events() -> AsyncGenerator[list[Event]]:
         yield []
 
-    assert [batch async for batch in merged([events()])] == []
+    assert [batch async for batch in merged([events(), events()])] == []
     assert share.used > 0
 
 

@@ -33,7 +33,7 @@ from producers.contract.stream import End, Event, Token
 from producers.errors import TaskNotFound
 from producers.gateway.context import Gateway
 from producers.gateway.http.errors import Problem, problem_of
-from producers.gateway.http.sse import LiveStream
+from producers.gateway.http.sse import Direct, LiveStream
 from producers.gateway.openai.answer import run_by_weight, weight
 from producers.gateway.openai.logprobs import ChatLogprobs
 from producers.gateway.openai.parameters import in_callers_names
@@ -455,7 +455,8 @@ class ResponseStream(LiveStream):
         *,
         whole: bool = False,
     ) -> None:
-        batches = handle.batches() if foreground is None else foreground.only()
+        direct = Direct(self._tokens)
+        batches = handle.batches(shortcut=direct) if foreground is None else foreground.only(direct)
         settings = gateway.settings
         super().__init__(
             self._frames(batches, handle),
@@ -463,6 +464,7 @@ class ResponseStream(LiveStream):
             heartbeat=settings.heartbeat,
             stall=settings.stall,
             waits=partial(gateway.waits.text, handle.id, whole=whole) if foreground is None else foreground.waits,
+            direct=direct,
         )
         self._writer = writer
         self._foreground = foreground
@@ -491,6 +493,11 @@ class ResponseStream(LiveStream):
         problem_fields = {"code": problem.code, "message": problem.message, "param": problem.param}
         event = {"type": "error", "sequence_number": self._last_sent, **problem_fields}
         return f"event: error\ndata: {json.dumps(event)}\n\n".encode()
+
+    def _tokens(self, tokens: list[Token]) -> bytes:
+        chunk = self._writer.deltas(tokens)
+        self._last_sent = max(self._last_sent, self._writer.number - 1)
+        return chunk
 
     async def _frames(self, batches: AsyncGenerator[list[Event]], handle: AsyncHandle) -> AsyncGenerator[bytes]:
         async with aclosing(self._events(batches, handle)) as chunks:
