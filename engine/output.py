@@ -24,7 +24,7 @@ class StopMatcher:
     (amortised) whatever the length of the strings.
     """
 
-    __slots__ = ("_failures", "_first", "_included", "_states", "_stops", "_withheld")
+    __slots__ = ("_failures", "_included", "_states", "_stops", "first", "withheld")
 
     def __init__(self, stops: tuple[str, ...], included: bool = False) -> None:
         """`included`: whether the text keeps the stop string that ends it."""
@@ -32,28 +32,30 @@ class StopMatcher:
         self._included = included
         self._failures = [_failure(stop) for stop in stops]
         self._states = [0] * len(stops)
-        self._first = frozenset(stop[0] for stop in stops)
-        self._withheld = ""
+        #: The characters with which a stop string begins.
+        self.first = frozenset(stop[0] for stop in stops)
+        #: The text held back. While there is none, text without a character of `first` may go past `push`.
+        self.withheld = ""
 
     def push(self, text: str, armed: bool) -> tuple[str, str | None]:
         """Returns (text that is certain to stay, the completed stop string or None). Unless `armed`, nothing
         matches."""
-        if not self._withheld and self._first.isdisjoint(text):
+        if not self.withheld and self.first.isdisjoint(text):
             return text, None
-        before = len(self._withheld)
-        buffer = self._withheld + text
+        before = len(self.withheld)
+        buffer = self.withheld + text
         for end, char in enumerate(text, start=before + 1):
             match = self._advance(char)
             if match is not None and armed:
-                self._withheld = ""
+                self.withheld = ""
                 return buffer[: end if self._included else end - len(match)], match
         certain = len(buffer) - max(self._states)
-        self._withheld = buffer[certain:]
+        self.withheld = buffer[certain:]
         return buffer[:certain], None
 
     def flush(self) -> str:
         """Return the text held back, because no more text will come."""
-        text, self._withheld = self._withheld, ""
+        text, self.withheld = self.withheld, ""
         return text
 
     def _advance(self, char: str) -> str | None:
@@ -121,6 +123,19 @@ class OutputState:
         The piece of the last token carries all the text that was held back. A token that ends the output adds no text
         of its own. A form that is complete, so that nothing can follow, ends the output too.
         """
+        count = self.count + 1
+        if token_id in self.ends or count >= self.limit or self._matcher is not None:
+            return self._push_checked(token_id)
+        self.count = count
+        text = "" if self._detokenizer is None else self._detokenizer.push(token_id)
+        stops = self._stops
+        if stops is None or (not stops.withheld and stops.first.isdisjoint(text)):
+            return text, None, None
+        text, match = stops.push(text, count >= self._armed_from)
+        return text, None if match is None else "stop", match
+
+    def _push_checked(self, token_id: int) -> tuple[str, FinishReason | None, str | int | None]:
+        """`push` for a token that may be the last without a stop string."""
         ended = token_id in self.ends and self.count >= self._armed_from
         complete = self._matcher is not None and not ended and self._matcher.push(token_id)
         self.count += 1

@@ -115,6 +115,9 @@ class Sequence:
     """The token ids of each way to write each bad word."""
     matcher: Matcher | None = None
     """Follows the output, if it is to have a form."""
+    plain: bool = False
+    """Whether its decodes only need the text of their tokens: it has no form, no candidates of best_of, no scores of
+    its prompt, no drafts and no rope switch."""
     guessed: Guessed = field(default_factory=Guessed)
     """The acceptance of its draft tokens, if there were any."""
 

@@ -70,6 +70,9 @@ class Planner:
         below = TIERS  # only requests of a tier better than this are still admitted
         freely = True  # False: only by preempting others
         head = self.waiting.first(now)
+        if head is None and self._speculation is None:
+            position = self._decodes(step)
+            head = self.waiting.first(now)
         while position < len(running) or head is not None:
             waits = position == len(running) or (head is not None and head[0] < running[position].effective_tier)
             if waits and head is not None:
@@ -115,6 +118,34 @@ class Planner:
             reserved=max(0, step_tokens - self._ordinary_tokens),
             may_exclude=self._exclusive_credit >= EXCLUSIVE_INTERVAL,
         )
+
+    def _decodes(self, step: Step) -> int:
+        """Plan the decodes before the first other sequence while nothing waits, as `_advance` would, but for their
+        calls: most steps have nothing else. Returns the position of the first sequence that is not planned."""
+        rows, put = step.plan.rows, 0
+        room = step.unreserved
+        for position, seq in enumerate(self.running):
+            start = seq.computed
+            end = start + 1
+            if end != len(seq.tokens) or put >= room:
+                break
+            if end > seq.allocated:
+                step.spend(put)
+                room, put = room - put, 0
+                if not self._advance(seq, step):
+                    return position
+                room -= 1
+                continue
+            step.decodes[seq.effective_tier] -= 1
+            if end > seq.paid and seq.account is not None:
+                seq.account.served += (end - seq.paid) / seq.request.weight
+                seq.paid = end
+            rows.append(ScheduledSeq(seq, start, 1, True))
+            put += 1
+        else:
+            position = len(self.running)
+        step.spend(put)
+        return position
 
     def _advance(self, seq: Sequence, step: Step) -> bool:
         """Plan a running sequence. Returns False if blocks ran out and a sequence was preempted; then call it again.
@@ -391,6 +422,11 @@ class Step:
         self.plan.num_tokens += count
         samples = seq.computed + count == len(seq.tokens)
         self.plan.rows.append(ScheduledSeq(seq, seq.computed, count, samples, max_draft=max_draft))
+
+    def spend(self, tokens: int) -> None:
+        """Count tokens of rows that are in the plan already."""
+        self.budget -= tokens
+        self.plan.num_tokens += tokens
 
     def put_prompt(self, seq: Sequence, count: int) -> None:
         self.put(seq, count)

@@ -56,6 +56,21 @@ class SchedulerStats:
     """The number of those draft tokens that were accepted."""
 
 
+#: Looked up once: a step asks for each of its rows.
+_RUNNING = Status.RUNNING
+
+
+def _by_row(plan: StepPlan, sampled: list[Sampled]) -> list[Sampled | None] | list[Sampled]:
+    """The result of each row, None for one that does not sample. Raises EngineError if their number is wrong."""
+    expected = len([row for row in plan.rows if row.samples])
+    if len(sampled) != expected:
+        raise EngineError(f"{len(sampled)} tokens were sampled for a plan with {expected} sampling rows")
+    if expected == len(plan.rows):
+        return sampled
+    results = iter(sampled)
+    return [next(results) if row.samples else None for row in plan.rows]
+
+
 class Scheduler:
     """Schedules requests. Not thread-safe, except for `check`: one thread calls schedule and update in turn."""
 
@@ -135,6 +150,8 @@ class Scheduler:
         limit = self._limits.output_limit(request)
         matchers, request.matchers = request.matchers, []
         each = [matchers[choice] if params.forms else None for choice in range(group.unfinished)]
+        plain = group.scores is None and group.candidates is None and not params.forms
+        plain = plain and self.speculation is None and self._rope_switch is None
         return [
             Sequence(
                 request=request,
@@ -149,6 +166,7 @@ class Scheduler:
                 scores=group.scores,
                 bad_words=bad_words,
                 matcher=matcher,
+                plain=plain,
             )
             for choice, matcher in enumerate(each)
         ]
@@ -240,16 +258,44 @@ class Scheduler:
         aborted, has failed, or was ended by the step before, which was in flight then. A sequence preempted since then
         gets its token while it waits. Raises EngineError if the number of entries is not that of the sampling rows.
         """
-        expected = sum(row.samples for row in plan.rows)
-        if len(sampled) != expected:
-            raise EngineError(f"{len(sampled)} tokens were sampled for a plan with {expected} sampling rows")
+        results = _by_row(plan, sampled)
         self._planner.in_flight = frozenset()
         self._steps += 1
-        results = iter(sampled)
-        events = []
-        for row in plan.rows:
+        events: list[Event] = []
+        groups, tables, size, decoded = self._groups, self._tables, self._tables.block_size, 0
+        for row, result in zip(plan.rows, results, strict=True):
             seq = row.seq
-            result = next(results) if row.samples else None
+            if (
+                seq.plain
+                and row.count == 1
+                and result is not None
+                and row.start >= seq.prompt_len
+                and seq.status is _RUNNING
+                and result.error is None
+            ):
+                # A decode, as nearly all rows of most steps: what is below for it, without the calls.
+                seq.computed = computed = row.start + 1
+                if computed % size == 0:
+                    tables.register(seq)
+                token_id, output = result.token_id, seq.output
+                if seq.pending:
+                    seq.tokens[-1] = token_id
+                    seq.pending = False
+                else:
+                    seq.tokens.append(token_id)
+                decoded += 1
+                text, reason, match = output.push(token_id)
+                name = seq.request.id
+                group = groups[name]
+                if reason is not None:
+                    self._end(group, seq)
+                    events.append(group.event(seq, reason, match, (result,), (text,)))
+                    continue
+                logprobs = None if result.logprobs is None else [result.logprobs]
+                event = Event(name, seq.choice, output.count - 1, [token_id], [text], logprobs)
+                event.prompt_tokens, event.cached_tokens = seq.prompt_len, group.cached_tokens or 0
+                events.append(event)
+                continue
             if seq.status is Status.FINISHED:
                 continue
             group = self._groups[seq.request.id]
@@ -269,6 +315,7 @@ class Scheduler:
                 events += group.score(row)
             if result is not None:
                 events += self._extend(group, row, result, now)
+        self._generated_tokens += decoded
         return events
 
     def _extend(self, group: Group, row: ScheduledSeq, result: Sampled, now: float) -> list[Event]:

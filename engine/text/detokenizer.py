@@ -84,18 +84,26 @@ def byte_speller(tokenizer: Tokenizer, decoder: dict[str, Any] | None) -> Callab
 class ByteLevelDetokenizer:
     """Byte-level BPE (GPT-2, Llama 3, Qwen): a token is a run of bytes, and only joined tokens are valid UTF-8."""
 
-    __slots__ = ("_decode", "_table")
+    __slots__ = ("_decoder", "_held", "_table", "_texts")
 
     def __init__(self, table: _ByteTable) -> None:
         self._table = table
+        self._texts = table.texts
         # One U+FFFD for each maximal invalid part, like Rust's from_utf8_lossy (Unicode 3.9, table 3-8).
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        #: Whether the decoder holds the beginning of a character.
+        self._held = False
 
     def push(self, token_id: int) -> str:
-        return self._decode(self._table[token_id])
+        if not self._held and (text := self._texts[token_id]) is not None:  # nearly all: a dict knows them
+            return text
+        text = self._decoder.decode(self._table[token_id])
+        self._held = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
-        return self._decode(b"", True)
+        self._held = False
+        return self._decoder.decode(b"", True)
 
 
 class ByteFallbackDetokenizer:
@@ -120,6 +128,8 @@ class ByteFallbackDetokenizer:
         if isinstance(piece, int):
             self._run.append(piece)
             return ""
+        if not self._run and not self._strip_left:
+            return piece
         return self._stripped(self._end_run() + piece)
 
     def flush(self) -> str:
@@ -185,6 +195,8 @@ class _ByteTable(dict[int, bytes]):
     def __init__(self, token_of: Callable[[int], str | None]) -> None:
         super().__init__()
         self._token_of = token_of
+        #: The text of each token whose bytes are whole characters, else None.
+        self.texts = _TextTable(self)
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._token_of(token_id) or ""
@@ -195,6 +207,22 @@ class _ByteTable(dict[int, bytes]):
             data = token.encode("utf-8")
         self[token_id] = data
         return data
+
+
+class _TextTable(dict[int, "str | None"]):
+    """Maps token ids to text, or to None for bytes that are not whole characters. Filled on demand."""
+
+    def __init__(self, table: _ByteTable) -> None:
+        super().__init__()
+        self._table = table
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text: str | None = self._table[token_id].decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
 
 
 class _PieceTable(dict[int, "str | int | None"]):

@@ -43,15 +43,15 @@ def measure(sequences: int, steps: int, ahead: bool) -> dict[str, float]:
     plans, updates = [], []
     before: StepPlan | None = None
     for step in range(steps + 1):
-        start = time.perf_counter()
+        start = time.thread_time()
         if before is not None:
             scheduler.foresee(before, lambda seq: False)
         plan = scheduler.schedule(time.monotonic())
-        middle = time.perf_counter()
+        middle = time.thread_time()
         if plan is None or len(plan.rows) < sequences:
             raise RuntimeError("the sequences do not all run")
         sampled = [Sampled(rng.randint(0, draw)) for _ in plan.rows]
-        ready = time.perf_counter()
+        ready = time.thread_time()
         # The tokens are as good for the one as for the other.
         entered = before if ahead else plan
         if entered is not None:
@@ -59,7 +59,7 @@ def measure(sequences: int, steps: int, ahead: bool) -> dict[str, float]:
         before = plan if ahead else None
         if step:  # the first computes the prompts
             plans.append((middle - start) * 1e3)
-            updates.append((time.perf_counter() - ready) * 1e3)
+            updates.append((time.thread_time() - ready) * 1e3)
     both = [a + b for a, b in zip(plans, updates, strict=True)]
     return {
         "sequences": sequences,
