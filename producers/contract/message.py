@@ -36,6 +36,7 @@ _BODY: Final = base64.b64encode(json.dumps([[], {}, _NO_CALLBACKS]).encode()).de
 _REPLY_TO: Final = str(uuid.uuid4())
 #: Stands where a message's own values belong. No name of a queue contains it.
 _CUT: Final = "\0cut\0"
+_NUMBERS: Final = (int, float)
 BODY_HEADER: Final = "penstock_body"
 
 
@@ -146,7 +147,7 @@ def is_plain(headers: Mapping[str, Any]) -> bool:
     size = headers.get("penstock")
     if not isinstance(size, dict) or size.get("v") != 1:
         return True
-    return not all(isinstance(size.get(k), int | float) and not isinstance(size[k], bool) for k in ("n", "tokens"))
+    return type(size.get("n")) not in _NUMBERS or type(size.get("tokens")) not in _NUMBERS
 
 
 def task_headers(raw: bytes | str) -> dict[str, Any] | None:

@@ -59,7 +59,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from engine.params import MAX_CHOICES
@@ -76,6 +76,8 @@ STATUSES: Final = FINAL | {"submitting", "queued", "in_progress"}
 MAX_NUMBER: Final = 2**53
 #: Exceptions by which a field shows that it is none: no number, no JSON, of another shape, too deep.
 BROKEN: Final = (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError)
+#: Made once: `json.dumps` makes one for each call that is given separators.
+_ENCODER: Final = json.JSONEncoder(separators=(",", ":"))
 #: version "-" trace id "-" parent id "-" flags; a later version may add more after another "-".
 _TRACEPARENT: Final = re.compile(
     r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{0,200})?"
@@ -104,7 +106,7 @@ class Run:
 
     def script_argument(self, start: int) -> str:
         """The scripts' arguments: the start's number from 1, and the field's JSON. Empty for a start past MOST."""
-        return f"{start} {json.dumps(astuple(self), separators=(',', ':'))}" if 1 <= start <= MAX_RUNS else ""
+        return f"{start} {_ENCODER.encode([getattr(self, name) for name in _RUN])}" if 1 <= start <= MAX_RUNS else ""
 
     @classmethod
     def parse(cls, raw: str) -> Run:
@@ -119,6 +121,10 @@ class Run:
         return cls(str(owner), int(began), step, last, int(cached), int(preemptions), preemption_list, int(engine_us))
 
 
+#: The fields of a Run, in the order of its JSON.
+_RUN: Final = tuple(entry.name for entry in fields(Run))
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """A parsed record. Times are server milliseconds."""
@@ -129,12 +135,15 @@ class Record:
     @classmethod
     def parse(cls, task_id: str, raw: Mapping[Any, Any]) -> Record:
         """Raises BrokenRecord for a field that is not text."""
-        fields = {}
-        for name, value in raw.items():
-            field = name.decode(errors="backslashreplace") if isinstance(name, bytes) else name
-            with _named(task_id, field):
-                fields[field] = text(value)
-        return cls(task_id, fields)
+        texts: dict[str, str] = {}
+        field = ""
+        try:
+            for name, value in raw.items():
+                field = name.decode(errors="backslashreplace") if isinstance(name, bytes) else name
+                texts[field] = text(value)
+        except BROKEN as error:
+            raise BrokenRecord(task_id, field) from error
+        return cls(task_id, texts)
 
     @property
     def key(self) -> str:
@@ -246,11 +255,13 @@ class Record:
 
     def count(self, name: str, default: int | None = 0) -> int:
         """A number; the default if it is absent. Raises BrokenRecord if it is unreadable or above 2^53."""
-        with _named(self.id, name):
+        try:
             number = int(self.fields.get(name, default))  # type: ignore[arg-type]
-            if abs(number) > MAX_NUMBER:
-                raise ValueError
-            return number
+        except BROKEN as error:
+            raise BrokenRecord(self.id, name) from error
+        if abs(number) > MAX_NUMBER:
+            raise BrokenRecord(self.id, name)
+        return number
 
     def json(self, name: str) -> Any:
         """`reasons`, `usage`, `error`, `lost`, `metadata`, `shortened` or `webhook`; None where absent. Raises

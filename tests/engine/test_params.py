@@ -2,8 +2,18 @@ from __future__ import annotations
 
 import pytest
 
+from engine.config import EngineConfig
+from engine.declared import declared
 from engine.errors import RequestError
 from engine.params import SamplingParams
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, EngineConfig])
+def test_the_defaults_are_within_their_bounds(kind: type) -> None:
+    """They are not checked again for each request."""
+    for name, declaration in declared(kind).items():
+        if declaration.default is not None:
+            assert declaration.bound.check(name, declaration.default) == declaration.default
 
 
 def test_lists_become_tuples_and_defaults_stand():

@@ -337,7 +337,7 @@ def _refusal(delivery: Delivery, exc: RequestError | InvalidTask) -> str:
 
 
 def _begun(fields: Mapping[str, str]) -> bool:
-    return any(name.startswith("next:") for name in fields)
+    return "next:" in " ".join(fields)  # some twenty names; a stream that is read in vain does no harm
 
 
 def _read(task_id: str, answer: Any) -> Claimed | Exception:
