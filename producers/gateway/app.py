@@ -112,7 +112,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     prices = None if settings.prices is None else Prices.read(Path(settings.prices))
     bounds = StreamBounds(settings.max_streams, settings.max_streams_per_tenant)
     streams, fair_share = Streams(bounds.within(settings.most_connections)), FairShare()
-    figures = Metrics(streams.open)
+    figures = Metrics(streams.open, settings.process)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:

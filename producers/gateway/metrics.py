@@ -112,6 +112,8 @@ FIGURES: Final = (
     ("knee", "Sequences at once from which on more of them raise a worker's throughput little.", "knee"),
     ("tokens_per_second", "Tokens a second that one worker makes at its knee.", "tokens_per_s"),
 )
+#: Beginnings of the names of a gateway process's own families.
+OWN: Final = ("penstock_gateway_", "penstock_build", "process_")
 router = APIRouter(tags=["health"])
 #: Latency buckets (s), fine in the range that an interactive caller notices.
 BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -278,9 +280,11 @@ def server_metrics(servers: Mapping[str, Storage]) -> Iterator[Metric]:
 
 
 class Metrics:
-    """One gateway's figures. `open_streams` returns the number of open streams of a kind."""
+    """One gateway's figures. `open_streams` returns the number of open streams of a kind. `process`: the label of its
+    own figures, where several processes answer on one socket: each series is one process's, and only grows."""
 
-    def __init__(self, open_streams: Callable[[Stream], int]) -> None:
+    def __init__(self, open_streams: Callable[[Stream], int], process: str = "") -> None:
+        self._process = process
         self.registry = CollectorRegistry()
         self.fleet: Fleet | None = None
         self.waiting: Mapping[str, Mapping[str, int]] = {}
@@ -306,6 +310,15 @@ class Metrics:
         text = "1; its label `release` names this gateway's release of Penstock."
         Info("penstock_build", text, registry=self.registry).info({"release": release()})
         self.registry.register(_FleetCollector(self))
+
+    def collect(self) -> Iterator[Metric]:
+        """All families. For `generate_latest`."""
+        for metric in self.registry.collect():
+            if self._process and metric.name.startswith(OWN):
+                metric.samples = [
+                    each._replace(labels={**each.labels, "process": self._process}) for each in metric.samples
+                ]
+            yield metric
 
     def connections(self, count: Callable[[], int]) -> None:
         """Report a server's open connections, from now on, as `count` gives them."""
@@ -363,7 +376,7 @@ async def metrics(request: Request) -> Response:
             figures.storage = await read_servers(gateway.client)
     except FAILURES:
         figures.fleet, figures.waiting, figures.overload, figures.storage = None, {}, {}, {}
-    return Response(generate_latest(figures.registry), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(figures), media_type=CONTENT_TYPE_LATEST)
 
 
 async def read_servers(client: AsyncClient) -> dict[str, Storage]:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import signal
 import socket
+from collections.abc import Callable
 from types import FrameType
 from typing import Final
 
@@ -35,11 +36,19 @@ class _Server(uvicorn.Server):
     The second signal ends them.
     """
 
-    def __init__(self, config: uvicorn.Config, streams: Streams, drain: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, streams: Streams, drain: float, ready: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(config)
+        self._ready = ready
         self._streams = streams
         self._drain = drain
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -52,12 +61,13 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def serve(settings: GatewaySettings, listener: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT. The socket is closed then. Raises what `create_app` does."""
+def serve(settings: GatewaySettings, listener: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
+    """Serve until SIGTERM or SIGINT. The socket is closed then. `ready`: called once it serves. Raises what
+    `create_app` does."""
     app = create_app(settings)
     bound(listener, settings)
     config = configured(app, settings)
-    server = _Server(config, app.state.streams, settings.drain)
+    server = _Server(config, app.state.streams, settings.drain, ready)
     for sig in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sig, _stopped)  # uvicorn re-raises signals at its end, which would set the exit status
     build_routes(app)

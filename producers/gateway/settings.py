@@ -90,6 +90,8 @@ class GatewaySettings:
     """Addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto count, or `*`. Empty: none."""
     awaited: tuple[str, ...] = ()
     """Models that must be published, or have been served, before the gateway reports itself ready."""
+    process: str = ""
+    """This process's name among several on one socket, a label of its own figures; empty: it is the only one."""
     sweep: bool = True
     """Whether this process also sends recorded but unsent tasks, and cancels tasks of lost readers."""
 

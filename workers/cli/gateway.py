@@ -1,4 +1,5 @@
-"""`penstock gateway`: one process that serves the HTTP API. Whether it asks for API keys:
+"""`penstock gateway`: serves the HTTP API, by one process or several (`--processes`), which have the socket in common
+and are supervised by this one. Whether it asks for API keys:
 
 --auth      on loopback      on any other address
 unset       none             keys
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import signal
 import socket
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import typer
 
@@ -27,13 +29,20 @@ from workers.cli.options import (
     SecretsKey,
     Store,
     WebhookAllow,
+    as_arguments,
+    as_environment,
     finite,
     origins,
     proxies,
 )
 from workers.cli.servers import look_at_files, look_at_servers, open_port, set_up_logging, store_of, use_secrets_key
+from workers.cli.terminal import relayed
+from workers.processes import PENSTOCK
+from workers.processes.notify import notify_ready
 
 Auth = Literal["keys", "none"]
+#: Most processes of one gateway.
+MAX_PROCESSES: Final = 64
 
 
 def _checked_auth(auth: str | None) -> str | None:
@@ -64,10 +73,20 @@ app = Commands("Processes", PROCESS_STATUS)
 
 @app.shown("penstock gateway --broker redis://10.0.0.5:6379/0 --host 0.0.0.0 --port 8000")
 def gateway(
+    context: typer.Context,
     broker: Broker,
     store: Store = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Port = 8000,
+    processes: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MAX_PROCESSES,
+            help="Serve by so many processes, each on a core. All take callers from one socket, and one that ends is "
+            "started again. The bounds on connections and streams are each one's own.",
+        ),
+    ] = 1,
     drain_timeout: Annotated[
         float, typer.Option(min=0, callback=finite, help="Seconds that open streams may go on after SIGTERM.")
     ] = 30.0,
@@ -180,8 +199,11 @@ def gateway(
     ] = None,
     log_level: LogLevel = "info",
     fd: Annotated[int | None, typer.Option(hidden=True, help="File descriptor of a listening socket.")] = None,
+    process: Annotated[str, typer.Option(hidden=True, help="This one's name among several.")] = "",
 ) -> None:
     """Serve the HTTP API: OpenAI's endpoints, tasks and metrics."""
+    if processes > 1:
+        raise typer.Exit(_several(context, processes, fd, drain_timeout))
     with needs("gateway"):
         from producers.gateway import GatewaySettings, serve
     set_up_logging(log_level)
@@ -220,11 +242,43 @@ def gateway(
         max_idempotency_keys=max_idempotency_keys,
         webhook_allow=tuple(webhook_allow or ()),
         prices=None if prices is None else str(prices),
+        process=process,
     )
     with refusing(ValueError):
         look_at_servers(broker, store)
         look_at_files(settings.files_dir)
-        serve(settings, listener)
+        serve(settings, listener, notify_ready)
+
+
+def _several(context: typer.Context, processes: int, fd: int | None, drain: float) -> int:
+    """Run this command in several processes, with the other options unchanged. Returns the exit status.
+
+    Callers that wait to be taken wait on the socket, which this process keeps: they lose nothing while a process is
+    started again.
+    """
+    import asyncio
+
+    from workers.cli.supervised import Kind, supervise
+    from workers.processes.supervisor import Program
+
+    values = context.params
+    listener = socket.socket(fileno=fd) if fd is not None else open_port(values["host"], values["port"], listens=False)
+    effective_auth(values["auth"], values["insecure"], listener.getsockname()[0])  # before processes are started
+    argv = [*PENSTOCK, str(context.info_name), *as_arguments(context, without=("host", "port", "processes", "fd"))]
+    number = listener.fileno()
+    programs = [
+        Program(
+            f"gateway.{k}",
+            [*argv, "--fd", str(number), "--process", str(k)],
+            as_environment(context),
+            pass_fds=(number,),
+            last=signal.SIGTERM,
+        )
+        for k in range(1, processes + 1)
+    ]
+    # Once all are to stop, nobody is to wait on the socket.
+    kind = Kind("gateway", signal.SIGTERM, "end their streams, and stop", returns=True, stopping=listener.close)
+    return asyncio.run(supervise(programs, relayed, drain, kind))
 
 
 def is_loopback(host: str) -> bool:

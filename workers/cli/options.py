@@ -384,3 +384,10 @@ def as_arguments(context: typer.Context, *, only: Sequence[str] = (), without: S
             for item in value if isinstance(value, list) else [value]:
                 argv += [option.opts[0]] if item is True else [option.opts[0], str(item)]
     return argv
+
+
+def as_environment(context: typer.Context) -> dict[str, str]:
+    """The options that environment variables carry, by variable: servers' URLs may hold passwords, so they stay off
+    other processes' command lines."""
+    values = {option.envvar: context.params.get(str(option.name)) for option in context.command.params}
+    return {name: str(value) for name, value in values.items() if isinstance(name, str) and value is not None}

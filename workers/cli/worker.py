@@ -26,6 +26,7 @@ from workers.cli.options import (
     ModelOption,
     Store,
     as_arguments,
+    as_environment,
     check_spot,
     checked_location,
     finite,
@@ -167,7 +168,8 @@ def _one_for_each(context: typer.Context, selection: str, name: str | None, drai
     import os
 
     from engine.execution.threads import threads_of_each
-    from workers.cli.gpus import choose, gpus_here, programs, supervise
+    from workers.cli.gpus import choose, gpus_here, programs
+    from workers.cli.supervised import supervise
 
     if context.params["device"] == "cpu":
         raise Failure("--gpus goes with --device cuda, not with cpu")
@@ -181,14 +183,8 @@ def _one_for_each(context: typer.Context, selection: str, name: str | None, drai
     argv += ["--device", "cuda"]
     if context.params["threads"] is None:
         argv += ["--threads", str(threads_of_each(len(gpus)))]
-    each = programs(gpus, argv, _urls(context), name or f"{socket.gethostname()}.{os.getpid()}", ports)
+    each = programs(gpus, argv, as_environment(context), name or f"{socket.gethostname()}.{os.getpid()}", ports)
     return asyncio.run(supervise(each, relayed, drain))
-
-
-def _urls(context: typer.Context) -> dict[str, str]:
-    """The servers' URLs by environment variable. They may hold passwords, so they stay off the command line."""
-    values = {option.envvar: context.params.get(str(option.name)) for option in context.command.params}
-    return {name: str(value) for name, value in values.items() if isinstance(name, str) and value is not None}
 
 
 @drain_app.shown("penstock drain --timeout 60")

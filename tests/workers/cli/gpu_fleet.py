@@ -6,8 +6,8 @@ import asyncio
 import json
 import sys
 
-from workers.cli import gpus as gpu_workers
-from workers.cli.gpus import Chosen, programs, supervise
+from workers.cli import supervised
+from workers.cli.gpus import Chosen, programs
 from workers.processes.supervisor import Program
 
 #: As tests.processes.Worker starts one, but by the command line that `programs` adds the name to.
@@ -33,6 +33,6 @@ def say(name: str, line: str) -> None:
 
 
 if __name__ == "__main__":
-    gpu_workers.HAND_BACK_S = 60.0  # type: ignore[misc] # on a machine that is busy
+    supervised.HAND_BACK_S = 60.0  # type: ignore[misc] # on a machine that is busy
     url, labels, drain = sys.argv[1], sys.argv[2].split(","), float(sys.argv[3])
-    sys.exit(asyncio.run(supervise(fleet(url, labels, drain), say, drain)))
+    sys.exit(asyncio.run(supervised.supervise(fleet(url, labels, drain), say, drain)))

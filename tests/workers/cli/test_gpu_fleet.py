@@ -24,8 +24,7 @@ from producers.contract import keys
 from tests.processes import ROOT, fill
 from tests.waiting import until
 from tests.workers.cli.running_up import lives
-from workers.cli import gpus as gpu_workers
-from workers.cli.gpus import supervise
+from workers.cli import supervised
 from workers.processes import notify as readinesses
 from workers.processes import supervisor
 from workers.processes.notify import Readiness, notify_lease, notify_ready
@@ -55,7 +54,7 @@ class Running:
 
     def __init__(self, *programs: Program, drain: float = 100.0) -> None:
         self.said: list[tuple[str, str]] = []
-        self.task = asyncio.create_task(supervise(programs, lambda *line: self.said.append(line), drain))
+        self.task = asyncio.create_task(supervised.supervise(programs, lambda *line: self.said.append(line), drain))
 
     async def says(self, name: str, pattern: str, times: int = 1) -> str:
         async with asyncio.timeout(60):
@@ -101,7 +100,7 @@ class TestStop:
         assert await running.status(signal.SIGTERM) == 0
 
     async def test_a_second_signal_hastens_and_a_third_kills(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gpu_workers, "HAND_BACK_S", 100.0)
+        monkeypatch.setattr(supervised, "HAND_BACK_S", 100.0)
         handing_back = STUBBORN.replace("while True", "signal.signal(signal.SIGQUIT, signal.SIG_IGN)\nwhile True")
         running = Running(program("gpu0", STUBBORN), program("gpu1", handing_back))
         for name in ("gpu0", "gpu1"):
@@ -115,7 +114,7 @@ class TestStop:
         assert ("worker", "SIGTERM again: killing the workers") in running.said
 
     async def test_that_is_not_heeded_in_time_kills(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gpu_workers, "HAND_BACK_S", 0.1)
+        monkeypatch.setattr(supervised, "HAND_BACK_S", 0.1)
         running = Running(program("gpu0", STUBBORN), drain=0.1)
         await running.says("gpu0", "serves")
         assert await running.status(signal.SIGTERM) == 130
@@ -147,7 +146,7 @@ class TestDeath:
 
     async def test_after_a_good_while_is_the_first_again(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(supervisor, "WELL_S", 0.0)  # any while after it was heard is a good one
-        monkeypatch.setattr(gpu_workers, "MOST_DEATHS", 2)
+        monkeypatch.setattr(supervised, "MOST_DEATHS", 2)
         die = tmp_path / "die"
         running = Running(program("gpu0", f"{SERVES}    if os.path.exists({str(die)!r}): sys.exit(3)\n", "0"))
         for time in range(1, 5):

@@ -175,7 +175,7 @@ class TestWorkerCommand:
             given.extend(each)
             return 3
 
-        monkeypatch.setattr("workers.cli.gpus.supervise", supervise)
+        monkeypatch.setattr("workers.cli.supervised.supervise", supervise)
         return given
 
     def test_says_to_each_what_it_was_told_but_for_gpu_and_name(
