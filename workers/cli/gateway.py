@@ -38,7 +38,6 @@ from workers.cli.options import (
 from workers.cli.servers import look_at_files, look_at_servers, open_port, set_up_logging, store_of, use_secrets_key
 from workers.cli.terminal import relayed
 from workers.processes import PENSTOCK
-from workers.processes.notify import notify_ready
 
 Auth = Literal["keys", "none"]
 #: Most processes of one gateway.
@@ -206,6 +205,7 @@ def gateway(
         raise typer.Exit(_several(context, processes, fd, drain_timeout))
     with needs("gateway"):
         from producers.gateway import GatewaySettings, serve
+        from workers.processes.notify import notify_ready
     set_up_logging(log_level)
     use_secrets_key(secrets_key)
     listener = socket.socket(fileno=fd) if fd is not None else open_port(host, port, listens=False)

@@ -185,7 +185,11 @@ class Chunks:
 
     def of(self, choice: dict[str, Any]) -> bytes:
         """Returns the chunk of a choice."""
-        return f'data: {self._begin}, "choices": [{json.dumps(choice)}]{self._tail(choice["index"])}\n\n'.encode()
+        return self.around(choice["index"], json.dumps(choice))
+
+    def around(self, index: int, choice: str) -> bytes:
+        """Returns the chunk of a choice. `choice`: its JSON."""
+        return f'data: {self._begin}, "choices": [{choice}]{self._tail(index)}\n\n'.encode()
 
     def alike(self, indexes: Iterable[int], remainder: str) -> Iterator[bytes]:
         """Equal chunks for several choices. `remainder`: their JSON after the index."""
