@@ -118,6 +118,7 @@ class Child:
         self._ending: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._ordered: signal.Signals | None = None
+        self._spawning = False
         self._readiness: Readiness | None = None
         self.keeper: asyncio.Task[int] | None = None
 
@@ -176,7 +177,8 @@ class Child:
     def _serves(self, status: str = "") -> None:
         self.served, self.status = True, status
         self._serves_since = time.monotonic()
-        self.on_serve()
+        if not self._spawning:
+            self.on_serve()
 
     def _leased(self, lease: str, sender: int | None) -> None:
         """Note a lease of the current process: not of another, which may live on."""
@@ -257,15 +259,19 @@ class Child:
     async def _spawn(self) -> None:
         self._serves_since, self.output = None, deque(maxlen=LINES)
         ours, theirs = os.pipe()
+        self._spawning = True
         try:
             self.process = await self._from_standby(theirs) or await self._execute(theirs)
         except BaseException:
             os.close(ours)
             raise
         finally:
+            self._spawning = False
             os.close(theirs)
         if not self.program.notifies:
             self._serves()
+        elif self._serves_since is not None:  # it said so before its process was known here
+            self.on_serve()
         relay = asyncio.create_task(self._relay(ours, self.output))
         self._relays.add(relay)
         relay.add_done_callback(self._relays.discard)

@@ -70,7 +70,7 @@ def _of_compose(path: Path) -> Iterator[Process]:
             yield Process(
                 "compose",
                 name,
-                service["command"],
+                shlex.split(command) if isinstance(command := service["command"], str) else command,
                 folders={*mounts, *service["tmpfs"], *secrets},
                 environment=service["environment"],
                 ports={int(port.rpartition(":")[2]) for port in service.get("ports", ())},

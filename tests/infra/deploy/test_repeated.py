@@ -490,7 +490,7 @@ WRONG: dict[str, tuple[Check, str, str, str, str]] = {
         "TasksPerWorker is 8",
     ),
     "a rule that is gone": (scaling, ECS, "start_limit=900", "start_limits=900", "start_limits"),
-    "another cool-down": (scaling, COMPOSE, '--cool-down, "300"', '--cool-down, "30"', "cool-down is 30 s"),
+    "another cool-down": (scaling, COMPOSE, "--cool-down 300", "--cool-down 30", "cool-down is 30 s"),
     "more workers": (most_workers, "infra/aws/ec2-gpu.yaml", "Default: 4", "Default: 5", "differ"),
     "a queue of nobody": (queues, "infra/aws/ecs-cloudwatch.yaml", "}-flex", "}-slow", "it counts"),
     "a model of nobody": (models, "infra/compose/example.env", "MODEL=tiny", "MODEL=small", "is called small"),

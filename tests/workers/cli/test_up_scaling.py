@@ -18,10 +18,10 @@ from workers.cli.client import Gateway
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-#: Streams at a time: far more than one worker runs.
-STREAMS = 10
+#: Streams at a time: far more than one worker runs, and more than it does in the 2 s that a task may wait.
+STREAMS = 24
 #: Tokens of short and of long tasks.
-SHORT, LONG = 40, 200
+SHORT, LONG = 40, 900
 
 
 def stream(gateway: Gateway, seed: int, tokens: int) -> list[dict[str, Any]]:
@@ -32,7 +32,7 @@ def stream(gateway: Gateway, seed: int, tokens: int) -> list[dict[str, Any]]:
 
 def test_workers_come_with_the_tasks_and_go_without_them(up: Callable[..., Up]) -> None:
     # The drain is short: workers that end under load hand tasks back, and their streams go on elsewhere.
-    system = up("--min", "0", "--max", "2", "--cool-down", "1", "--drain-timeout", "0.1", "--max-num-seqs", "2")
+    system = up("--min", "0", "--max", "2", "--cool-down", "1", "--drain-timeout", "0.1", "--max-num-seqs", "1")
     gateway = system.wait_ready()
     until(lambda: "stops it." in system.out)
     assert "workers 0 now; up to 2" in system.out
