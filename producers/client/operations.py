@@ -145,14 +145,17 @@ def submit_as(
     patience_s: float,
     more: Mapping[str, str | int] = TASK,
     kept_s: int = idempotency.KEPT_S,
+    *,
+    withdrawn: bool = False,
 ) -> Steps[str | None]:
     """Submit the task of an idempotency entry, once. Returns the task's id; None if the entry has another digest.
 
-    `name`: the entry's key in the store, kept for `kept_s` seconds. Raises as `submit`.
+    `name`: the entry's key in the store, kept for `kept_s` seconds. `withdrawn`, errors: as of `submit`.
     """
     try:
         try:
-            task.check((yield from directory.find(task.model, patience_s)).card)  # a refused task takes no key
+            model = yield from directory.find(task.model, patience_s, withdrawn=withdrawn)
+            task.check(model.card)  # a refused task takes no key
         except UnknownModel:  # nobody serves it any more: an earlier call with the key may have submitted the task
             made = idempotency.made_id(digest, (yield from persistently(Read(idempotency.look(name)), patience_s)))
             if made is None:
@@ -167,7 +170,8 @@ def submit_as(
     if entry.state == "made":
         return entry.id
     try:
-        yield from submit(directory, task, entry.id, patience_s, {**more, "idempotency": entry.name})
+        record_fields = {**more, "idempotency": entry.name}
+        yield from submit(directory, task, entry.id, patience_s, record_fields, withdrawn=withdrawn)
     except TaskErased:  # nothing of the request may stay, not even its digest
         yield from persistently(Read((("UNLINK", entry.name),)), patience_s)
         raise

@@ -90,8 +90,6 @@ class Directory:
     def __init__(self, *, ordered: bool = False) -> None:
         self._models: dict[str, ResolvedModel] = {}
         self._ordered = ordered
-        self.finds_withdrawn = False
-        """Whether models that nobody serves are found, too: for tasks that were accepted elsewhere, and wait anyway."""
 
     def check(self, task: Task) -> None:
         """Raise InvalidTask if the task needs a feature that the broker lacks."""
@@ -105,14 +103,14 @@ class Directory:
 
     def find(self, model: str, patience_s: float, *, withdrawn: bool = False) -> Steps[ResolvedModel]:
         """Look a model up. Raises UnknownModel, which names the models that take tasks, also for a withdrawn one
-        unless `withdrawn`, for a task that was made before; redis.RedisError or OSError."""
+        unless `withdrawn`, for a task that was accepted before and waits anyway; redis.RedisError or OSError."""
         resolved = self._models.get(model)
         if resolved is not None and time.monotonic() - resolved.read_at < FRESH_S:
             return resolved
         commands = (("TIME",), ("HGET", keys.MODELS, model), ("HVALS", keys.POOLS))
         now, card, pools = yield from persistently(Read(commands), patience_s)
         read = None if card is None else json.loads(card)
-        hidden = read is not None and "withdrawn" in read and not self.finds_withdrawn
+        hidden = read is not None and "withdrawn" in read
         if read is None or hidden:
             self._models.pop(model, None)
         if read is None or (hidden and not withdrawn):
@@ -146,13 +144,16 @@ def submit(
     charge: Charge | None = None,
     room: Room | None = None,
     resolved: ResolvedModel | None = None,
+    *,
+    withdrawn: bool = False,
 ) -> Steps[str]:
     """Queue the task and return its id. Raises InvalidTask, UnknownModel, TaskExists, LimitReached, QueueFull,
     SubmitFailed.
 
     `more`: fields of its record beside those of the task itself. `charge`: the accounts that it is charged to. `room`:
     its bounds on waiting tasks. `resolved`: the model as the caller found it, if the prompt was made for its version;
-    no other version gets the task.
+    no other version gets the task. `withdrawn`: the task may wait for a model that nobody serves, as of
+    `Directory.find`.
     Raises TokenizerChanged, too, if `more` has the `encoding` of token ids that the task takes from an earlier one.
     """
     if task_id is not None and (type(task_id) is not str or not TASK_ID.fullmatch(task_id)):
@@ -164,7 +165,7 @@ def submit(
         if resolved is not None and time.monotonic() - resolved.read_at < FRESH_S + PREPARED_S:
             current = resolved
         else:
-            current = yield from directory.find(task.model, patience_s)
+            current = yield from directory.find(task.model, patience_s, withdrawn=withdrawn)
     except FAILURES as error:
         response = "did not answer" if lost(error) else "refused"
         raise failed(f"The store {response}, nothing was queued", error) from error

@@ -39,18 +39,6 @@ def servers(broker: str | None, store: str | None) -> tuple[str, str]:
     return broker, store_of(broker, store)
 
 
-def the_store(store: str | None, data_dir: Path | None) -> str:
-    """The store's URL, for callers without a broker: `store`, else that of the data directory, else as of `servers`.
-
-    Raises ValueError if there is none, or both are given.
-    """
-    if store is not None and data_dir is not None:
-        raise ValueError("give the store's URL or a data directory, not both")
-    if data_dir is not None:
-        return _server_in(data_dir)
-    return store or os.environ.get("STORE_URL") or servers(None, None)[1]
-
-
 def store_of(broker: str, store: str | None) -> str:
     """The store's URL: `store`, else the broker's. Raises ValueError if that keeps no records."""
     from producers.connection.connect import SCHEMES, shown

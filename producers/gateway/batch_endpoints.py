@@ -82,7 +82,7 @@ class LineEndpoints:
         models: dict[str, ResolvedModel | UnknownModel] = {}
         for model in {str(body["model"]) for body in bodies}:
             try:
-                models[model] = await self._client.resolve(model)
+                models[model] = await self._client.resolve(model, withdrawn=True)  # the batch was begun
             except UnknownModel as error:
                 models[model] = error
         accounts = await self._accounts(principal.key, tenant)
@@ -193,7 +193,7 @@ class LineEndpoints:
         """The model's tokenizer, or the error of all answers that need it; None if the model has another tokenizer by
         now than that of its finished lines, whose log probabilities are left out then."""
         try:
-            resolved = await self._client.resolve(model)
+            resolved = await self._client.resolve(model, withdrawn=True)
             return await self._prompts.tokenizer(resolved.card) if resolved.reads(encoding) else None
         except (PenstockError, Problem) as error:
             return _refused(error)

@@ -203,8 +203,9 @@ class Schedule(Source):
 
     async def _task(self, time: int) -> str:
         task, task_id = Task.parse(self._settings.task), f"{self.name}-{stamp(time)}"
+        client = self._client
         steps = submit_as(
-            self._client.directory, task, self._entry(time), "", task_id, self._client.patience, kept_s=KEPT_S
+            client.directory, task, self._entry(time), "", task_id, client.patience, kept_s=KEPT_S, withdrawn=True
         )
         return await self._client.run(steps) or task_id
 

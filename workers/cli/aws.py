@@ -10,7 +10,8 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 from urllib.parse import urlsplit
 
@@ -18,7 +19,8 @@ import typer
 
 from workers.cli.commands import Commands
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure, needs
-from workers.cli.options import MODEL, Json, complete_model, find_models
+from workers.cli.options import MODEL, Broker, DataDir, Json, Store, complete_model, find_models
+from workers.cli.servers import addresses
 from workers.cli.terminal import say
 from workers.errors import Refused
 
@@ -31,17 +33,6 @@ if TYPE_CHECKING:
     from producers.broker.sqs.specs import Encryption
     from producers.store.blobs.bucket import Bucket
 
-Broker = Annotated[
-    str, typer.Option(envvar="BROKER_URL", help="SQS: sqs://REGION?prefix=pen-, as the processes get it.")
-]
-Store = Annotated[
-    str | None,
-    typer.Option(
-        envvar="STORE_URL",
-        help="The Redis or Valkey server of the system; the queues' URLs are written there. Unset: processes find the "
-        "queues by their names.",
-    ),
-]
 Model = Annotated[
     list[str] | None,
     typer.Option(help=f"{MODEL} NAME@VERSION needs no files. May be repeated.", autocompletion=complete_model),
@@ -82,8 +73,9 @@ app = Commands("Operations", OPERATOR_STATUS, "aws", "AWS: queues, bucket and pe
 
 @app.shown(f"penstock aws setup {_URL} --store redis://10.0.0.5:6379/0 --model tiny")
 def setup(
-    broker: Broker,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
     model: Model = None,
     predefined: Predefined = None,
     bucket: BucketName = None,
@@ -96,11 +88,12 @@ def setup(
 ) -> None:
     """Make the queues of models, and a bucket; correct those that exist. It may be run again at any time.
 
+    The queues' URLs are written into the store, if there is one; else processes find the queues by their names.
     Exit status 1: something is wrong that this command cannot change.
     """
     from producers.aws.account import provide
 
-    with _opened(broker, store) as (address, server):
+    with _opened(broker, store, data_dir) as (address, server):
         required = _needs_of(address, server, model, predefined, bucket, inbox, kms_key, sse, tag)
         findings = provide(required, server, apply=not dry_run)
     _show(findings, applied=not dry_run, as_json=as_json)
@@ -110,8 +103,9 @@ def setup(
 
 @app.shown(f"penstock aws check {_URL} --store redis://10.0.0.5:6379/0 --model tiny --role worker")
 def check(
-    broker: Broker,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
     model: Model = None,
     predefined: Predefined = None,
     bucket: BucketName = None,
@@ -131,7 +125,7 @@ def check(
     """
     from producers.aws.account import probe, provide
 
-    with _opened(broker, store) as (address, server):
+    with _opened(broker, store, data_dir) as (address, server):
         required = _needs_of(address, server, model, predefined, bucket, inbox, None, None, None)
         if role is not None and server is None:
             raise Failure("--role needs --store: the process finds its queues there")
@@ -144,7 +138,8 @@ def check(
 @app.shown(f"penstock aws policy worker {_URL} --files-dir s3://my-bucket/files")
 def policy(
     role: Annotated[str, typer.Argument(help="producer, gateway, worker, sweeper, sources, autoscaler or setup.")],
-    broker: Broker,
+    broker: Broker = None,
+    data_dir: DataDir = None,
     files_dir: Annotated[
         str | None, typer.Option(envvar="FILES_DIR", help="Where files are: s3://BUCKET/PREFIX.")
     ] = None,
@@ -183,6 +178,7 @@ def policy(
 
     if role not in ROLES:
         raise Failure(f"no process is called {role!r}; there are {', '.join(ROLES)}")
+    broker, _ = _servers(broker, None, data_dir)
     with _failing(broker):
         address = read(broker)
         account = account or address.account or own_account(address)
@@ -204,8 +200,9 @@ def policy(
 
 @app.shown(f"penstock aws template {_URL} --model tiny --bucket my-bucket --inbox")
 def template(
-    broker: Broker,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
     model: Model = None,
     bucket: BucketName = None,
     inbox: Inbox = False,
@@ -215,7 +212,7 @@ def template(
     """Print a CloudFormation template of what `aws setup` makes, with a role for each process. AWS is not asked."""
     from producers.aws.template import Template
 
-    with _opened(broker, store) as (address, server):
+    with _opened(broker, store, data_dir) as (address, server):
         required = _needs_of(address, server, model, None, bucket, inbox, kms_key, None, tag)
     rendered = Template(
         required.address, required.models, required.bucket, required.inbox, required.encryption, required.tags
@@ -223,14 +220,26 @@ def template(
     typer.echo(str(rendered), nl=False)
 
 
+def _servers(broker: str | None, store: str | None, data_dir: Path | None) -> tuple[str, str | None]:
+    """URLs of broker and store, as `addresses` finds them. Without a store these commands work, too: None."""
+    from producers.connection.local import servers
+
+    if broker is not None and store is None and data_dir is None:
+        with suppress(ValueError):
+            return servers(broker, None)
+        return broker, None
+    return addresses(broker, store, data_dir)
+
+
 @contextmanager
-def _opened(broker: str, store: str | None) -> Iterator[tuple[Address, Redis | None]]:
-    """The broker's address, and a client of the store, if one is given. Errors within it raise Failure."""
+def _opened(broker: str | None, store: str | None, data_dir: Path | None) -> Iterator[tuple[Address, Redis | None]]:
+    """The broker's address, and a client of the store, if there is one. Errors within it raise Failure."""
     from contextlib import closing
 
     from producers.broker.sqs.address import read
     from producers.connection.connect import connect
 
+    broker, store = _servers(broker, store, data_dir)
     with _failing(broker):
         address = read(broker)
         if store is None:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from producers.connection.local import FILES_DIR
 from workers.cli.commands import Commands
 from workers.cli.exits import PROCESS_STATUS, Exit, Failure, needs, refusing
 from workers.cli.options import (
     MODEL,
     BackupKey,
     Broker,
+    DataDir,
     FilesDir,
     HealthPort,
     LogLevel,
@@ -28,7 +28,7 @@ from workers.cli.options import (
     complete_model,
     finite,
 )
-from workers.cli.servers import look_at_files, look_at_servers, set_up_logging, store_of, use_secrets_key
+from workers.cli.servers import addresses, files_of, look_at_files, look_at_servers, set_up_logging, use_secrets_key
 from workers.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -48,8 +48,9 @@ app = Commands("Processes", PROCESS_STATUS)
 
 @app.shown("penstock sweeper --broker redis://10.0.0.5:6379/0")
 def sweeper(
-    broker: Broker,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
     name: UniqueName = None,
     lease: Annotated[
         float,
@@ -122,15 +123,16 @@ def sweeper(
     set_up_logging(log_level)
     with refusing(PenstockError):
         ring = read_keys(backup_key)
+    broker, store = addresses(broker, store, data_dir)
     settings = SweeperSettings(
         broker,
-        store_of(broker, store),
+        store,
         lease=lease,
         reader_lease=reader_lease,
         compact_after=compact_after,
         letters_kept=dead_letter_days * 24 * 3600,
         usage=Ages(kept=usage_days * 24 * 3600),
-        files_dir=str(files_dir or FILES_DIR),
+        files_dir=files_of(files_dir, data_dir),
         results_to_files=results_to_files,
         batch_lines=max_batch_lines,
         tenant_lines=max_lines_per_tenant,
@@ -159,7 +161,6 @@ async def sweep(settings: SweeperSettings, health: Health | None = None) -> None
     from workers.runtime.signals import on_stop_signal
 
     async with AsyncClient(settings.broker, settings.store) as client:
-        client.directory.finds_withdrawn = True  # for lines of batches that were begun
         endpoints = _endpoints(client)
         condition = Condition()
         if health is not None:
@@ -187,7 +188,6 @@ def _endpoints(client: AsyncClient) -> LineEndpoints | None:
 
 @app.shown("penstock sources --broker redis://10.0.0.5:6379/0 --config sources.toml")
 def sources(
-    broker: Broker,
     config: Annotated[
         Path | None, typer.Option(help="The TOML file with a table for each source (docs/use/sources.md).")
     ] = None,
@@ -195,7 +195,9 @@ def sources(
         list[Path] | None,
         typer.Option(help="A folder whose inbox/ gets files of requests; results go to its outbox/. May be repeated."),
     ] = None,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
     files_dir: FilesDir = None,
     drain_timeout: Annotated[
         float, typer.Option(min=0, callback=finite, help="Seconds for giving back what was taken, after SIGTERM.")
@@ -217,12 +219,13 @@ def sources(
     with refusing(BadSources):
         configured = read(config) if config is not None else {}
         configured |= {name: parse(name, {"type": "folder", "folder": path}) for name, path in folders.items()}
+    broker, store = addresses(broker, store, data_dir)
     health = Health(health_port)
     with refusing(ValueError):
         look_at_servers(broker, store)
-        files = str(files_dir or FILES_DIR)
+        files = files_of(files_dir, data_dir)
         look_at_files(files)
-        asyncio.run(_run_sources(configured, broker, store_of(broker, store), files, drain_timeout, health))
+        asyncio.run(_run_sources(configured, broker, store, files, drain_timeout, health))
 
 
 async def _run_sources(
@@ -242,7 +245,6 @@ async def _run_sources(
 
     log = logging.getLogger(__name__)
     async with AsyncClient(broker, store) as client:
-        client.directory.finds_withdrawn = True  # what came waits here as it would wait at its source
         context = Context(client, store, f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(3)}", files_dir)
         sources = Sources([settings.source(name, context) for name, settings in configured.items()])
         health.serve(sources, asyncio.get_running_loop())
@@ -264,8 +266,9 @@ async def _run_sources(
     "penstock autoscaler --broker redis://10.0.0.5:6379/0 --model tiny --max 4 --actuator kubernetes://default/worker-tiny"
 )
 def autoscaler(
-    broker: Broker,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
     model: Annotated[str | None, typer.Option(help=MODEL, autocompletion=complete_model)] = None,
     model_version: Annotated[
         str | None, typer.Option(help="Scale workers of this version only. Unset: all versions together.")
@@ -351,7 +354,7 @@ def autoscaler(
     settings = AutoscalerSettings(lease=lease, every=interval)
     if name is not None:
         settings = replace(settings, name=name)
-    store = store_of(broker, store)
+    broker, store = addresses(broker, store, data_dir)
     with refusing(BadScaling):
         pool_settings = _checked_interval(_pools(options, rule or [], config), interval)
         with needs(*_extras(pool_settings)):

@@ -7,15 +7,15 @@ import sys
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from errno import EACCES, EDQUOT, EEXIST, EFBIG, EIO, EISDIR, ENOENT, ENOSPC, ENOTDIR, EPERM, EROFS
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from producers.connection.local import FILES_DIR
 from workers.cli.commands import Commands
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure, refusing
-from workers.cli.options import AnyBroker, BackupKey, FilesDir, Json, Store, checked_location, checked_locations
-from workers.cli.servers import system
+from workers.cli.options import BackupKey, Broker, DataDir, FilesDir, Json, Store, checked_location, checked_locations
+from workers.cli.servers import addresses, files_of, system
 from workers.cli.terminal import note, say
 
 if TYPE_CHECKING:
@@ -41,8 +41,9 @@ Location = Annotated[
 @app.shown("penstock backup /backups/2026-11-28 --backup-key /etc/penstock/backup.key --broker redis://10.0.0.5:6379/0")
 def backup(
     location: Location,
-    broker: AnyBroker = None,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
     files_dir: FilesDir = None,
     backup_key: BackupKey = None,
     as_json: Json = False,
@@ -53,12 +54,11 @@ def backup(
     """
     from producers.backup.archive import describe
     from producers.backup.take import Backup
-    from producers.connection.local import servers
     from producers.store.blobs import open_blobs
 
-    with _archive(location, backup_key) as (archive, _), system(broker, store) as (client, loop):
-        broker_url, store_url = servers(broker, store)
-        run = Backup(client, archive, open_blobs(str(files_dir or FILES_DIR)), store_url, broker_url)
+    with _archive(location, backup_key) as (archive, _), system(broker, store, data_dir) as (client, loop):
+        broker_url, store_url = addresses(broker, store, data_dir)
+        run = Backup(client, archive, open_blobs(files_of(files_dir, data_dir)), store_url, broker_url)
         with _disk(location):
             manifest = loop.run(run.run())
     _print_manifest(manifest, as_json)
@@ -72,8 +72,9 @@ def backup(
 )
 def restore(
     location: Location,
-    broker: AnyBroker = None,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
     files_dir: FilesDir = None,
     backup_key: BackupKey = None,
     journal: Annotated[
@@ -141,7 +142,8 @@ def restore(
         _restore(
             archive,
             ring,
-            (broker, store, str(files_dir or FILES_DIR)),
+            (broker, store, data_dir),
+            files_of(files_dir, data_dir),
             (journal or "", deadlines, broker_kept, old_store, old_stopped),
             yes,
             as_json,
@@ -204,19 +206,18 @@ def _kept(backups: list[str], backup_key: object) -> list[Manifest]:
 def _restore(
     archive: Archive,
     ring: Keyring,
-    target: tuple[str | None, str | None, str],
+    target: tuple[str | None, str | None, Path | None],
+    files_dir: str,
     chosen: tuple[str, str, bool, str | None, bool],
     yes: bool,
     as_json: bool,
 ) -> None:
     from producers.backup.restore import Choices, Servers, begin
-    from producers.connection.local import servers
     from producers.store.blobs import open_blobs
 
-    broker, store, files_dir = target
     journal, deadlines, broker_kept, old_store, old_stopped = chosen
-    with system(broker, store) as (client, loop):
-        broker_url, store_url = servers(broker, store)
+    with system(*target) as (client, loop):
+        broker_url, store_url = addresses(*target)
         urls = Servers(store_url, broker_url, old_store, old_stopped)
         choices = Choices(deadlines, journal, broker_kept)
         with _disk(archive.location, files_dir):

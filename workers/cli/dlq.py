@@ -13,7 +13,7 @@ import typer
 
 from workers.cli.commands import Commands
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure
-from workers.cli.options import AnyBroker, Json, Store
+from workers.cli.options import Broker, DataDir, Json, Store
 from workers.cli.servers import system
 from workers.cli.terminal import note, say
 
@@ -37,14 +37,15 @@ app = Commands(
 
 @app.shown("penstock dlq ls", "ls")
 def listed(
-    broker: AnyBroker = None,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
     reason: Reason = None,
     older_than: OlderThan = None,
     as_json: Json = False,
 ) -> None:
     """List the dead letters, oldest first."""
-    with system(broker, store) as (client, loop):
+    with system(broker, store, data_dir) as (client, loop):
         chosen = loop.run(_chosen(client, None, True, reason, older_than))
     for letter in chosen:
         line = f"{letter.key}  {_when(letter.at_ms)}  {letter.task_id or 'no task id'}  {letter.list_name}"
@@ -56,14 +57,15 @@ def listed(
 @app.shown("BROKER_URL=redis://10.0.0.5:6379/0 penstock dlq show 3f9a51c07be2")
 def show(
     keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Dead letters, by key or task id.")],
-    broker: AnyBroker = None,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
     """Show a dead letter: its message, its task's record, and the workers that died on it."""
     from producers.admin.dead_letters import BrokenRecord, record_of
 
-    with system(broker, store) as (client, loop):
+    with system(broker, store, data_dir) as (client, loop):
         for letter in loop.run(_chosen(client, keys, False, None, None)):
             record, broken = None, "none, or past its time to live"
             try:
@@ -99,12 +101,13 @@ def _describe(details: dict[str, Any], broken: str) -> None:
 
 @app.shown("penstock dlq replay --all --reason 'workers died' --broker redis://10.0.0.5:6379/0")
 def replay(
-    broker: AnyBroker = None,
     keys: Keys = None,
     every: All = False,
     reason: Reason = None,
     older_than: OlderThan = None,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
     """Submit given-up tasks again under new ids, and requeue messages that no worker could use.
@@ -115,7 +118,7 @@ def replay(
     from producers.errors import PenstockError
 
     failed = 0
-    with system(broker, store) as (client, loop):
+    with system(broker, store, data_dir) as (client, loop):
         for letter in loop.run(_chosen(client, keys, every, reason, older_than)):
             outcome: dict[str, Any] = {"key": letter.key, "was": letter.task_id}
             try:
@@ -137,18 +140,19 @@ def replay(
 
 @app.shown("penstock dlq purge --all --older-than 604800 --yes --broker redis://10.0.0.5:6379/0")
 def purge(
-    broker: AnyBroker = None,
     keys: Keys = None,
     every: All = False,
     reason: Reason = None,
     older_than: OlderThan = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
 ) -> None:
     """Delete dead letters. Their tasks' records stay until they expire."""
     from producers.admin.dead_letters import purge as forget
 
-    with system(broker, store) as (client, loop):
+    with system(broker, store, data_dir) as (client, loop):
         chosen = loop.run(_chosen(client, keys, every, reason, older_than))
         if not yes:
             if not sys.stdin.isatty():

@@ -17,11 +17,11 @@ from typing import Annotated, Final, Literal
 
 import typer
 
-from producers.connection.local import FILES_DIR
 from workers.cli.commands import Commands
 from workers.cli.exits import PROCESS_STATUS, Failure, needs, refusing
 from workers.cli.options import (
     Broker,
+    DataDir,
     FilesDir,
     LogLevel,
     Port,
@@ -35,7 +35,15 @@ from workers.cli.options import (
     origins,
     proxies,
 )
-from workers.cli.servers import look_at_files, look_at_servers, open_port, set_up_logging, store_of, use_secrets_key
+from workers.cli.servers import (
+    addresses,
+    files_of,
+    look_at_files,
+    look_at_servers,
+    open_port,
+    set_up_logging,
+    use_secrets_key,
+)
 from workers.cli.terminal import relayed
 from workers.processes import PENSTOCK
 
@@ -73,8 +81,9 @@ app = Commands("Processes", PROCESS_STATUS)
 @app.shown("penstock gateway --broker redis://10.0.0.5:6379/0 --host 0.0.0.0 --port 8000")
 def gateway(
     context: typer.Context,
-    broker: Broker,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Port = 8000,
     processes: Annotated[
@@ -212,9 +221,10 @@ def gateway(
     address = listener.getsockname()[0]
     asks = effective_auth(auth, insecure, address)
     logging.getLogger("penstock").info("API keys: %s", describe_auth(asks, address))
+    broker, store = addresses(broker, store, data_dir)
     settings = GatewaySettings(
         broker,
-        store_of(broker, store),
+        store,
         host,
         port,
         asks,
@@ -231,7 +241,7 @@ def gateway(
         proxy_headers=tuple(proxy_headers or ()),
         connections_per_address=connections_per_address,
         awaited=tuple(await_model or ()),
-        files_dir=str(files_dir or FILES_DIR),
+        files_dir=files_of(files_dir, data_dir),
         files_redirect=files_redirect,
         max_file=max_file,
         max_file_bytes=max_file_bytes,

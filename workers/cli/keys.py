@@ -17,7 +17,7 @@ import typer
 
 from workers.cli.commands import Commands
 from workers.cli.exits import OPERATOR_STATUS, Failure, refusing
-from workers.cli.options import AnyBroker, DataDir, Json, KeyStore, Prices, Store, takes
+from workers.cli.options import Broker, DataDir, Json, Prices, Store, takes
 from workers.cli.servers import records, system
 from workers.cli.terminal import aligned, say
 
@@ -108,8 +108,9 @@ def create(
         str | None, typer.Option(help="When it ends: 30d, 12h, or 2027-01-31 (UTC). Unset: never.")
     ] = None,
     bounds: dict[str, Any],
+    broker: Broker = None,
+    store: Store = None,
     data_dir: DataDir = None,
-    store: KeyStore = None,
     as_json: Json = False,
 ) -> None:
     """Make a key and print it. Nothing can show it again: the store keeps a hash."""
@@ -126,7 +127,7 @@ def create(
     from producers.store.access.api_keys import TooManyKeys
     from producers.store.access.audit import Actor, operator
 
-    with records(store, data_dir) as (client, loop):
+    with records(broker, store, data_dir) as (client, loop):
         try:
             created = loop.run(keys.create(client, fields, Actor(operator())))
         except TooManyKeys:
@@ -138,14 +139,15 @@ def create(
 def listed(
     prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="The beginning of an id or of a key.")] = "",
     tenant: Annotated[str | None, typer.Option(help="Keys of this tenant.")] = None,
+    broker: Broker = None,
+    store: Store = None,
     data_dir: DataDir = None,
-    store: KeyStore = None,
     as_json: Json = False,
 ) -> None:
     """List keys, the newest first: id, state, tenant, scopes, name."""
     from producers.admin import keys
 
-    with records(store, data_dir) as (client, loop):
+    with records(broker, store, data_dir) as (client, loop):
         descriptions = [keys.view(key, time.time()) for key in loop.run(keys.matching(client, prefix, tenant))]
     for key in descriptions:
         line = f"{key['id']}  {key['state']:<8}  {key['tenant']}  {','.join(key['scopes'])}  {key['name']}"
@@ -155,11 +157,13 @@ def listed(
 
 
 @key_commands.shown("penstock keys show 3k9vq0x7m2c4t8da")
-def show(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_json: Json = False) -> None:
+def show(
+    key_id: KeyId, broker: Broker = None, store: Store = None, data_dir: DataDir = None, as_json: Json = False
+) -> None:
     """Show a key: its state, tenant, scopes, models, tiers and times."""
     from producers.store.access import api_keys
 
-    with records(store, data_dir) as (client, loop):
+    with records(broker, store, data_dir) as (client, loop):
         key = _existing(loop.run(api_keys.get(client, key_id)), key_id)
     _described(key, as_json)
 
@@ -173,8 +177,9 @@ def limit(
     models: Annotated[str | None, typer.Option(help="Models that it may use, between commas; none: all.")] = None,
     tiers: Annotated[str | None, typer.Option(help="Tiers that it may use, between commas; none: all.")] = None,
     expires: Annotated[str | None, typer.Option(help="When it ends, as of `keys create`; none: never.")] = None,
+    broker: Broker = None,
+    store: Store = None,
     data_dir: DataDir = None,
-    store: KeyStore = None,
     as_json: Json = False,
 ) -> None:
     """Change what a key may use; `none` unsets a limit. Gateways know it within a second.
@@ -192,7 +197,7 @@ def limit(
     from producers.admin import keys
     from producers.store.access.audit import Actor, operator
 
-    with records(store, data_dir) as (client, loop):
+    with records(broker, store, data_dir) as (client, loop):
         key = _existing(loop.run(keys.change(client, key_id, changes, Actor(operator()))), key_id)
     _described(key, as_json)
 
@@ -201,8 +206,9 @@ def limit(
 def rotate(
     key_id: KeyId,
     overlap: Annotated[str, typer.Option(help="Time for which the old secret still works; 0: not at all.")] = "24h",
+    broker: Broker = None,
+    store: Store = None,
     data_dir: DataDir = None,
-    store: KeyStore = None,
     as_json: Json = False,
 ) -> None:
     """Give a key a new secret and print it. The id stays, and the old secret works until the overlap ends."""
@@ -210,35 +216,42 @@ def rotate(
     from producers.store.access.audit import Actor, operator
 
     seconds = _duration(overlap, "--overlap")
-    with records(store, data_dir) as (client, loop):
+    with records(broker, store, data_dir) as (client, loop):
         rotated = loop.run(keys.rotate(client, key_id, seconds, Actor(operator())))
     _shown_once(_existing(rotated and rotated[0], key_id), rotated[1] if rotated else "", as_json)
 
 
 @key_commands.shown("penstock keys disable 3k9vq0x7m2c4t8da")
-def disable(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_json: Json = False) -> None:
+def disable(
+    key_id: KeyId, broker: Broker = None, store: Store = None, data_dir: DataDir = None, as_json: Json = False
+) -> None:
     """Let a key in no more, until it is enabled."""
-    _turn("disable", key_id, data_dir, store, as_json)
+    _turn("disable", key_id, (broker, store, data_dir), as_json)
 
 
 @key_commands.shown("penstock keys enable 3k9vq0x7m2c4t8da")
-def enable(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_json: Json = False) -> None:
+def enable(
+    key_id: KeyId, broker: Broker = None, store: Store = None, data_dir: DataDir = None, as_json: Json = False
+) -> None:
     """Let a key in again that was disabled."""
-    _turn("enable", key_id, data_dir, store, as_json)
+    _turn("enable", key_id, (broker, store, data_dir), as_json)
 
 
 @key_commands.shown("penstock keys revoke 3k9vq0x7m2c4t8da --store redis://10.0.0.5:6379/0")
-def revoke(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_json: Json = False) -> None:
+def revoke(
+    key_id: KeyId, broker: Broker = None, store: Store = None, data_dir: DataDir = None, as_json: Json = False
+) -> None:
     """End a key for good. Gateways know it within a second."""
-    _turn("revoke", key_id, data_dir, store, as_json)
+    _turn("revoke", key_id, (broker, store, data_dir), as_json)
 
 
 @key_commands.shown("penstock keys confirm --all")
 def confirm(
     key_ids: Annotated[list[str] | None, typer.Argument(metavar="ID...", help="The keys' ids.")] = None,
     every: Annotated[bool, typer.Option("--all", help="All keys that a restore disabled.")] = False,
+    broker: Broker = None,
+    store: Store = None,
     data_dir: DataDir = None,
-    store: KeyStore = None,
     as_json: Json = False,
 ) -> None:
     """Let keys in again that a restore without a journal disabled. Others stay as they are."""
@@ -248,7 +261,7 @@ def confirm(
 
     if bool(key_ids) == every:
         raise Failure("name keys by id, or say --all")
-    with records(store, data_dir) as (client, loop):
+    with records(broker, store, data_dir) as (client, loop):
         ids = [key.id for key in loop.run(api_keys.every(client)) if key.unconfirmed] if every else key_ids or []
         for key_id in ids:
             key = _existing(loop.run(keys.turn(client, key_id, "confirm", Actor(operator()))), key_id)
@@ -261,14 +274,15 @@ def confirm(
 @app.shown("penstock audit --limit 20")
 def audit(
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="Most changes to list.")] = 50,
+    broker: Broker = None,
+    store: Store = None,
     data_dir: DataDir = None,
-    store: KeyStore = None,
     as_json: Json = False,
 ) -> None:
     """List changes of keys, webhook endpoints and models' versions, the latest first, and who made them."""
     from producers.store.access.audit import latest
 
-    with records(store, data_dir) as (client, loop):
+    with records(broker, store, data_dir) as (client, loop):
         changes = loop.run(latest(client, limit))
     for change in changes:
         whose = f"  tenant {change['tenant']}" if change.get("tenant") else ""
@@ -277,11 +291,11 @@ def audit(
         say(json.dumps(change) if as_json else line)
 
 
-def _turn(verb: str, key_id: str, data_dir: Any, store: str | None, as_json: bool) -> None:
+def _turn(verb: str, key_id: str, servers: tuple[Any, Any, Any], as_json: bool) -> None:
     from producers.admin import keys
     from producers.store.access.audit import Actor, operator
 
-    with records(store, data_dir) as (client, loop):
+    with records(*servers) as (client, loop):
         key = _existing(loop.run(keys.turn(client, key_id, verb, Actor(operator()))), key_id)
     description = keys.view(key, time.time())
     typer.echo(json.dumps(description) if as_json else f"{key.id} is {description['state']}")
@@ -361,11 +375,11 @@ def _when(seconds: int) -> str:
 
 
 @tenant_commands.shown("penstock tenants ls", "ls")
-def list_tenants(broker: AnyBroker = None, store: Store = None, as_json: Json = False) -> None:
+def list_tenants(broker: Broker = None, store: Store = None, data_dir: DataDir = None, as_json: Json = False) -> None:
     """List tenants with waiting tasks, by tier, and tenants with a weight."""
     from producers.admin.tenants import tenants
 
-    with system(broker, store) as (client, loop):
+    with system(broker, store, data_dir) as (client, loop):
         rows, unsorted = loop.run(tenants(client))
     for row in rows:
         if as_json:
@@ -388,11 +402,12 @@ def weigh(
     weight: Annotated[
         float, typer.Argument(help="A tenant of weight 2 gets twice the tokens of one of weight 1. The default is 1.")
     ],
-    broker: AnyBroker = None,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
 ) -> None:
     """Set a tenant's weight. It applies from the next fetch on, and within seconds in running engines."""
-    with system(broker, store) as (client, loop):
+    with system(broker, store, data_dir) as (client, loop):
         loop.run(client.broker.weigh(tenant, weight))
 
 
@@ -402,8 +417,9 @@ def limit_tenant(
     tenant: Annotated[str, typer.Argument(help="The tenant's name, as in its keys or tasks.")],
     *,
     bounds: dict[str, Any],
+    broker: Broker = None,
+    store: Store = None,
     data_dir: DataDir = None,
-    store: KeyStore = None,
     as_json: Json = False,
 ) -> None:
     """Change what all of a tenant's keys may use together; `none` unsets a limit. Without options, show its limits."""
@@ -412,7 +428,7 @@ def limit_tenant(
     from producers.store.access.tenants import TooManyTenants
 
     changes = parsed_limits(bounds)
-    with records(store, data_dir) as (client, loop):
+    with records(broker, store, data_dir) as (client, loop):
         try:
             new = loop.run(tenants.limit(client, tenant, changes, Actor(operator())))
         except TooManyTenants:
@@ -437,8 +453,9 @@ def usage(
     prices: Prices = None,
     as_json: Json = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    broker: Broker = None,
+    store: Store = None,
     data_dir: DataDir = None,
-    store: KeyStore = None,
 ) -> None:
     """Show who used how many tokens, from the ledger of ended tasks. Days and times are UTC."""
     from producers.store.usage.prices import BadPrices
@@ -450,7 +467,7 @@ def usage(
     with refusing(BadSpan, BadPrices):
         parts, span = read_by(by or ()), read_span(since, until)
         table = None if prices is None else Table.read(prices)
-    with records(store, data_dir) as (client, loop):
+    with records(broker, store, data_dir) as (client, loop):
         result = loop.run(report(client, *span, parts, prices=table))
     if as_csv:
         typer.echo(result.csv(), nl=False)

@@ -17,7 +17,20 @@ import typer
 
 from workers.cli.commands import Commands
 from workers.cli.exits import OPERATOR_STATUS, PROCESS_STATUS, Exit, Failure, needs, refusing
-from workers.cli.options import DEFAULT_URL, MODEL, AnyBroker, Json, Model, Store, complete_model, find_models, finite
+from workers.cli.options import (
+    DEFAULT_URL,
+    MODEL,
+    Broker,
+    DataDir,
+    Json,
+    Model,
+    Store,
+    Url,
+    complete_model,
+    find_models,
+    finite,
+    is_given,
+)
 from workers.cli.terminal import aligned, note, say
 
 if TYPE_CHECKING:
@@ -51,17 +64,9 @@ app = Commands("Models", PROCESS_STATUS, "models", "List, show, pull, publish an
 
 
 @app.shown("penstock models ls --json", "ls")
-def listed(
-    as_json: JsonOutput = False,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            envvar="PENSTOCK_URL", help=f"A gateway whose models are listed, too. Unset: {DEFAULT_URL}, if it answers."
-        ),
-    ] = None,
-) -> None:
-    """List bundled and pulled models, and those that a running gateway serves."""
-    rows = [*_here(), *_served(url)]
+def listed(context: typer.Context, as_json: JsonOutput = False, url: Url = DEFAULT_URL) -> None:
+    """List bundled and pulled models, and those that a gateway serves: of the default URL only if it answers."""
+    rows = [*_here(), *_served(url, named=is_given(context, "url"))]
     if as_json:
         typer.echo(json.dumps(rows))
         return
@@ -205,15 +210,15 @@ def _here() -> Iterator[dict[str, Any]]:
             typer.echo(f"penstock: {folder} holds no servable model: {error}", err=True)
 
 
-def _served(url: str | None) -> Iterator[dict[str, Any]]:
-    """Rows of a gateway's models; none if no gateway was named and the one at the default URL does not list them."""
+def _served(url: str, *, named: bool) -> Iterator[dict[str, Any]]:
+    """Rows of a gateway's models; none if it was not `named` and does not list them."""
     from workers.cli.client import Gateway, Refused, Unreachable
 
-    gateway = Gateway(url or DEFAULT_URL)
+    gateway = Gateway(url)
     try:
         models = gateway.models()
     except (Unreachable, Refused) as failure:
-        if url is not None:
+        if named:
             raise
         if isinstance(failure, Refused):
             typer.echo(f"penstock: {gateway.url} does not list its models: {failure}", err=True)
@@ -238,8 +243,9 @@ def _count(parameters: int) -> str:
 @app.shown("penstock models publish tiny --broker redis://10.0.0.5:6379/0", status=OPERATOR_STATUS)
 def publish(
     references: Annotated[list[str], typer.Argument(metavar="MODEL...", help=MODEL, autocompletion=complete_model)],
-    broker: AnyBroker = None,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
     """Write models' cards and tokenizers into the store: tasks for them are accepted and queued, with no worker up.
@@ -247,11 +253,11 @@ def publish(
     New tasks of a published model go to the published version, until another one is published or `penstock rollout`
     ends. Workers of other versions take up only what was queued for these. On SQS, missing queues are made.
     """
-    from producers.connection.local import servers
+    from workers.cli.servers import addresses
 
     models = find_models(references)
     with refusing(ValueError):
-        urls = servers(broker, store)
+        urls = addresses(broker, store, data_dir)
         for model in models:
             published = publish_to(*urls, model)
             before = f", was {published['before']}" if published["before"] not in (None, published["version"]) else ""
@@ -261,8 +267,9 @@ def publish(
 @app.shown("penstock models rm tiny-v2 --broker redis://10.0.0.5:6379/0", "rm", status=OPERATOR_STATUS)
 def remove(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of models in the store.")],
-    broker: AnyBroker = None,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
     """Remove models' cards from the store, so that clients know them no more. No file on this machine is removed.
@@ -270,11 +277,10 @@ def remove(
     A model that workers serve, or an autoscaler scales, is refused: end these first. Tasks that wait for it stay until
     it is served again.
     """
-    from producers.connection.local import servers
-    from workers.cli.servers import system
+    from workers.cli.servers import addresses, system
     from workers.connect import connect
 
-    with system(broker, store) as (client, loop), connect(servers(broker, store)[1]) as records:
+    with system(broker, store, data_dir) as (client, loop), connect(addresses(broker, store, data_dir)[1]) as records:
         for name in names:
             removed = loop.run(_removed(client, records, name))
             waiting = f"; {removed['waiting']} tasks still wait for it" if removed["waiting"] else ""
@@ -379,8 +385,9 @@ def rollout(
     model: Annotated[
         str | None, typer.Argument(metavar="NAME=MODEL", help=MODEL, autocompletion=complete_model)
     ] = None,
-    broker: AnyBroker = None,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
     workers: Annotated[
         int | None,
         typer.Option(
@@ -421,7 +428,7 @@ def rollout(
     from workers.connect import connect
 
     with _refusals():
-        urls = _checked(broker, store)
+        urls = _checked(broker, store, data_dir)
         with connect(urls[1]) as client:
             if status or cancel:
                 for record in _rollouts(client, model) if status else [_cancelled(client, str(model))]:
@@ -492,11 +499,11 @@ def _print_rollout(record: Rollout, as_json: bool) -> None:
     typer.echo(f"{record.model}  {record.before} -> {record.version}  {record.phase} since {when}{reason}")
 
 
-def _checked(broker: str | None, store: str | None) -> tuple[str, str]:
-    from producers.connection.local import servers
+def _checked(broker: str | None, store: str | None, data_dir: Path | None) -> tuple[str, str]:
+    from workers.cli.servers import addresses
     from workers.connect import check_servers
 
-    urls = servers(broker, store)
+    urls = addresses(broker, store, data_dir)
     check_servers(*urls, queues=())
     return urls
 

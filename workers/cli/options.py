@@ -33,32 +33,29 @@ DEFAULT_URL: Final = "http://127.0.0.1:8000"
 LONGEST: Final = 1e9
 #: The help text of the options and arguments that name a model.
 MODEL: Final = "A folder, a bundled or pulled model, or hf://OWNER/NAME[@REVISION]; NAME=MODEL gives it another name."
+#: How commands find a system's servers: those that need broker or store take these three (`servers.addresses`).
 Broker = Annotated[
-    str,
-    typer.Option(
-        envvar="BROKER_URL",
-        help="The server that holds the queues: Redis or Valkey (redis://HOST:PORT/DB, or "
-        "redis+sentinel://HOST:PORT,.../NAME/DB), or SQS (sqs://REGION?prefix=pen-), which also needs --store.",
-    ),
-]
-#: The broker in operators' commands. Unset, it is the server of the `penstock up` in this directory.
-AnyBroker = Annotated[
     str | None,
     typer.Option(
         envvar="BROKER_URL",
-        help="What holds the queues: a Redis or Valkey, or SQS (sqs://REGION?prefix=pen-). Unset: the server of "
-        "`penstock up` in this directory.",
+        help="The server that holds the queues: Redis or Valkey (redis://HOST:PORT/DB, or "
+        "redis+sentinel://HOST:PORT,.../NAME/DB), or SQS (sqs://REGION?prefix=pen-). Unset: that of --data-dir.",
     ),
-]
-Prices = Annotated[
-    Path | None, typer.Option(dir_okay=False, help="A table of prices (TOML or JSON): usage is shown with its cost.")
 ]
 Store = Annotated[
     str | None,
     typer.Option(
         envvar="STORE_URL",
-        help="The Redis or Valkey server that holds records and token streams. Unset: the broker, if it is one.",
+        help="The Redis or Valkey server that holds records and token streams. Unset: the broker; with SQS, that of "
+        "--data-dir.",
     ),
+]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(help="The data directory of `penstock up`, with its embedded server and its files. Unset: .penstock."),
+]
+Prices = Annotated[
+    Path | None, typer.Option(dir_okay=False, help="A table of prices (TOML or JSON): usage is shown with its cost.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
 HealthPort = Annotated[
@@ -81,6 +78,7 @@ OpenObjects = Annotated[
     bool, typer.Option("--open-objects", help="JSON objects may have members that their schema does not name.")
 ]
 LogLevel = Annotated[str, typer.Option(help="Least severe messages to log: debug, info, warning or error.")]
+#: How commands find a system's gateway.
 Url = Annotated[str, typer.Option(envvar="PENSTOCK_URL", help="The gateway's URL.")]
 Gpus = Annotated[
     str | None,
@@ -102,17 +100,6 @@ BackupKey = Annotated[
         dir_okay=False,
         help="Encrypt backup and journal with the first key of this file, which `penstock secrets key` makes; all of "
         "its keys read. Unset: they are plain.",
-    ),
-]
-DataDir = Annotated[
-    Path | None, typer.Option(help="The data directory of a `penstock up` on this machine. Unset: .penstock.")
-]
-#: The store in commands that need no broker.
-KeyStore = Annotated[
-    str | None,
-    typer.Option(
-        help="The Redis or Valkey server that holds records and keys. Unset: STORE_URL, else BROKER_URL, else that of "
-        "--data-dir."
     ),
 ]
 #: An engine's settings that have an option, by name.
@@ -367,6 +354,12 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token_id), float(bias)
     except ValueError:
         raise Failure(f"--logit-bias is {text!r}; it must be ID=NUMBER, such as 318=-100") from None
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether a parameter of the command is on its line or in the environment."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 def as_arguments(context: typer.Context, *, only: Sequence[str] = (), without: Sequence[str] = ()) -> list[str]:

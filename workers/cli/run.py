@@ -1,7 +1,7 @@
 """`penstock run` and `penstock chat`: a model's output on the terminal.
 
-run computes one prompt's output in this process and ends. chat is a conversation through a running gateway, or through
-a system of its own.
+run computes one prompt's output in this process and ends. chat is a conversation through the gateway of --url. Where
+none was named and the usual one does not serve the model, it is through a system of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,19 @@ import typer
 
 from workers.cli.commands import Commands
 from workers.cli.exits import CALLER_STATUS, Exit, Failure, check_extras, needs, refusing, touching
-from workers.cli.options import ENGINE_OF_ONE, SAMPLING, AsChat, Model, OpenObjects, Prompt, find_models, takes
+from workers.cli.options import (
+    DEFAULT_URL,
+    ENGINE_OF_ONE,
+    SAMPLING,
+    AsChat,
+    Model,
+    OpenObjects,
+    Prompt,
+    Url,
+    find_models,
+    is_given,
+    takes,
+)
 from workers.cli.terminal import TextStream, note_if_empty, prompt_text, text_from
 
 if TYPE_CHECKING:
@@ -39,10 +51,14 @@ HELP: Final = """\
 /load FILE      go on with the conversation in a file
 /help           show this
 Three double quotes begin and end a message of several lines. Ctrl-C stops the answer."""
+#: What is said of an answer that ended for its length.
+CUT: Final = "cut at the output's limit; --max-tokens sets another"
 #: Begins and ends a message of several lines.
 QUOTES: Final = '"' * 3
 #: Sampling temperature for a model that has none of its own.
 TEMPERATURE: Final = 0.7
+#: Most tokens of an answer without --max-tokens: a model that does not end would fill its whole context.
+MAX_ANSWER: Final = 1024
 
 app = Commands("Start here", RUN_STATUS)
 
@@ -159,17 +175,19 @@ def _events(engine: Engine, request: Request) -> Iterator[Event]:
 @app.shown("penstock chat tiny --system 'Answer in Python.'", status=CALLER_STATUS)
 @takes(sampling=[SAMPLING[name] for name in ("max_tokens", "temperature", "top_p", "seed", "stop")])
 def chat(
+    context: typer.Context,
     model: Model,
     *,
     system: Annotated[str | None, typer.Option(help="The system message to begin with.")] = None,
     sampling: dict[str, Any],
-    url: Annotated[
-        str | None,
-        typer.Option(envvar="PENSTOCK_URL", help="The URL of a running gateway. Unset: start a system for this chat."),
-    ] = None,
+    url: Url = DEFAULT_URL,
 ) -> None:
-    """Chat with a model on the terminal. /help shows the chat's own commands."""
-    with _gateway(model, url) as (gateway, name):
+    """Chat with a model on the terminal. /help shows the chat's own commands.
+
+    Where no URL is given and no gateway at the default one serves the model, a system is started for this chat. Without
+    --max-tokens an answer has at most 1,024 tokens. Without --temperature it is the model's own, else 0.7.
+    """
+    with _gateway(model, url, named=is_given(context, "url")) as (gateway, name):
         served = {card["id"]: card for card in gateway.models()}
         if name not in served:
             raise Failure(f"{gateway.url} serves no model {name!r}; it has: {', '.join(sorted(served)) or 'none'}")
@@ -181,12 +199,20 @@ def chat(
 
 
 @contextmanager
-def _gateway(model: str, url: str | None) -> Iterator[tuple[Gateway, str]]:
-    """A gateway and the model's name there."""
+def _gateway(model: str, url: str, *, named: bool) -> Iterator[tuple[Gateway, str]]:
+    """A gateway and the model's name there. `named`: it is this URL's, and no other."""
     from workers.cli.client import Gateway
+    from workers.library import name_of
 
-    if url is not None:
+    if named:
         yield Gateway(url), model
+        return
+    name, served = name_of(model), False
+    with suppress(Failure):  # none answers there, or it asks for a key
+        served = any(card["id"] == name for card in Gateway(url).models())
+    if served:
+        typer.echo(f"{name} is served at {url}", err=True)
+        yield Gateway(url), name
         return
 
     check_extras("gateway", "worker", "webhooks")
@@ -278,7 +304,7 @@ class Chat:
             conversation = json.loads(text)
             system = conversation["system"]
             turns = [{"role": str(one["role"]), "content": str(one["content"])} for one in conversation["messages"]]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise Failure(f"{file} holds no conversation that /save has written") from error
         self.system, self.turns = None if system is None else str(system), turns
         typer.echo(f"({len(turns)} messages are read from {file})", err=True)
@@ -295,8 +321,7 @@ class Chat:
         end: dict[str, Any] = {}
         began = 0.0
         try:
-            request = {**self.fields, "messages": [*first, *self.turns, message]}
-            with closing(self.gateway.chat(request, end)) as pieces:
+            with closing(self._pieces([*first, *self.turns, message], end)) as pieces:
                 for piece in pieces:
                     began = began or (time.monotonic() if piece else 0.0)
                     answer.append(piece)
@@ -313,8 +338,27 @@ class Chat:
         self.turns += [message, {"role": "assistant", "content": "".join(answer)}]
         if sys.stdin.isatty() and (line := _about(end, time.monotonic() - began)):
             typer.echo(line, err=True)
+        elif end.get("finish_reason") == "length":
+            typer.echo(f"({CUT})", err=True)
         elif end.get("finish_reason") == "stop":
             note_if_empty(answer)
+
+    def _pieces(self, messages: list[dict[str, str]], end: dict[str, Any]) -> Generator[str]:
+        """The answer as it comes, of at most MAX_ANSWER tokens where the user has set no limit. `end`: as of
+        `Gateway.chat`."""
+        from workers.cli.client import Refused
+
+        request = {**self.fields, "messages": messages}
+        if "max_tokens" not in request:
+            try:
+                yield from self.gateway.chat({**request, "max_tokens": MAX_ANSWER}, end)
+            except Refused as refused:
+                if refused.error.get("param") != "max_tokens":
+                    raise
+            else:
+                return
+        # There is less room than MAX_ANSWER, or it was set: the gateway's own limit is what is left.
+        yield from self.gateway.chat(request, end)
 
 
 def _about(end: dict[str, Any], took_s: float) -> str:
@@ -324,7 +368,7 @@ def _about(end: dict[str, Any], took_s: float) -> str:
     if tokens is None:
         return ""
     rate = f", {(tokens - 1) / took_s:.1f} a second" if tokens > 1 and took_s > 0 else ""
-    cut = "; cut at the output's limit (--max-tokens)" if end.get("finish_reason") == "length" else ""
+    cut = f"; {CUT}" if end.get("finish_reason") == "length" else ""
     return f"({tokens} tokens{rate}{cut})"
 
 

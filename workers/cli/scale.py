@@ -16,7 +16,7 @@ import typer
 
 from workers.cli.commands import Commands
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure, refusing, touching
-from workers.cli.options import AnyBroker, Json, Store
+from workers.cli.options import Broker, DataDir, Json, Store
 from workers.cli.servers import system
 from workers.cli.terminal import aligned, say
 from workers.cli.trials import check_writable, weights
@@ -38,11 +38,11 @@ app = Commands("Operations", OPERATOR_STATUS, "scale", "Scaling: how many worker
 
 
 @app.shown("penstock scale ls", "ls")
-def listed(broker: AnyBroker = None, store: Store = None, as_json: Json = False) -> None:
+def listed(broker: Broker = None, store: Store = None, data_dir: DataDir = None, as_json: Json = False) -> None:
     """List the pools that are scaled, with the number of workers that each should have."""
     from workers.autoscaler.explain import summary
 
-    with system(broker, store) as (client, loop):
+    with system(broker, store, data_dir) as (client, loop):
         now, states = loop.run(_states(client))
     for pool, state in states.items():
         say(json.dumps({"pool": pool, **state}) if as_json else summary(pool, state, now))
@@ -56,8 +56,9 @@ def explain(
         str | None,
         typer.Argument(help="A pool, or a model with all its pools; penstock scale ls shows all. Unset: all."),
     ] = None,
-    broker: AnyBroker = None,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
     history: Annotated[int, typer.Option(min=0, max=10_000, help="Number of last changes to show.")] = 5,
     as_json: Json = False,
 ) -> None:
@@ -65,7 +66,7 @@ def explain(
     from producers.store.fleet.scaling import decisions
     from workers.autoscaler.explain import explained
 
-    with system(broker, store) as (client, loop):
+    with system(broker, store, data_dir) as (client, loop):
         now, states = loop.run(_states(client))
         for name in _named(pool, states) if pool is not None else list(states):
             changes = loop.run(decisions(client.store, name, history)) if history else []
@@ -82,11 +83,11 @@ def explain(
 
 
 @app.shown("penstock scale retry tiny")
-def retry(pool: Pool, broker: AnyBroker = None, store: Store = None) -> None:
+def retry(pool: Pool, broker: Broker = None, store: Store = None, data_dir: DataDir = None) -> None:
     """Try at once to start workers of a pool whose starts failed. The failures so far are forgotten."""
     from producers.store.fleet import scaling
 
-    with system(broker, store) as (client, loop):
+    with system(broker, store, data_dir) as (client, loop):
         now, states = loop.run(_states(client))
         for name in _named(pool, states):
             if name not in states:
@@ -193,8 +194,9 @@ def simulate(
         Path | None, typer.Option(help="Write the figures, and samples of each minute, to this file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
-    broker: AnyBroker = None,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
 ) -> None:
     """Run a trace of arrivals through the scaling policy: waits, worker-hours and cost, beside other scalers.
 
@@ -212,7 +214,7 @@ def simulate(
         return
     for path in (write_trace, plot, out):
         check_writable(path)
-    kept = _profile(profile, broker, store) if profile is not None else {}
+    kept = _profile(profile, broker, store, data_dir) if profile is not None else {}
     options = {"knee": knee, "tokens_per_s": tokens_per_s, "prompt_cost": prompt_cost, "cold_start": cold_start}
     model_fields = {**kept, **{name: value for name, value in options.items() if value is not None}}
     with refusing(ValueError):
@@ -239,13 +241,13 @@ def simulate(
         raise Failure(f"the objective was missed: {missed}", Exit.TASK_FAILED)
 
 
-def _profile(version: str, broker: str | None, store: str | None) -> dict[str, Any]:
+def _profile(version: str, broker: str | None, store: str | None, data_dir: Path | None) -> dict[str, Any]:
     """The measurements of a version's workers. Their tokens a second count prompts like outputs."""
     from producers.connection.script import text
     from producers.contract import keys
     from producers.contract.profile import Profile
 
-    with system(broker, store) as (client, loop):
+    with system(broker, store, data_dir) as (client, loop):
         kept = loop.run(client.store.execute_command("HGET", keys.PROFILES, version))
     if kept is None:
         raise Failure(

@@ -11,7 +11,7 @@ import typer
 
 from workers.cli.commands import Commands
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure, refusing, touching
-from workers.cli.options import DataDir, Json, KeyStore, SecretsKey
+from workers.cli.options import Broker, DataDir, Json, SecretsKey, Store
 from workers.cli.servers import records, use_secrets_key
 from workers.cli.terminal import note, say
 
@@ -46,7 +46,11 @@ def key(file: Annotated[Path, typer.Argument(help="The key file, which is made u
 
 @app.shown("penstock secrets encrypt --secrets-key /etc/penstock/secrets.key")
 def encrypt(
-    secrets_key: SecretsKey = None, data_dir: DataDir = None, store: KeyStore = None, as_json: Json = False
+    secrets_key: SecretsKey = None,
+    broker: Broker = None,
+    store: Store = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
 ) -> None:
     """Encrypt the secrets that are stored already, plain or with an older key, with the first key of the file.
 
@@ -61,7 +65,7 @@ def encrypt(
     ring = keyring()
     if not ring.keys:
         raise Failure("there is no key: name the key file with --secrets-key or PENSTOCK_SECRETS_KEY_FILE")
-    with records(store, data_dir) as (client, loop):
+    with records(broker, store, data_dir) as (client, loop):
         done = loop.run(seal_all(client, ring))
     if as_json:
         typer.echo(json.dumps(asdict(done)))

@@ -26,16 +26,45 @@ if TYPE_CHECKING:
     from producers.client.aio import AsyncClient
 
 
+def addresses(broker: str | None, store: str | None, data_dir: Path | None) -> tuple[str, str]:
+    """URLs of the broker and the store that --broker, --store and --data-dir name.
+
+    A data directory goes before the environment's URLs, and excludes the options. With neither, the servers of the
+    `penstock up` in this directory are found. Raises Failure where there are none, or no store.
+    """
+    from producers.connection.local import servers, urls_in
+
+    with refusing(ValueError):
+        if data_dir is None:
+            return servers(broker, store)
+        if broker not in (None, os.environ.get("BROKER_URL")) or store not in (None, os.environ.get("STORE_URL")):
+            raise Failure("give --data-dir, or --broker and --store, not both: a data directory has its own servers")
+        return urls_in(data_dir)
+
+
+def store_address(broker: str | None, store: str | None, data_dir: Path | None) -> str:
+    """The store's URL, for commands that need no broker. Raises Failure as `addresses` does."""
+    return store if store and data_dir is None else addresses(broker, store, data_dir)[1]
+
+
+def files_of(files_dir: str | None, data_dir: Path | None) -> str:
+    """The place of files that --files-dir names; without it, the folder in the data directory."""
+    from producers.connection.local import DATA_DIR, FILES_DIR
+
+    return files_dir or str((data_dir or DATA_DIR) / FILES_DIR.name)
+
+
 @contextmanager
-def system(broker: str | None, store: str | None) -> Iterator[tuple[AsyncClient, Runner]]:
-    """A client, and the loop that runs its calls. Raises Failure for a bad URL, and a server that does not answer."""
+def system(broker: str | None, store: str | None, data_dir: Path | None = None) -> Iterator[tuple[AsyncClient, Runner]]:
+    """A client of the servers that a command's options name, and the loop that runs its calls.
+
+    Raises Failure as `addresses` does, and for a server that does not answer."""
     from asyncio import Runner
 
     from producers.client.aio import AsyncClient
-    from producers.connection.local import servers
 
     with refusing(ValueError):
-        urls = servers(broker, store)
+        urls = addresses(broker, store, data_dir)
         with answering(*urls), Runner() as loop:
             client = AsyncClient(*urls)
             try:
@@ -46,16 +75,16 @@ def system(broker: str | None, store: str | None) -> Iterator[tuple[AsyncClient,
 
 
 @contextmanager
-def records(store: str | None, data_dir: Path | None) -> Iterator[tuple[Redis, Runner]]:
-    """The store, and the loop that runs its calls. Raises Failure as `system` does, and for what is refused."""
+def records(broker: str | None, store: str | None, data_dir: Path | None) -> Iterator[tuple[Redis, Runner]]:
+    """The store that a command's options name, and the loop that runs its calls. Raises Failure as `system` does, and
+    for what is refused."""
     from asyncio import Runner
 
     from producers.connection.connect import connect_async
-    from producers.connection.local import the_store
     from producers.errors import PenstockError
 
     with refusing(ValueError, PenstockError):
-        url = the_store(store, data_dir)
+        url = store_address(broker, store, data_dir)
         with answering(url), Runner() as loop:
             client = connect_async(url)
             try:
@@ -83,11 +112,11 @@ def answering(*urls: str) -> Iterator[None]:
         raise Failure(f"no answer from {where} ({error_text(error)})", Exit.UNREACHABLE) from error
 
 
-def look_at_servers(broker: str, store: str | None) -> None:
+def look_at_servers(broker: str, store: str) -> None:
     """Check broker and store. Raises Refused for an unusable server; waits for one that does not answer."""
     from workers.connect import check_servers
 
-    check_servers(broker, store_of(broker, store), must_answer=False)
+    check_servers(broker, store, must_answer=False)
 
 
 def look_at_files(location: str) -> None:
@@ -110,14 +139,6 @@ def use_secrets_key(file: Path | None) -> None:
         os.environ[KEY_FILE] = str(file.absolute())
     with refusing(SecretUnreadable):
         keyring()
-
-
-def store_of(broker: str, store: str | None) -> str:
-    """The store's URL. Raises Failure if only a broker is given that cannot be the store."""
-    from producers.connection import local
-
-    with refusing(ValueError):
-        return local.store_of(broker, store)
 
 
 def set_up_logging(level: str, prefix: str = "") -> None:

@@ -19,7 +19,7 @@ import typer
 
 from workers.cli.commands import Commands
 from workers.cli.exits import CALLER_STATUS, OPERATOR_STATUS, Exit, Failure, touching
-from workers.cli.options import DEFAULT_URL, SAMPLING, Broker, Store, Url, finite, takes
+from workers.cli.options import DEFAULT_URL, SAMPLING, Broker, DataDir, Store, Url, finite, takes
 from workers.cli.terminal import aligned, note
 
 if TYPE_CHECKING:
@@ -268,9 +268,10 @@ def check_writable(path: Path | None) -> None:
 )
 def chaos(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The name of a model that the system serves.")],
-    broker: Broker,
+    broker: Broker = None,
     store: Store = None,
-    url: Url = "http://127.0.0.1:8000",
+    data_dir: DataDir = None,
+    url: Url = DEFAULT_URL,
     process: Annotated[
         list[str] | None,
         typer.Option(
@@ -321,17 +322,17 @@ def chaos(
     """
     from producers.broker.connect import control_url
     from producers.connection.connect import connect, is_redis, shown
-    from producers.connection.local import store_of
     from workers.cli.client import Gateway
+    from workers.cli.servers import addresses
     from workers.trials.chaos.client import Settings
     from workers.trials.chaos.load import WAYS, WITHOUT_CELERY, Load
     from workers.trials.chaos.operated import Operated, say_plan
     from workers.trials.chaos.plan import Plan, draw
     from workers.trials.chaos.trial import OneClient, Trial
 
+    broker, store = addresses(broker, store, data_dir)
     try:
         processes = _processes(process or [], commands or [], broker)
-        store = store_of(broker, store)
         system = Operated(processes, control_url(broker, store))
         drawn = (
             Plan.read(plan)

@@ -18,11 +18,13 @@ from workers.cli.options import (
     DEFAULT_URL,
     ENGINE,
     MODEL,
+    Broker,
     DataDir,
     FilesDir,
     Gpus,
     LogLevel,
     SecretsKey,
+    Store,
     as_arguments,
     check_spot,
     complete_model,
@@ -83,24 +85,9 @@ def up(
     *,
     host: Annotated[str, typer.Option(help="The address that the gateway listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The gateway's port. 0: any free port.")] = 8000,
-    data_dir: Annotated[
-        Path, typer.Option(help="The folder in which the embedded Valkey keeps queues and results, and files lie.")
-    ] = DATA_DIR,
-    broker: Annotated[
-        str | None,
-        typer.Option(
-            envvar="BROKER_URL",
-            help="Use this Redis or Valkey instead of an embedded one; or SQS for the queues: sqs://REGION?prefix=pen-.",
-        ),
-    ] = None,
-    store: Annotated[
-        str | None,
-        typer.Option(
-            envvar="STORE_URL",
-            help="With --broker: the server that holds records and token streams. Unset: the broker; with SQS, the "
-            "embedded Valkey.",
-        ),
-    ] = None,
+    broker: Broker = None,
+    store: Store = None,
+    data_dir: DataDir = None,
     model: Annotated[
         list[str] | None, typer.Option(help=f"{MODEL} May be repeated. Unset: tiny.", autocompletion=complete_model)
     ] = None,
@@ -183,8 +170,9 @@ def up(
 ) -> None:
     """Start the whole system here: Valkey, a gateway, workers, a sweeper, webhooks. Ctrl-C drains and stops it.
 
-    With --min 0 it starts with no worker: the first task starts one, and without tasks it ends again. Queued tasks are
-    kept for the next start.
+    Without --broker, an embedded Valkey server holds queues, records and results, in --data-dir; with SQS as the broker
+    and no --store, records and results. With --min 0 it starts with no worker: the first task starts one, and without
+    tasks it ends again. Queued tasks are kept for the next start.
     """
     import asyncio
     import os
@@ -195,6 +183,7 @@ def up(
     from workers.processes import UMASK
     from workers.runtime.cold_start import COLD_START
 
+    data_dir = data_dir or DATA_DIR
     check_extras("gateway", "worker", "webhooks")
     from workers.cli.local_pools import Plan
     from workers.cli.system import System, conduct
@@ -309,9 +298,9 @@ def _first_call(system: System, model: ResolvedModel) -> str:
     """The command to try first: a chat if the model has a template."""
     from engine.text import ModelCard, TemplateSource
 
-    if TemplateSource.from_bytes(ModelCard.tokenizer_files(model.folder)) is not None:
-        return f"penstock chat {model.name} --url {system.url}"
     elsewhere = "" if system.url == DEFAULT_URL else f" --url {system.url}"
+    if TemplateSource.from_bytes(ModelCard.tokenizer_files(model.folder)) is not None:
+        return f"penstock chat {model.name}{elsewhere}"
     return f"penstock submit {model.name} 'Once upon a time' --stream{elsewhere}"
 
 

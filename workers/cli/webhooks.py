@@ -5,12 +5,16 @@ endpoints, test and secret after endpoints; listen receives here, verifies and p
 from __future__ import annotations
 
 import json
+import math
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
@@ -18,8 +22,8 @@ import typer
 from workers.cli.commands import Commands
 from workers.cli.exits import OPERATOR_STATUS, PROCESS_STATUS, Exit, Failure, needs, refusing
 from workers.cli.options import (
-    AnyBroker,
     Broker,
+    DataDir,
     HealthPort,
     Json,
     LogLevel,
@@ -29,7 +33,7 @@ from workers.cli.options import (
     WebhookAllow,
     finite,
 )
-from workers.cli.servers import look_at_servers, set_up_logging, store_of, system, use_secrets_key
+from workers.cli.servers import look_at_servers, set_up_logging, store_address, system, use_secrets_key
 from workers.cli.terminal import note, say
 
 if TYPE_CHECKING:
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
 TEST_S: Final = 25.0
 #: Largest body (bytes) that is read; events are far smaller.
 MAX_BODY: Final = 64 * 1024
+#: Shortest time (s) between two reads of all secrets.
+REREAD_S: Final = 1.0
 HOST: Final = "127.0.0.1"
 #: The environment variable with the secret.
 SECRET: Final = "WEBHOOK_SECRET"  # noqa: S105 - a variable's name
@@ -89,8 +95,9 @@ app = Commands(
 
 @app.shown(f"penstock webhooks run --broker {_SERVER} --webhook-allow 10.0.0.0/8", status=PROCESS_STATUS)
 def run(
-    broker: Broker,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
     webhook_allow: WebhookAllow = None,
     secrets_key: SecretsKey = None,
     drain_timeout: Annotated[
@@ -107,9 +114,10 @@ def run(
     set_up_logging(log_level)
     use_secrets_key(secrets_key)
     allowed = tuple(webhook_allow or ())
-    settings = deliverer.WebhookSettings(store_of(broker, store), allowed, drain=drain_timeout, health_port=health_port)
+    server = store_address(broker, store, data_dir)
+    settings = deliverer.WebhookSettings(server, allowed, drain=drain_timeout, health_port=health_port)
     with refusing(ValueError):
-        look_at_servers(settings.store, None)
+        look_at_servers(server, server)
         asyncio.run(deliverer.run(settings))
 
 
@@ -120,15 +128,16 @@ def listed(
     since: Since = None,
     until: Until = None,
     limit: Annotated[int, typer.Option(min=1, help="Most deliveries of a state.")] = 50,
-    broker: AnyBroker = None,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
     """List deliveries, the last of each state first."""
     from producers.store import outbox
 
     any_found = False
-    with system(broker, store) as (client, loop):
+    with system(broker, store, data_dir) as (client, loop):
         for each_state in (state,) if state else STATES:
             rows = outbox.rows(
                 client.store, cast("State", each_state), endpoint=endpoint, since=_s(since), until=_s(until)
@@ -141,9 +150,11 @@ def listed(
 
 
 @app.shown("penstock webhooks show evt_5f0d3c")
-def show(names: Names, broker: AnyBroker = None, store: Store = None, as_json: Json = False) -> None:
+def show(
+    names: Names, broker: Broker = None, store: Store = None, data_dir: DataDir = None, as_json: Json = False
+) -> None:
     """Show deliveries with their tries: when, what the receiver answered, and how long that took."""
-    with system(broker, store) as (client, loop):
+    with system(broker, store, data_dir) as (client, loop):
         for row in (row for name in names for row in loop.run(_named(client, name))):
             if as_json:
                 typer.echo(json.dumps(_shown(row)))
@@ -166,8 +177,9 @@ def replay(
     endpoint: OfEndpoint = None,
     since: Since = None,
     until: Until = None,
-    broker: AnyBroker = None,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
 ) -> None:
     """Deliver again, now, with the webhook-id that it had. Exit status 1: one is being tried at this moment.
 
@@ -179,7 +191,7 @@ def replay(
     from producers.connection.script import arun, text
     from producers.store import outbox
 
-    with system(broker, store) as (client, loop):
+    with system(broker, store, data_dir) as (client, loop):
         if names:
             rows = [row for name in names for row in loop.run(_named(client, name))]
         else:
@@ -198,11 +210,13 @@ def replay(
 
 
 @app.shown("penstock webhooks endpoints", "endpoints")
-def endpoints_listed(broker: AnyBroker = None, store: Store = None, as_json: Json = False) -> None:
+def endpoints_listed(
+    broker: Broker = None, store: Store = None, data_dir: DataDir = None, as_json: Json = False
+) -> None:
     """List the endpoints, the newest first."""
     from producers.store import endpoints
 
-    with system(broker, store) as (client, loop):
+    with system(broker, store, data_dir) as (client, loop):
         rows = loop.run(endpoints.every(client.store))
     for endpoint in rows:
         fields = {
@@ -227,14 +241,15 @@ def endpoints_listed(broker: AnyBroker = None, store: Store = None, as_json: Jso
 def send_test(
     endpoint: Annotated[str, typer.Argument(help="The endpoint's id; penstock webhooks endpoints shows all.")],
     event_type: Annotated[str, typer.Option(help="The type of the made-up event.")] = "response.completed",
-    broker: AnyBroker = None,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
 ) -> None:
     """Deliver a made-up event to an endpoint once, and show what it answers. Exit status 1: it was not delivered."""
     from producers.contract.webhook import EVENT_TYPES
     from producers.store import endpoints
 
-    with system(broker, store) as (client, loop):
+    with system(broker, store, data_dir) as (client, loop):
         if event_type not in EVENT_TYPES:
             raise Failure(f"--event-type is {event_type!r}; there are {', '.join(EVENT_TYPES)}")
         target = loop.run(endpoints.get(client.store, endpoint))
@@ -257,8 +272,9 @@ def secret(
     drop_old: Annotated[
         bool, typer.Option("--drop-old", help="With --rotate: the old secret signs no longer.")
     ] = False,
-    broker: AnyBroker = None,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
 ) -> None:
     """Show the secret that signs the webhooks of a tenant's tasks which name none of their own."""
     from producers.errors import SecretUnreadable
@@ -267,7 +283,7 @@ def secret(
 
     if drop_old and not rotate:
         raise Failure("--drop-old needs --rotate")
-    with refusing(SecretUnreadable), system(broker, store) as (client, loop):
+    with refusing(SecretUnreadable), system(broker, store, data_dir) as (client, loop):
         if rotate:
             audit = Change(operator(), "webhook_secret.rotate", tenant or "", tenant)
             secrets = loop.run(endpoints.rotate_own(client.store, tenant, audit, keep_old=not drop_old))
@@ -281,8 +297,9 @@ def listen(
     port: Port = 9000,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's tasks. Unset: all tasks.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print each event as JSON, one a line.")] = False,
-    broker: AnyBroker = None,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
 ) -> None:
     """Receive webhooks on this machine: verify each and print it, until Ctrl-C. Bad signatures get 400.
 
@@ -300,26 +317,23 @@ def listen(
 
     try:
         secret = os.environ.get(SECRET)
-        known = [checked_secret(secret, SECRET)] if secret else _tasks_secrets(broker, store, tenant)
+        read = partial(_tasks_secrets, broker, store, data_dir, tenant)
+        secrets = [checked_secret(secret, SECRET)] if secret else read()
     except InvalidTask as error:
         raise Failure(str(error)) from None
+    known = KnownSecrets(secrets, None if secret or tenant is not None else read)
 
-    def verified(body: bytes, headers: dict[str, str]) -> Any:
-        for key in known:
+    def verified(body: bytes, headers: dict[str, str], secrets: list[str]) -> Any:
+        for key in secrets:
             with suppress(WebhookVerificationError):
                 return Webhook(key).verify(body, headers)
-        return Webhook(known[0]).verify(body, headers)  # raises what is wrong
+        return Webhook(secrets[0]).verify(body, headers)  # raises what is wrong
 
     def received(body: bytes, headers: dict[str, str]) -> None:
-        nonlocal known
         try:
-            event = verified(body, headers)
+            event = verified(body, headers, known.secrets)
         except WebhookVerificationError:
-            if secret or tenant is not None:
-                raise
-            with suppress(Failure):  # the store does not answer: what is known stays
-                known = _tasks_secrets(broker, store, None)  # of a tenant whose first task has come since
-            event = verified(body, headers)
+            event = verified(body, headers, known.read_again())
         line = json.dumps(event) if as_json else f"{event['type']}  {event['data']['id']}  {event['id']}  verified"
         typer.echo(line)
 
@@ -389,14 +403,39 @@ def _say_line(line: str) -> None:
     say(line.replace("\n", " "))
 
 
-def _tasks_secrets(broker: str | None, store: str | None, tenant: str | None) -> list[str]:
+class KnownSecrets:
+    """The secrets that webhooks are verified with. `read` gives those of all tenants; None: they stay as they are.
+
+    Anybody may send bad signatures, and reading takes the store's time: it is done once in REREAD_S at most, for all
+    who came before it.
+    """
+
+    def __init__(self, secrets: list[str], read: Callable[[], list[str]] | None) -> None:
+        self.secrets = secrets
+        self._read = read
+        self._read_at = -math.inf
+        self._lock = threading.Lock()
+
+    def read_again(self) -> list[str]:
+        """The secrets with that of a tenant whose first task has come since they were read. Waits for its turn."""
+        arrived_at = time.monotonic()
+        with self._lock:
+            if self._read is not None and self._read_at < arrived_at:
+                time.sleep(max(0.0, self._read_at + REREAD_S - time.monotonic()))
+                self._read_at = time.monotonic()
+                with suppress(Failure):  # the store does not answer: what is known stays
+                    self.secrets = self._read()
+        return self.secrets
+
+
+def _tasks_secrets(broker: str | None, store: str | None, data_dir: Path | None, tenant: str | None) -> list[str]:
     """The secrets that sign webhooks of a tenant's tasks; without a tenant, of all tasks. Raises Failure."""
     from producers.connection.script import aexecute_many, text
     from producers.contract import keys
     from producers.errors import SecretUnreadable
     from producers.store import endpoints
 
-    with refusing(SecretUnreadable), system(broker, store) as (client, loop):
+    with refusing(SecretUnreadable), system(broker, store, data_dir) as (client, loop):
         names: list[str | None] = [tenant]
         if tenant is None:
             (known,) = loop.run(aexecute_many(client.store, [("HKEYS", keys.WEBHOOK_SECRETS)]))

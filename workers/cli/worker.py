@@ -21,6 +21,7 @@ from workers.cli.exits import PROCESS_STATUS, Exit, Failure, check_extras, needs
 from workers.cli.options import (
     ENGINE,
     Broker,
+    DataDir,
     Gpus,
     LogLevel,
     ModelOption,
@@ -35,7 +36,7 @@ from workers.cli.options import (
     provider,
     takes,
 )
-from workers.cli.servers import checked_level, store_of, use_secrets_key
+from workers.cli.servers import addresses, checked_level, use_secrets_key
 from workers.cli.terminal import relayed
 from workers.processes import PENSTOCK, proc
 
@@ -51,10 +52,11 @@ app = Commands("Processes", PROCESS_STATUS)
 @takes(engine=ENGINE.values())
 def worker(
     context: typer.Context,
-    broker: Broker,
     model: ModelOption,
     *,
+    broker: Broker = None,
     store: Store = None,
+    data_dir: DataDir = None,
     name: Annotated[
         str | None,
         typer.Option(
@@ -140,8 +142,7 @@ def worker(
         from workers.runtime.worker import run_worker
         from workers.settings import WorkerSettings
     settings = WorkerSettings(
-        broker,
-        store_of(broker, store),
+        *addresses(broker, store, data_dir),
         model,
         engine=engine,
         lease=lease,

@@ -164,10 +164,11 @@ class Messages(Source):
         if reply is not None:
             more["reply"] = reply.to_json()
         entry, task_id = self._entry(request), self._task_id(request)
+        client = self._client  # `withdrawn`: what came waits here as it would wait at its source
         steps = submit_as(
-            self._client.directory, task, entry, request.digest, task_id, self._client.patience, more, UNREMOVED_S
+            client.directory, task, entry, request.digest, task_id, client.patience, more, UNREMOVED_S, withdrawn=True
         )
-        if await self._client.run(steps) is None:
+        if await client.run(steps) is None:
             raise InvalidTask(
                 "an earlier message with this id asked for something else; give each message an id of its own",
                 param="id",

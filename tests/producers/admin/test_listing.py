@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -18,8 +19,14 @@ from producers.admin import listing
 from producers.admin.listing import UnservedModels, has_died, publisher_of, withdraw
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
+from producers.gateway.batch_endpoints import LineEndpoints
+from producers.sources.messages.source import MessagesSettings
+from producers.sources.schedule import Schedule, ScheduleSettings
+from producers.sources.source import Context
 from producers.store.fleet import cards
+from producers.sweeper.batches.endpoint import PlannedTask
 from tests.producers.conftest import CARD, POOL
+from tests.waiting import auntil
 
 UP = "up:elsewhere.7.ab"
 
@@ -249,10 +256,24 @@ class TestAnUpThatEnded:
 
 
 async def test_tasks_that_were_accepted_elsewhere_find_a_withdrawn_model(
-    aclient: AsyncClient, valkey: Redis, clock: Clock
+    aclient: AsyncClient, valkey: Redis, valkey_url: str, clock: Clock
 ) -> None:
-    """Lines of batches that were begun, and messages of sources."""
+    """Lines of batches that were begun, schedules and messages of sources; and no others."""
     published(valkey, UP)
     assert [await clock.sweep(at) for at in (0, 60)] == [(0, 0), (1, 0)]
-    aclient.directory.finds_withdrawn = True
-    assert (await aclient.resolve("tiny")).card["version"] == POOL.version
+    task = {"model": "tiny", "prompt": "def main():", "max_tokens": 3}
+    context = Context(aclient, valkey_url, "here", "")
+    hourly = ScheduleSettings.model_validate({"type": "schedule", "cron": "0 * * * *", "task": task})
+    schedule = hourly.source("hourly", context)
+    assert isinstance(schedule, Schedule)
+    await schedule.step(3600, 0)
+    assert valkey.exists(keys.task("hourly-19700101T010000Z"))
+    messages = MessagesSettings.model_validate({"type": "messages", "queue": "list:orders"}).source("orders", context)
+    valkey.rpush("orders", json.dumps(task))
+    running = asyncio.create_task(messages.run())
+    await auntil(lambda: valkey.zcard(keys.TASKS) == 2)
+    running.cancel()
+    (line,) = await LineEndpoints(aclient).tasks("/v1/completions", [task])
+    assert isinstance(line, PlannedTask)
+    with pytest.raises(UnknownModel):
+        await aclient.submit(**task)

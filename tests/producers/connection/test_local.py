@@ -9,7 +9,7 @@ import pytest
 from redis import Redis
 
 from producers import AsyncClient, Client
-from producers.connection.local import servers, the_store, urls_in
+from producers.connection.local import servers, urls_in
 from tests.producers.gateway.conftest import publish
 from workers.cli.embedded_valkey import DataDir
 
@@ -37,7 +37,6 @@ def test_it_is_where_a_data_directory_has_its_port() -> None:
     with DataDir(Path(".penstock")) as data:
         url = f"redis://:{data.password()}@127.0.0.1:{data.port()}/0"
     assert servers(None, None) == (url, url)
-    assert the_store(None, Path(".penstock")) == url
     assert urls_in(Path(".penstock")) == (url, url)
 
 
@@ -78,7 +77,7 @@ def test_that_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ValueError, match=rf"\.penstock and its server belong to another user \(uid {owner}\)"):
         servers(None, None)
     with pytest.raises(ValueError, match="run this as that user"):
-        the_store(None, Path(".penstock"))
+        urls_in(Path(".penstock"))
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert servers(None, None) == (url, url), "root may use all"
 

@@ -23,11 +23,12 @@ from tests.in_process import unchanged
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door, until
 from tests.workers.cli.conftest import Answer, Ran, Run, Scripted, send
-from workers.cli.run import _about
+from workers.cli.run import _about, _gateway
 
 PENSTOCK = (sys.executable, "-m", "workers.cli")
 SERVED = {"id": "tiny", "capabilities": ["generate", "chat"]}
 BREAKS_OFF = "(breaks off)"
+CUT = "(cut)"
 
 
 class Answers:
@@ -42,17 +43,18 @@ class Answers:
         return send(200, json.dumps({"data": served}).encode())
 
     def _answer(self, pieces: list[str | dict[str, Any]]) -> Answer:
-        """BREAKS_OFF as the last piece: nothing comes after it."""
+        """BREAKS_OFF as the last piece: nothing comes after it. CUT: the answer ends for its length."""
 
         def answer(request: BaseHTTPRequestHandler) -> None:
             self.asked.append(json.loads(request.rfile.read(int(request.headers["content-length"]))))
             chunks: list[Any] = [{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}]
             whole = pieces[-1:] != [BREAKS_OFF]
-            for piece in pieces if whole else pieces[:-1]:
+            cut = pieces[-1:] == [CUT]
+            for piece in pieces[:-1] if cut or not whole else pieces:
                 chunk = {"choices": [{"index": 0, "delta": {"content": piece}}]} if isinstance(piece, str) else piece
                 chunks.append(chunk)
             if whole:
-                chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+                chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "length" if cut else "stop"}]})
             body = b": still here\n\n" + b"".join(f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks)
             send(200, body + (b"data: [DONE]\n\n" if whole else b""))(request)
 
@@ -147,9 +149,38 @@ class TestConversation:
         chat(gateway.url, "1\n")
         assert gateway.asked[0].get("temperature") == sent
 
+    def test_has_a_limit_where_none_was_set_and_says_that_it_cut(
+        self, chat: Callable[..., Ran], scripted: Scripted
+    ) -> None:
+        gateway = Answers(scripted, ["a", CUT], ["b"])
+        ran = chat(gateway.url, "1\n2\n")
+        assert [asked["max_tokens"] for asked in gateway.asked] == [1024, 1024]
+        assert ran.err == "(cut at the output's limit; --max-tokens sets another)\n"
+
+    def test_goes_on_in_the_room_that_is_left_where_the_limit_is_more(
+        self, chat: Callable[..., Ran], door: Door, worker: FakeWorker, valkey: Redis
+    ) -> None:
+        served: list[int | None] = []
+
+        def serve() -> None:
+            task_id = until(lambda: worker.take(QUEUE))
+            served.append(Record.parse(task_id, valkey.hgetall(keys.task(task_id))).json("task").get("max_tokens"))
+            worker.serve(task_id, ["an", "swer"])
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        ran = chat(door.url, "1\n")
+        serving.join(60)
+        assert (ran.status, ran.out, served) == (0, "answer\n", [None])
+
+    def test_is_with_the_usual_gateway_where_that_serves_the_model(self, scripted: Scripted) -> None:
+        gateway = Answers(scripted)
+        with _gateway("tiny", gateway.url, named=False) as (found, name):
+            assert (found.url, name) == (gateway.url, "tiny")
+
     def test_an_answer_s_speed_and_cut_are_told(self) -> None:
         assert _about({"usage": {"completion_tokens": 11}, "finish_reason": "length"}, 2.0) == (
-            "(11 tokens, 5.0 a second; cut at the output's limit (--max-tokens))"
+            "(11 tokens, 5.0 a second; cut at the output's limit; --max-tokens sets another)"
         )
         assert _about({"usage": {"completion_tokens": 1}}, 0.0) == "(1 tokens)"
         assert _about({}, 1.0) == ""
