@@ -68,6 +68,7 @@ class Rights:
 #: Keys that a task's way through the store touches, from ADMIT to SETTLE: each process that may end a task needs it.
 _TASKS: Final = (
     "penstock:task:* penstock:stream:* penstock:result:* penstock:tasks penstock:tasks:* penstock:tenants "
+    "penstock:requests penstock:requests:* "
     "penstock:submitting penstock:deadlines penstock:unsettled penstock:settled penstock:readers penstock:waiting "
     "penstock:waiting:* penstock:drain:* penstock:limits:* penstock:ledger penstock:batch:* penstock:batches "
     "penstock:batches:* penstock:files:notes penstock:replies penstock:replies:* penstock:webhooks:due "

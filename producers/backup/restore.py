@@ -32,7 +32,7 @@ from producers.connection.script import Call, aexecute_many, arun, ms, script, t
 from producers.contract import keys
 from producers.contract.sealing import Keyring
 from producers.errors import PenstockError
-from producers.store import epoch
+from producers.store import epoch, task_index
 from producers.store.access.api_keys import Key
 from producers.store.access.audit import Change, operator
 from producers.store.batches import LISTED_S
@@ -200,10 +200,11 @@ class Restore:
     def _task_indexes(
         self, task_id: str, task: TaskFacts, record: dict[str, Any], has_stream: bool
     ) -> Iterator[Command]:
-        if task.origin == "task":
-            yield ("ZADD", keys.TASKS, task.created, task_id)
+        if not task.plain and task.origin != "batch":
+            index = task_index.tasks_of if task.origin == "task" else task_index.requests_of
+            yield ("ZADD", index(None), task.created, task_id)
             if task.tenant:
-                yield ("ZADD", keys.tasks(task.tenant), task.created, task_id)
+                yield ("ZADD", index(task.tenant), task.created, task_id)
                 yield ("SADD", keys.TENANTS, task.tenant)
         if task.final:
             if "settled" not in record:

@@ -26,6 +26,9 @@ from producers.store import task_index
 
 Status = Literal["queued", "in_progress", "completed", "failed", "cancelled", "incomplete"]
 Order = Literal["asc", "desc"]
+#: What a list has: tasks of clients and `/v1/tasks`; requests of OpenAI's endpoints, whose callers wait; responses in
+#: the background; all three.
+Listing = Literal["task", "request", "response", "all"]
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +42,7 @@ PAGE: Final = 200
 #: Fields of the record that a list shows: all but the task itself, which may have a megabyte.
 SHOWN: Final = (
     *("status", "model", "tier", "tenant", "order_key", "n", "created", "queued", "started", "first", "finished"),
-    *("settled", "metadata", "webhook", "retried_from", "shortened", "traceparent", "usage", "error"),
+    *("settled", "metadata", "webhook", "retried_from", "shortened", "traceparent", "usage", "error", "origin"),
 )
 #: A position between two milliseconds, for a call without matches; no task has such an id.
 _TIME: Final = re.compile("~([0-9]{1,15})")
@@ -49,6 +52,7 @@ _LAST_MS: Final = 10**15
 class QueryFields(TypedDict, total=False):
     """The fields of a `Query`, as keywords of `client.tasks.list`."""
 
+    kind: Listing
     status: Status | None
     model: str | None
     tier: str | None
@@ -65,7 +69,8 @@ class QueryFields(TypedDict, total=False):
 class Query:
     """A filter of listed tasks. Times are unix seconds, both exclusive. `metadata`: pairs that a task must have.
 
-    `order`: `desc` is the latest first. `after`: a task's id, or a `Listed.next`. Raises InvalidQuery.
+    `kind`: of requests and responses the last 10,000 are known. `order`: `desc` is the latest first. `after`: a task's
+    id, or a `Listed.next`. Raises InvalidQuery.
     """
 
     status: Status | None = None
@@ -78,11 +83,13 @@ class Query:
     limit: int = DEFAULT_LIMIT
     order: Order = "desc"
     after: str | None = None
+    kind: Listing = "task"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("status", get_args(Status)), ("tier", tuple(keys.TIERS)), ("order", get_args(Order))):
+        choices = {"status": get_args(Status), "tier": tuple(keys.TIERS), "order": get_args(Order)}
+        for name, allowed in {**choices, "kind": get_args(Listing)}.items():
             value = getattr(self, name)
-            if value not in allowed and (value is not None or name == "order"):
+            if value not in allowed and (value is not None or name in ("order", "kind")):
                 raise _invalid(name, value, f"one of {', '.join(allowed)}")
         for name in ("model", "tenant"):
             value = getattr(self, name)
@@ -104,18 +111,20 @@ class Query:
             raise _invalid("metadata", f"{len(self.metadata)} pairs", "at most 16")
 
     @property
-    def index(self) -> str:
-        """The index with the tasks: the tenant's own, if the query names a tenant."""
-        return task_index.index(self.tenant)
+    def indexes(self) -> tuple[str, ...]:
+        """The indexes with the tasks: the tenant's own, if the query names a tenant."""
+        tasks, requests = task_index.tasks_of(self.tenant), task_index.requests_of(self.tenant)
+        return (tasks, requests) if self.kind == "all" else (tasks,) if self.kind == "task" else (requests,)
 
     @property
     def filtered(self) -> bool:
         """Whether some tasks of the index may not match."""
-        return bool(self.status or self.model or self.tier or self.metadata)
+        return bool(self.status or self.model or self.tier or self.metadata or self.kind in ("request", "response"))
 
     def matches(self, record: Record) -> bool:
         return (
-            self.status in (None, record.status)
+            self.kind in ("all", record.kind)
+            and self.status in (None, record.status)
             and self.model in (None, record.model)
             and self.tier in (None, record.tier)
             and self.tenant in (None, record.fields.get("tenant"))
@@ -176,7 +185,8 @@ def _start(query: Query, patience_s: float) -> Steps[_Position | None]:
     time = _TIME.fullmatch(query.after)
     if time is not None:
         return _Position(int(time[1]))
-    (at,) = yield from persistently(Read((("ZSCORE", query.index, query.after),)), patience_s)
+    scores = yield from persistently(Read(tuple(("ZSCORE", index, query.after) for index in query.indexes)), patience_s)
+    at = next((score for score in scores if score is not None), None)
     if at is None:
         raise TaskNotFound(
             f"There is no task {query.after} to go on after: never submitted here, or past its time to live"
@@ -187,7 +197,7 @@ def _start(query: Query, patience_s: float) -> Steps[_Position | None]:
 def _page(
     query: Query, position: _Position | None, size: int, patience_s: float
 ) -> Steps[tuple[list[tuple[int, str]], bool]]:
-    """The next entries of the index, and whether they are the last ones."""
+    """The next entries of the indexes, in order, and whether they are the last ones."""
     newest_first = query.order == "desc"
     low = 0 if query.created_after is None else round(query.created_after * 1000) + 1
     high = _LAST_MS if query.created_before is None else round(query.created_before * 1000) - 1
@@ -195,11 +205,19 @@ def _page(
         high = min(high, position.at if position.id else position.at - 1)
     elif position is not None:
         low = max(low, position.at if position.id else position.at + 1)
-    (answer,) = yield from persistently(
-        Read((task_index.entries(query.index, str(low), str(high), size, newest_first=newest_first),)), patience_s
+    answers = yield from persistently(
+        Read(
+            tuple(
+                task_index.entries(index, str(low), str(high), size, newest_first=newest_first)
+                for index in query.indexes
+            )
+        ),
+        patience_s,
     )
-    entries = task_index.read_entries(answer)
-    whole = len(entries) < size
+    entries = sorted((entry for answer in answers for entry in task_index.read_entries(answer)), reverse=newest_first)[
+        :size
+    ]
+    whole = len(entries) < size  # then no index had more
     if position is not None and position.id:
         here = (position.at, position.id)
         entries = [entry for entry in entries if (entry < here if newest_first else entry > here)]

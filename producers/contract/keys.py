@@ -28,7 +28,8 @@ KINDS: Final = "penstock."
 UNSERVED: Final = "unserved"
 
 TASKS: Final = "penstock:tasks"  # zset: task id -> ms of ADMIT; tasks of clients, for lists of them
-TENANTS: Final = "penstock:tenants"  # set: tenants that have an index of tasks of their own (`tasks`)
+REQUESTS: Final = "penstock:requests"  # zset: as TASKS; the last requests of OpenAI's endpoints
+TENANTS: Final = "penstock:tenants"  # set: tenants that have an index of their own (`tasks`, `requests`)
 SUBMITTING: Final = "penstock:submitting"  # zset: task id -> ms; tasks whose message may not be sent yet
 DEADLINES: Final = "penstock:deadlines"  # zset: task id -> ms; unfinished tasks with a deadline or a cancel
 UNSETTLED: Final = "penstock:unsettled"  # zset: task id -> ms; final tasks that are not settled
@@ -96,6 +97,11 @@ def task(task_id: str) -> str:
 def tasks(tenant: str) -> str:
     """Zset: as TASKS, of one tenant."""
     return f"penstock:tasks:{tenant}"
+
+
+def requests(tenant: str) -> str:
+    """Zset: as REQUESTS, of one tenant."""
+    return f"penstock:requests:{tenant}"
 
 
 def stream(task_id: str) -> str:

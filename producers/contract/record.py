@@ -60,13 +60,16 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
-from typing import Any, Final
+from typing import Any, Final, Literal, cast, get_args
 
 from engine.params import MAX_CHOICES
 from producers.connection.script import text
 from producers.contract import keys
 from producers.errors import BrokenRecord
 
+#: How a task came: by `/v1/tasks` or the client; by OpenAI's endpoints, whose caller waits; as a response in the
+#: background; as a line of a batch; as a plain Celery message.
+Kind = Literal["task", "request", "response", "batch", "celery"]
 RUN_PREFIX: Final = "run:"
 #: Starts of a task that are written; later ones are not.
 MAX_RUNS: Final = 32
@@ -209,6 +212,14 @@ class Record:
     def scored(self) -> bool:
         """Whether the stream has the prompt's log probabilities."""
         return "prompt" in self.fields
+
+    @property
+    def kind(self) -> Kind:
+        """The way by which it came."""
+        if self.plain:
+            return "celery"
+        origin = self.fields.get("origin", "request")
+        return cast(Kind, origin) if origin in get_args(Kind) else "request"
 
     @property
     def plain(self) -> bool:

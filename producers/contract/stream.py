@@ -242,6 +242,8 @@ class TaskInfo:
     """A task as lists show it: its state without its outputs. `times`: as of a Result."""
 
     id: str
+    kind: str
+    """`task`, `request` (of OpenAI's endpoints, whose caller waits) or `response` (in the background)."""
     model: str
     tier: str
     status: str
@@ -259,6 +261,7 @@ class TaskInfo:
     def of(cls, record: Record) -> TaskInfo:
         return cls(
             id=record.id,
+            kind=record.kind,
             model=record.model,
             tier=record.tier,
             status=record.status,

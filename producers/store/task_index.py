@@ -1,10 +1,12 @@
-"""The indexes of tasks: ids of tasks that clients submitted, by the time of ADMIT.
+"""The indexes of tasks: ids by the time of ADMIT.
 
-    penstock:tasks             all of them                    penstock:tasks:<tenant>    a tenant's
+    penstock:tasks             those that clients submitted   penstock:tasks:<tenant>       a tenant's
+    penstock:requests          those of OpenAI's endpoints    penstock:requests:<tenant>    a tenant's
     penstock:tenants           the tenants that have one
 
-ADMIT enters a task whose `origin` is `task`. An entry outlives its record until the leading sweeper trims it. A list
-of one tenant reads that tenant's index alone: neither its answer nor its time shows other tenants' tasks.
+ADMIT enters a task whose `origin` is `task` into the first, and others into the second, which has the last 10,000.
+Lines of batches are in neither. An entry outlives its record until the leading sweeper trims it. A list of one tenant
+reads that tenant's indexes alone: neither its answer nor its time shows other tenants' tasks.
 """
 
 from __future__ import annotations
@@ -28,15 +30,21 @@ Command = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TrimPosition:
-    """The next place to trim: a cursor of a tenant's index; '' is the index of all."""
+    """The next place to trim: a cursor of an index of a tenant's; '' is that of all."""
 
     tenant: str = ""
+    index: str = ""
     cursor: int = 0
 
 
-def index(tenant: str | None) -> str:
+def tasks_of(tenant: str | None) -> str:
     """The index of a tenant's tasks; that of all without one."""
     return keys.tasks(tenant) if tenant else keys.TASKS
+
+
+def requests_of(tenant: str | None) -> str:
+    """The index of a tenant's requests; that of all without one."""
+    return keys.requests(tenant) if tenant else keys.REQUESTS
 
 
 def entries(name: str, low: str, high: str, count: int, *, newest_first: bool) -> Command:
@@ -53,7 +61,7 @@ def read_entries(answer: Sequence[Any]) -> list[tuple[int, str]]:
 
 def trim_call(position: TrimPosition) -> Call:
     """TRIM_TASKS: remove entries without a record. Answers `[next cursor, looked at, removed]`."""
-    return Call(script(__package__, "trim_tasks"), (index(position.tenant),), (position.cursor, PAGE, position.tenant))
+    return Call(script(__package__, "trim_tasks"), (position.index,), (position.cursor, PAGE, position.tenant))
 
 
 async def trim(store: Redis, position: TrimPosition) -> tuple[TrimPosition, int]:
@@ -62,16 +70,19 @@ async def trim(store: Redis, position: TrimPosition) -> tuple[TrimPosition, int]
     Raises redis.exceptions.RedisError or OSError.
     """
     names = ["", *sorted(text(name) for name in await store.smembers(keys.TENANTS))]
-    remaining = [name for name in names if name >= position.tenant]
+    indexes = [(name, index) for name in names for index in (requests_of(name), tasks_of(name))]  # sorted, too
+    remaining = [each for each in indexes if each >= (position.tenant, position.index)]
     total = 0
     for calls in range(1, MORE):
         if not remaining:
             return TrimPosition(), total
-        position = position if position.tenant == remaining[0] else TrimPosition(remaining[0])
+        tenant, index = remaining[0]
+        position = position if (position.tenant, position.index) == remaining[0] else TrimPosition(tenant, index)
         cursor, looked, removed = map(int, await arun(store, trim_call(position)))
-        position, total = TrimPosition(remaining[0], cursor), total + removed
+        position, total = TrimPosition(tenant, index, cursor), total + removed
         if cursor == 0:
-            position = TrimPosition(remaining.pop(0) + "\0")
+            remaining.pop(0)
+            position = TrimPosition(tenant, index + "\0")
         if calls >= CALLS and 4 * removed < looked:
             break
     return position, total

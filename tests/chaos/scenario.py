@@ -185,7 +185,7 @@ class Scenario:
             "celery-task-meta-",
         )
         stays += (keys.MODELS, keys.PROFILES, keys.workers(""), keys.POOLS, keys.SETTLED, keys.TASKS, keys.LEDGER)
-        stays += (keys.drain(""), keys.kept(""), keys.WAITING_MEMORY, keys.JOINS, broker_keys.ARRIVALS)
+        stays += (keys.REQUESTS, keys.drain(""), keys.kept(""), keys.WAITING_MEMORY, keys.JOINS, broker_keys.ARRIVALS)
         names = _keys(self.broker, "*") + _keys(self.store, "*")
         return [name for name in names if not name.startswith(stays)]
 

@@ -158,13 +158,13 @@ class Server:
             for task_id in ids:
                 pipe.get(keys.erased(task_id))
                 pipe.ttl(keys.erased(task_id))
-            for index in (keys.ERASING, keys.TASKS):
+            for index in (keys.ERASING, keys.TASKS, keys.REQUESTS):
                 pipe.zrange(index, 0, -1)
-            *found, erasing, listed = pipe.execute()
+            *found, erasing, tasks, requests = pipe.execute()
         kept = {task_id: nonce.decode() for task_id, nonce in zip(ids, found[::2], strict=True) if nonce is not None}
         assert {name.decode() for name in erasing} == set(kept)
         assert all(ttl > 0 for nonce, ttl in zip(found[::2], found[1::2], strict=True) if nonce is not None)
-        assert not kept.keys() & {name.decode() for name in listed}
+        assert not kept.keys() & {name.decode() for name in (*tasks, *requests)}
         return kept
 
     def revoked(self) -> set[str]:

@@ -166,6 +166,13 @@ def listed(
     ] = None,
     model: Annotated[str | None, typer.Option(help="Tasks of this model.")] = None,
     tier: Annotated[str | None, typer.Option(help="Tasks of this service tier.")] = None,
+    kind: Annotated[
+        str,
+        typer.Option(
+            help="task: of submit, /v1/tasks and the client; request: of OpenAI's endpoints, whose callers wait; "
+            "response: in the background; all. Of requests and responses the last 10,000 are known."
+        ),
+    ] = "all",
     tenant: Annotated[str | None, typer.Option(help="Tasks of this tenant.")] = None,
     metadata: Annotated[
         list[str] | None, typer.Option(metavar="KEY=TEXT", help="Tasks with this metadata. May be repeated.")
@@ -176,8 +183,12 @@ def listed(
     as_json: Json = False,
     url: Url = DEFAULT_URL,
 ) -> None:
-    """List tasks, the latest first: id, status, model, tier, time of submission, output tokens."""
+    """List tasks, the latest first: id, status, model, tier, kind, time of submission, output tokens.
+
+    Lines of batches and plain Celery tasks are not listed; `penstock batch ls` lists batches.
+    """
     query = {
+        "kind": kind,
         "status": status,
         "model": model,
         "tier": tier,
@@ -193,7 +204,7 @@ def listed(
         count += 1
         say(json.dumps(task) if as_json else _row(task))
     if not count and not as_json:
-        note("There are no such tasks. Requests to OpenAI's endpoints are not listed; batches are: penstock batch ls")
+        note("There are no such tasks. `penstock submit MODEL TEXT` makes one; `penstock batch ls` lists batches.")
 
 
 @listing.shown("penstock tasks retry 0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11")
@@ -281,4 +292,4 @@ def pair(text: str) -> tuple[str, str]:
 def _row(task: dict[str, Any]) -> str:
     at = datetime.fromtimestamp(task["created_at"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     tokens = (task["usage"] or {}).get("output_tokens", "-")
-    return f"{task['id']}  {task['status']:<11}  {task['model']}  {task['tier']:<8}  {at}  {tokens}"
+    return f"{task['id']}  {task['status']:<11}  {task['model']}  {task['tier']:<8}  {task['kind']:<8}  {at}  {tokens}"

@@ -25,6 +25,7 @@ from producers.client.listing import (
     MAX_SCANNED,
     UNREADABLE,
     Listed,
+    Listing,
     Order,
     Query,
     Status,
@@ -59,6 +60,10 @@ _NAME: Final = {"type": "string", "minLength": 1, "maxLength": MAX_TENANT}
 _TIME: Final = {"type": "number", "minimum": 0, "maximum": 10**12}
 #: Parameter -> its JSON schema and what it says.
 _QUERY: Final[dict[str, tuple[dict[str, Any], str]]] = {
+    "kind": (
+        {"enum": list(get_args(Listing)), "default": "task"},
+        "task: of /v1/tasks and the client; request: of OpenAI's endpoints; response: in the background",
+    ),
     "status": ({"enum": list(get_args(Status))}, ""),
     "model": (_NAME, ""),
     "tier": ({"enum": list(keys.TIERS)}, ""),
@@ -236,7 +241,8 @@ async def submit(request: Request) -> Response:
     openapi_extra={"parameters": LIST_PARAMETERS},
 )
 async def list_all(request: Request) -> Response:
-    """List tasks that were submitted here or by the Python client, without their outputs; the latest first."""
+    """List tasks that were submitted here or by the Python client, or with `kind` others, without their outputs; the
+    latest first."""
     gateway = gateway_of(request)
     page = await gateway.client.run(list_tasks(read_query(request, principal_of(request)), gateway.settings.patience))
     return _json(list_view(page))

@@ -7,7 +7,7 @@ from typing import Any, Final, Generic, Literal, Self, TypeVar, cast
 
 from pydantic import BaseModel, Field, ValidationError
 
-from producers.contract.record import Record, trace_id
+from producers.contract.record import Kind, Record, trace_id
 from producers.errors import BrokenRecord
 
 Status = Literal["queued", "in_progress", "completed", "failed", "cancelled", "incomplete"]
@@ -95,6 +95,9 @@ class TaskView(BaseModel):
 
     id: str
     object: Literal["task"] = "task"
+    kind: Kind = "task"
+    """How it came: by `/v1/tasks` or the client (task), by OpenAI's endpoints (request), as a background response, in a
+    batch, or by Celery."""
     status: Status
     model: str
     tier: str
@@ -137,6 +140,7 @@ class TaskView(BaseModel):
         shown: dict[str, Any] = {name: None if ms is None else ms / 1000 for name, ms in times.items()}
         return cls(
             id=record.id,
+            kind=record.kind,
             status=cast(Status, record.status),
             model=record.model,
             tier=record.tier,

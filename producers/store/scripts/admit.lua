@@ -2,8 +2,8 @@
 -- ADMIT | no record -> `submitting`; else nothing. A request older than the submit window is refused, and so is an id
 -- whose task was deleted (DELETE).
 -- The record's field `idempotency` names the entry of the request's Idempotency-Key (IDEMPOTENT): it is marked as made.
--- A task with the `origin` task enters the index that lists it, and its tenant's own. With accounts,
--- they are charged in the same script; if a limit, or a bound on what waits or is kept, is reached, or the server is
+-- It enters the index that lists it, and its tenant's own: a task with the `origin` task that of tasks, and others that
+-- of requests, which keeps the last MOST. With accounts, they are charged in the same script; if a limit, or a bound on what waits or is kept, is reached, or the server is
 -- too full for the task's tier, nothing is written.
 -- Its bytes are counted among its tenant's.
 -- KEYS: task, submitting, deadlines, then the accounts that are charged
@@ -19,6 +19,8 @@
 -- include: _made.lua
 -- include: _kept.lua
 -- include: _memory.lua
+local MOST = 10000 -- as producers/store/task_index.py has it
+
 local task, submitting = KEYS[1], KEYS[2]
 local id, nonce, asked, window = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local now = now_ms()
@@ -68,11 +70,16 @@ local entry, origin = unpack(redis.call('HMGET', task, 'idempotency', 'origin'))
 if entry then
   made(entry)
 end
-if origin == 'task' then
-  redis.call('ZADD', 'penstock:tasks', now, id)
+local index = origin == 'task' and 'penstock:tasks' or 'penstock:requests'
+redis.call('ZADD', index, now, id)
+if tenant then
+  redis.call('ZADD', index .. ':' .. tenant, now, id)
+  redis.call('SADD', 'penstock:tenants', tenant)
+end
+if origin ~= 'task' then
+  redis.call('ZREMRANGEBYRANK', index, 0, -MOST - 1)
   if tenant then
-    redis.call('ZADD', 'penstock:tasks:' .. tenant, now, id)
-    redis.call('SADD', 'penstock:tenants', tenant)
+    redis.call('ZREMRANGEBYRANK', index .. ':' .. tenant, 0, -MOST - 1)
   end
 end
 return charged or 'new'

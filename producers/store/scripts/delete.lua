@@ -61,12 +61,14 @@ forget_rows(task)
 kept_gone(task)
 redis.call('UNLINK', task, stream)
 drop_result(id)
-for _, index in ipairs({ 'submitting', 'deadlines', 'unsettled', 'settled', 'readers', 'tasks' }) do
+for _, index in ipairs({ 'submitting', 'deadlines', 'unsettled', 'settled', 'readers', 'tasks', 'requests' }) do
   redis.call('ZREM', 'penstock:' .. index, id)
 end
 if r[4] then
-  redis.call('ZREM', 'penstock:tasks:' .. r[4], id)
-  if redis.call('EXISTS', 'penstock:tasks:' .. r[4]) == 0 then
+  local tasks, requests = 'penstock:tasks:' .. r[4], 'penstock:requests:' .. r[4]
+  redis.call('ZREM', tasks, id)
+  redis.call('ZREM', requests, id)
+  if redis.call('EXISTS', tasks, requests) == 0 then
     redis.call('SREM', 'penstock:tenants', r[4])
   end
 end

@@ -117,6 +117,9 @@ async def test_tenants_indexes_lose_what_is_gone_or_another_tenants(
     assert valkey.smembers(keys.TENANTS) == {b"acme"}
     monkeypatch.setattr(task_index, "CALLS", 1)  # one index in each sweep, where little goes
     for number in range(4):
-        run(valkey, protocol.admit(f"t{number}", "n", now, {"origin": "task", "tenant": "acme"}))
-    valkey.zadd(keys.tasks("acme"), {"gone": 1})
-    assert [(await stale.sweep()).listed for _ in range(4)] == [0, 1, 0, 0]
+        for origin in ("task", "response"):
+            fields = {"origin": origin, "tenant": "acme"}
+            run(valkey, protocol.admit(f"{origin}{number}", "n", now, fields))
+    for index in (keys.tasks("acme"), keys.requests("acme")):
+        valkey.zadd(index, {"gone": 1})
+    assert [(await stale.sweep()).listed for _ in range(6)] == [0, 0, 1, 1, 0, 0]

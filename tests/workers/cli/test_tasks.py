@@ -17,8 +17,10 @@ from redis import Redis
 from engine.grammar.schema import bounded
 from engine.text import ChatTemplate, Tokenizer
 from producers.client import listing
+from producers.connection import script
 from producers.contract import keys
 from producers.contract.record import Record
+from producers.store import protocol
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door, until
 from tests.workers.cli.conftest import Ran, Run
@@ -323,9 +325,13 @@ class TestTasks:
         now = int(valkey.time()[0]) * 1000
         valkey.zadd(keys.TASKS, {task_id: now + number for number, task_id in enumerate(made)})
         worker.serve(made[0], ["x", "y"])
-        lines = penstock("tasks", "ls").out.splitlines()
+        script.run(valkey, protocol.admit("waits", "n", now, {"model": "tiny", "tier": "flex", "n": 1}))
+        valkey.zadd(keys.REQUESTS, {"waits": now + 9})
+        first, *lines = penstock("tasks", "ls").out.splitlines()
+        assert first.split()[:5] == ["waits", "queued", "tiny", "flex", "request"]
         assert [line.split()[0] for line in lines] == made[::-1]
-        assert lines[-1].split()[1:4] == ["completed", "tiny", "default"]
+        assert [line.split()[0] for line in penstock("tasks", "ls", "--kind", "task").out.splitlines()] == made[::-1]
+        assert lines[-1].split()[1:5] == ["completed", "tiny", "default", "task"]
         assert lines[-1].endswith("  2")
         assert penstock("tasks", "ls", "--limit", "2", "--oldest-first").out.count("\n") == 2
         nothing = penstock("tasks", "ls", "--status", "failed")

@@ -56,16 +56,52 @@ def test_tasks_are_listed_the_latest_first_without_their_outputs(
     assert (listed["status"], listed["metadata"], listed["tenant"]) == ("completed", {"a": "b"}, "acme")
 
 
-def test_foreground_and_plain_celery_tasks_are_not(http: httpx.Client, model: str, valkey: Redis) -> None:
-    now = int(valkey.time()[0]) * 1000
-    run(valkey, protocol.admit("foreground", "n", now, {"model": model}))
-    assert http.get("/v1/tasks").json() == {
+def test_requests_of_openais_endpoints_are_listed_by_their_kind(
+    http: httpx.Client, submit: Submit, model: str, valkey: Redis
+) -> None:
+    def admitted(task_id: str, **fields: str | int) -> str:
+        now = int(valkey.time()[0]) * 1000
+        run(valkey, protocol.admit(task_id, "n", now, {"model": model, "tier": "default", "n": 1} | fields))
+        return task_id
+
+    assert http.get("/v1/tasks", params={"kind": "all"}).json() == {
         "object": "list",
         "data": [],
         "first_id": None,
         "last_id": None,
         "has_more": False,
     }
+    task, waiting = submit(), admitted("waiting", tenant="acme")
+    response = admitted("response", origin="response")
+    apart(valkey, [task])
+    for index in (keys.REQUESTS, keys.requests("acme")):
+        valkey.zadd(index, {waiting: 1_790_000_000_001}, xx=True)
+    valkey.zadd(keys.REQUESTS, {response: 1_790_000_000_002})
+    assert ids(http) == ids(http, kind="task") == [task]
+    assert (ids(http, kind="request"), ids(http, kind="response")) == ([waiting], [response])
+    assert ids(http, kind="all") == [response, waiting, task]
+    assert ids(http, kind="all", order="asc", limit=2) == [task, waiting]
+    assert ids(http, kind="all", tenant="acme") == [waiting]
+    assert parts(http, kind="all", limit=1) == [[response], [waiting], [task]]
+    kinds = [each["kind"] for each in http.get("/v1/tasks", params={"kind": "all"}).json()["data"]]
+    assert kinds == ["response", "request", "task"]
+    refused = http.get("/v1/tasks", params={"kind": "batch"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kind")
+    assert http.delete(f"/v1/tasks/{waiting}").status_code == 200
+    assert ids(http, kind="all") == [response, task]
+    assert not valkey.exists(keys.requests("acme"))
+    assert b"acme" not in valkey.smembers(keys.TENANTS)
+
+
+def test_of_requests_the_last_ten_thousand_are_known(valkey: Redis) -> None:
+    for index in (keys.REQUESTS, keys.requests("acme")):
+        valkey.zadd(index, {f"old-{number}": number for number in range(10_000)})
+    now = int(valkey.time()[0]) * 1000
+    run(valkey, protocol.admit("new", "n", now, {"tenant": "acme"}))
+    for index in (keys.REQUESTS, keys.requests("acme")):
+        assert valkey.zcard(index) == 10_000
+        assert valkey.zrange(index, 0, 0) == [b"old-1"]
+        assert valkey.zrange(index, -1, -1) == [b"new"]
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
