@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from celery import Celery
 
 from tests.producers.conftest import proxy
 from tests.workers.rig import Rig, rig
+from workers import progress
 
 __all__ = ["proxy"]
 
@@ -34,3 +35,16 @@ def app(served: Rig) -> Iterator[Celery]:
     app = served.sender()
     yield app
     app.close()
+
+
+@pytest.fixture
+def progress_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """All that commands show as their progress, but for quiet ones."""
+    texts: list[str] = []
+
+    def show(self: progress.Progress, text: str | Callable[[], str]) -> None:
+        if not self._quiet:
+            texts.append(text if isinstance(text, str) else text())
+
+    monkeypatch.setattr(progress.Progress, "show", show)
+    return texts

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Final, TypeVar
 
@@ -20,6 +20,7 @@ from workers.cli.commands import Commands
 from workers.cli.exits import CALLER_STATUS, Exit, Failure, touching
 from workers.cli.options import DEFAULT_URL, Json, Url, finite
 from workers.cli.terminal import note, printable, say
+from workers.progress import Progress, bar
 
 #: Longest first line (bytes) that is read for its URL.
 LINE: Final = 4 << 20
@@ -81,7 +82,7 @@ def submit(
     batch = gateway.create_batch(fields)
     typer.echo(json.dumps(batch) if as_json else batch["id"], err=waits)
     if waits:
-        _wait(gateway, batch["id"], output, errors, timeout)
+        _wait(gateway, batch["id"], output, errors, timeout, quiet=as_json)
 
 
 def _endpoint(path: Path, file: BinaryIO) -> str:
@@ -151,24 +152,32 @@ def wait(
     _wait(Gateway(url), batch_id, output, errors, timeout)
 
 
-def _wait(gateway: Gateway, batch_id: str, output: Path | None, errors: Path | None, timeout: float | None) -> None:
-
+def _wait(
+    gateway: Gateway,
+    batch_id: str,
+    output: Path | None,
+    errors: Path | None,
+    timeout: float | None,
+    *,
+    quiet: bool = False,
+) -> None:
+    """`quiet`: show no progress."""
     try:
-        batch = _ended(gateway, batch_id, timeout)
+        batch = _ended(gateway, batch_id, timeout, quiet=quiet)
     except KeyboardInterrupt:
         raise Failure(f"interrupted; the batch goes on: penstock batch wait {batch_id}", Exit.INTERRUPTED) from None
     _write(gateway, batch, output, errors)
     _report(gateway, batch, errors)
 
 
-def _ended(gateway: Gateway, batch_id: str, timeout: float | None) -> dict[str, Any]:
-    """The batch, once it has ended. Shows its progress on a terminal. Raises Failure, also after `timeout` seconds."""
+def _ended(gateway: Gateway, batch_id: str, timeout: float | None, *, quiet: bool) -> dict[str, Any]:
+    """The batch, once it has ended. Shows its progress. Raises Failure, also after `timeout` seconds."""
     give_up = None if timeout is None else time.monotonic() + timeout
     pause = 0.1
-    with _progress() as show:
+    with Progress(quiet=quiet) as progress:
         while True:
             batch = _patiently(lambda: gateway.batch(batch_id))
-            show(batch)
+            progress.show(_progress(batch))
             if batch["status"] in ENDED:
                 return batch
             remaining = pause if give_up is None else give_up - time.monotonic()
@@ -267,19 +276,11 @@ def _patiently(call: Callable[[], T]) -> T:
         pause = min(LOOK_S, 2 * pause)
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Shows a batch on one line of a terminal's standard error; elsewhere nothing."""
-    shown = sys.stderr.isatty()
-
-    def show(batch: dict[str, Any]) -> None:
-        if shown:
-            counts = batch["request_counts"]
-            ended = counts["completed"] + counts["failed"]
-            typer.echo(f"\r\033[K{batch['status']}  {ended} of {counts['total'] or '?'} requests", err=True, nl=False)
-
-    try:
-        yield show
-    finally:
-        if shown:
-            typer.echo("\r\033[K", err=True, nl=False)
+def _progress(batch: dict[str, Any]) -> str:
+    """The text of a batch's progress."""
+    counts = batch["request_counts"]
+    ended = counts["completed"] + counts["failed"]
+    failures = f", {counts['failed']} failed" if counts["failed"] else ""
+    if not counts["total"]:
+        return str(batch["status"])
+    return f"{bar(ended, counts['total'])}  {ended} of {counts['total']} requests{failures}  {batch['status']}"

@@ -151,7 +151,8 @@ def pull(
         raise Failure(f"{called!r} is the name of a bundled model; give another with --name")
     if source.startswith(HUB):
         with needs("worker"):
-            folder = find_model(f"{called}={source}", note).folder
+            say = (lambda line: None) if as_json else note
+            folder = find_model(f"{called}={source}", say, quiet=as_json).folder
     elif Path(source).is_dir():
         folder = LocalModels.default().copy(called, Path(source)).folder
     else:

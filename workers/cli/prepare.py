@@ -26,7 +26,8 @@ import typer
 from workers.cli.commands import Commands
 from workers.cli.exits import PROCESS_STATUS, Exit, Failure, needs
 from workers.cli.options import ENGINE, Model, find_models, takes
-from workers.cli.terminal import aligned, note
+from workers.cli.terminal import aligned
+from workers.progress import Progress
 
 if TYPE_CHECKING:
     from engine.execution.warm import Warmed
@@ -111,8 +112,9 @@ def quantize(
     try:
         verify(resolved.folder)
         recipe = Recipe(bits, method, group_size, 8 if head_bits == 8 else None)  # type: ignore[arg-type]  # one of _METHODS
-        with unfinished(out, note) as work:
-            report = _make(resolved.folder, work, recipe, texts, (calibration_tokens, evaluation_tokens), **engine)
+        with Progress(quiet=as_json) as progress, unfinished(out, progress.note) as work:
+            counts = (calibration_tokens, evaluation_tokens)
+            report = _make(resolved.folder, work, recipe, texts, counts, progress.show, **engine)
     except EngineError as error:
         raise Failure(str(error)) from error
     except OSError as error:
@@ -149,6 +151,7 @@ def _make(
     recipe: Recipe,
     texts: Texts,
     tokens: tuple[int, int],
+    show: Callable[[str], None],
     device: str | None = None,
     threads: int | None = None,
 ) -> dict[str, Any]:
@@ -172,9 +175,9 @@ def _make(
     )
     if not learnt or not judged:
         raise Failure(f"{texts.source} is too short to calibrate and judge with: give a text of some pages")
-    recipe = quantise(folder, work, recipe, learnt, torch_device, note)
+    recipe = quantise(folder, work, recipe, learnt, torch_device, show)
     _copy_rest(folder, work)
-    note("comparing")
+    show("comparing the outputs of both models")
     comparison = compare(decoder(folder, torch_device), decoder(work, torch_device), judged)
     report = _report(folder, work, recipe, texts, sum(map(len, learnt)), comparison)
     (work / _REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -5,9 +5,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -20,6 +17,7 @@ from workers.cli.options import Broker, DataDir, Json, Store
 from workers.cli.servers import system
 from workers.cli.terminal import aligned, say
 from workers.cli.trials import check_writable, weights
+from workers.progress import Progress, bar
 
 if TYPE_CHECKING:
     from producers.client.aio import AsyncClient
@@ -233,8 +231,13 @@ def simulate(
             arrivals, name = Synthetic(*drawn).arrivals(), f"{synthetic} with seed {seed}"
     if write_trace is not None:
         write(write_trace, arrivals)
-    with _progress(arrivals[-1].at) as note:
-        comparison = compared(arrivals, Settings(model, rules, Objective(objective), every, price), compare, note)
+    with Progress(quiet=as_json) as progress:
+        comparison = compared(
+            arrivals,
+            Settings(model, rules, Objective(objective), every, price),
+            compare,
+            lambda scaler, at: progress.show(f"{bar(at, arrivals[-1].at)}  {scaler}"),
+        )
     _report(comparison, name, plot, out, as_json)
     if not comparison.holds:
         missed = f"{comparison.met:.2%} of the priority tasks had their first token within {objective:g} s"
@@ -276,19 +279,6 @@ def _replay(path: Path, as_json: bool) -> None:
             )
     if result.differences:
         raise Failure(f"{len(result.differences)} decisions come out otherwise", Exit.TASK_FAILED)
-
-
-@contextmanager
-def _progress(last: float) -> Iterator[Callable[[str, float], None]]:
-    """A bar on standard error, if that is a terminal, for the scaler that is simulated."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(file=sys.stderr)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        row = bar.add_task("", total=last)
-        yield lambda name, at: bar.update(row, description=name, completed=at)
 
 
 def _report(comparison: Compared, name: str, plot: Path | None, out: Path | None, as_json: bool) -> None:

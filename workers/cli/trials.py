@@ -21,6 +21,7 @@ from workers.cli.commands import Commands
 from workers.cli.exits import CALLER_STATUS, OPERATOR_STATUS, Exit, Failure, touching
 from workers.cli.options import DEFAULT_URL, SAMPLING, Broker, DataDir, Store, Url, finite, takes
 from workers.cli.terminal import aligned, note
+from workers.progress import Progress, bar
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -120,7 +121,8 @@ def bench(
     cap = concurrency if concurrency is not None or rate is not None else 8
     limits = Limits(ttft_limit, itl_limit)
     try:
-        samples, client = asyncio.run(_drive(gateway.url, load, cap, duration))
+        with Progress(quiet=as_json) as progress:
+            samples, client = asyncio.run(_drive(gateway.url, load, cap, duration, progress))
     except KeyboardInterrupt:
         raise Failure("interrupted; requests under way were cancelled", Exit.INTERRUPTED) from None
     figures = _figures(load, cap, gateway.url, samples, client, limits, warm_up_requests)
@@ -137,22 +139,21 @@ def bench(
         raise Failure(f"no request was completed: {figures['requests']['errors']}", Exit.TASK_FAILED)
 
 
-async def _drive(url: str, load: Load, cap: int | None, duration: float | None) -> tuple[list[Sample], Client]:
-    import sys
-
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
-
+async def _drive(
+    url: str, load: Load, cap: int | None, duration: float | None, progress: Progress
+) -> tuple[list[Sample], Client]:
     from workers.trials.bench.load import drive
 
-    console = Console(file=sys.stderr)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(
-        *columns, console=console, transient=True, refresh_per_second=2, disable=not console.is_terminal
-    ) as bar:
-        row = bar.add_task("requests", total=load.requests)
-        note = lambda sample: bar.advance(row)  # noqa: E731
-        return await drive(url, load.schedule(), concurrency=cap, duration=duration, note=note)
+    ended = failed = 0
+
+    def note(sample: Sample) -> None:
+        nonlocal ended, failed
+        ended, failed = ended + 1, failed + (sample.error is not None)
+        failures = f", {failed} failed" if failed else ""
+        progress.show(f"{bar(ended, load.requests)}  {ended} of {load.requests} requests{failures}")
+
+    progress.show(f"0 of {load.requests} requests")
+    return await drive(url, load.schedule(), concurrency=cap, duration=duration, note=note)
 
 
 def _figures(
@@ -363,7 +364,14 @@ def chaos(
     settings = Settings(*("client", str(trial.journals), gateway.url, broker, store, load), open_tasks=concurrency)
     with _telling(servers, folder), contextlib.closing(OneClient(settings, folder)) as client:
         _look_for(model, server, gateway)
-        report = trial.run(system, client, f"penstock {_line()}", note)
+        with Progress(quiet=as_json) as progress:
+
+            def say(line: str) -> None:
+                progress.note(line)
+                progress.show(f"since then: {line}")
+
+            progress.show("load without faults")
+            report = trial.run(system, client, f"penstock {_line()}", say)
     _print_report(report, folder, as_json)
 
 

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from workers.errors import Refused
 from workers.library.local_models import INDEX, LocalModels, Pulled, Source, needed, sha256_of
+from workers.progress import Progress, bytes_bar
 
 _REFERENCE: Final = re.compile(r"hf://((?:[\w\-.]+/)?[\w\-.]+)(?:@([\w\-./]+))?", re.ASCII)
 _COMMIT: Final = re.compile(r"[0-9a-f]{40,64}")
@@ -58,8 +59,9 @@ class _Away(Refused):
     """The hub cannot be reached."""
 
 
-def pull(model: HubModel, models: LocalModels, name: str, say: Callable[[str], None]) -> Pulled:
-    """Download a model into the local model folder, unless the same commit is there under this name.
+def pull(model: HubModel, models: LocalModels, name: str, say: Callable[[str], None], *, quiet: bool = False) -> Pulled:
+    """Download a model into the local model folder, unless the same commit is there under this name. `quiet`: show no
+    progress.
 
     If the hub cannot be reached, this returns the revision that was pulled last. Raises Refused: no such repository or
     revision, no access, hub unreachable, disk full, or a damaged file.
@@ -82,7 +84,9 @@ def pull(model: HubModel, models: LocalModels, name: str, say: Callable[[str], N
         size = sum(file.size for file in downloads)
         say(f"pulling {model} at commit {commit[:12]}: {len(downloads)} files, {size / 1e6:,.1f} MB")
         _check_room(model, downloads, folder)
-        digests = {file.name: _fetch(model, file, commit, folder) for file in downloads}
+        with Progress(quiet=quiet) as progress:
+            progress.show(lambda: bytes_bar(_fetched(downloads, folder), size))
+            digests = {file.name: _fetch(model, file, commit, folder) for file in downloads}
         with _refusals(model):
             pulled = models.finish(folder, digests, Source(model.repo, model.revision, commit))
     say(f"{name} {pulled.version} is in {pulled.folder}")
@@ -175,13 +179,14 @@ def _checked(path: Path, file: _File) -> str | None:
 def _download(model: HubModel, file: _File, commit: str, path: Path) -> None:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub.utils import build_hf_headers, disable_progress_bars
 
     url = hf_hub_url(model.repo, file.name, revision=commit, endpoint=_endpoint())
     location = get_hf_file_metadata(url, endpoint=_endpoint()).location
     headers = build_hf_headers()
     if urlsplit(location).netloc != urlsplit(url).netloc:
         headers.pop("authorization", None)  # the token is for the hub, not for its storage server
+    disable_progress_bars()  # `pull` has one of all files
     with path.open("ab") as partial:
         if partial.tell() > file.size:
             partial.truncate(0)
@@ -214,9 +219,13 @@ def _take(cached: Path, path: Path, file: _File) -> str | None:
     return digest
 
 
+def _fetched(files: list[_File], folder: Path) -> int:
+    """The bytes of the files that are in the folder by now."""
+    return sum((folder / file.name).stat().st_size for file in files if (folder / file.name).exists())
+
+
 def _check_room(model: HubModel, files: list[_File], folder: Path) -> None:
-    here = sum((folder / file.name).stat().st_size for file in files if (folder / file.name).exists())
-    missing, free = sum(file.size for file in files) - here, shutil.disk_usage(folder).free
+    missing, free = sum(file.size for file in files) - _fetched(files, folder), shutil.disk_usage(folder).free
     if missing > free:
         raise Refused(
             f"{model} needs {missing / 1e6:,.1f} MB more, and {folder.parent} has {free / 1e6:,.1f} MB free: make "

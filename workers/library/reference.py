@@ -38,8 +38,9 @@ class ResolvedModel:
 GGUF: Final = b"GGUF"
 
 
-def find_model(reference: str, say: Callable[[str], None] = lambda line: None) -> ResolvedModel:
-    """The model that a reference names; a hub's model is pulled first if needed. `say` gets progress messages.
+def find_model(reference: str, say: Callable[[str], None] = lambda line: None, *, quiet: bool = False) -> ResolvedModel:
+    """The model that a reference names; a hub's model is pulled first if needed. `say` gets messages about that;
+    `quiet`: no progress is shown.
 
     A reference is a folder with a config.json, the name of a bundled or pulled model, or hf://OWNER/NAME[@REVISION];
     NAME= before it gives the model another name. Raises Refused.
@@ -50,7 +51,7 @@ def find_model(reference: str, say: Callable[[str], None] = lambda line: None) -
 
         hub_model = HubModel.parse(location)
         name = checked_name(name or hub_model.name, reference)
-        return ResolvedModel(name, pull(hub_model, LocalModels.default(), name, say).folder)
+        return ResolvedModel(name, pull(hub_model, LocalModels.default(), name, say, quiet=quiet).folder)
     folder = _local(location)
     return ResolvedModel(checked_name(name or folder.name, reference), folder)
 

@@ -14,6 +14,7 @@ from tests.producers.conftest import worker
 from tests.producers.gateway.conftest import Door, Open, model, open_door
 from tests.workers.cli.running_up import up
 from tests.workers.http_server import Handler, HttpServer
+from workers import progress
 from workers.cli import app_of, main
 from workers.cli.local_pools import LocalPools, Plan
 from workers.processes.supervisor import Program
@@ -41,7 +42,8 @@ def door(open_door: Open, model: str) -> Door:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs a `penstock` command within this process."""
+    """Runs a `penstock` command within this process, which is too quick for progress on standard error."""
+    monkeypatch.setattr(progress, "BELOW_S", 3600)
 
     def command(*args: str) -> Ran:
         monkeypatch.setattr(sys, "argv", ["penstock", *args])

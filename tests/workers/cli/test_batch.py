@@ -109,12 +109,13 @@ class TestWait:
         assert f"the first of them 'b': It was too late.; {errors} has all of them" in " ".join(ran.err.split())
 
     def test_a_batch_without_failed_requests_ends_with_0(
-        self, penstock: Run, requests: Path, valkey: Redis, folder: Path
+        self, penstock: Run, requests: Path, valkey: Redis, folder: Path, progress_texts: list[str]
     ) -> None:
         batch_id = submitted(penstock, requests)
         end(valkey, folder, batch_id, "completed", output=b"answers\n")
         valkey.hset(keys.batch(batch_id), mapping={"completed": 2, "failed": 0})
         ran = penstock("batch", "wait", batch_id)
+        assert progress_texts == ["[########################] 100%  2 of 2 requests  completed"]
         assert (ran.status, ran.out, ran.err) == (0, "answers\n", "2 of 2 requests completed\n")
 
     def test_says_why_a_batch_failed(self, penstock: Run, requests: Path, valkey: Redis) -> None:

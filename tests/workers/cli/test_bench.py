@@ -15,10 +15,14 @@ from tests.workers.trials.bench.test_sending import serving
 SMALL = ("--requests", "6", "--prompt-tokens", "5", "--output-tokens", "3")
 
 
-def test_says_rates_latencies_goodput_and_its_own_cost(penstock: Run, worker: FakeWorker) -> None:
+def test_says_rates_latencies_goodput_and_its_own_cost(
+    penstock: Run, worker: FakeWorker, progress_texts: list[str]
+) -> None:
     with serving(worker):
         ran = penstock("bench", "tiny", *SMALL, "--ttft-limit", "30", "--tiers", "default=1,priority=1")
     assert (ran.status, ran.err) == (0, "")
+    assert progress_texts[0] == "0 of 6 requests"
+    assert progress_texts[-1].endswith("] 100%  6 of 6 requests")
     said = " ".join(ran.out.split())
     assert "tiny: closed loop, at most 8 at a time; 5 tokens in, 3 out; 6 requests" in said
     for part in ("p50 p95 p99", "TTFT", "time between tokens", "end to end", "queue wait", "6 completed, 0 failed"):
@@ -27,7 +31,9 @@ def test_says_rates_latencies_goodput_and_its_own_cost(penstock: Run, worker: Fa
     assert "% of a core; its event loop was late by" in said
 
 
-def test_writes_figures_requests_and_a_picture(penstock: Run, worker: FakeWorker, tmp_path: Path) -> None:
+def test_writes_figures_requests_and_a_picture(
+    penstock: Run, worker: FakeWorker, tmp_path: Path, progress_texts: list[str]
+) -> None:
     out, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
     rate = ("--rate", "200", "--concurrency", "4", "--warm-up-requests", "2", "--seed", "3")
     with serving(worker):
@@ -35,6 +41,7 @@ def test_writes_figures_requests_and_a_picture(penstock: Run, worker: FakeWorker
     figures, written = json.loads(ran.out), json.loads(out.read_text())
     samples = written.pop("samples")
     assert written == figures
+    assert progress_texts == [], "not with --json"
     assert figures["requests"]["completed"] == 6
     assert figures["settings"]["rate"] == 200
     assert [sample["number"] for sample in samples] == list(range(8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -58,12 +59,16 @@ FIELDS = "---\nlicense: apache-2.0\n---\n"
 
 
 @pytest.mark.parametrize("before", [None, "# small\n", FIELDS, FIELDS + "\n# small\n", "---\nno end\n"])
-def test_what_a_person_reads_begins_with_what_it_is(folder: Path, tmp_path: Path, before: str | None) -> None:
+def test_what_a_person_reads_begins_with_what_it_is(
+    folder: Path, tmp_path: Path, before: str | None, progress_texts: list[str]
+) -> None:
     model = tmp_path / "model"
     shutil.copytree(folder, model)
     if before is not None:
         (model / "README.md").write_text(before)
     quantize(model, tmp_path / "out", "--method", "nearest", "--calibration", folder.parent / "text.py")
+    assert re.fullmatch(r"layer (\d+) of \1", progress_texts[-2])
+    assert progress_texts[-1] == "comparing the outputs of both models"
     said = (tmp_path / "out/README.md").read_text()
     fields = FIELDS if before and before.startswith(FIELDS) else ""
     assert said.startswith(f"{fields}\nQuantised by" if fields else "Quantised by")

@@ -18,9 +18,10 @@ from tests.workers.cli.conftest import Run
 SMALL = ("scale", "simulate", "--synthetic", "flat", "--tasks", "300", "--duration", "1200", "--min", "1", "--max", "6")
 
 
-def test_a_table_compares_scalers(run: Run) -> None:
+def test_a_table_compares_scalers(run: Run, progress_texts: list[str]) -> None:
     ran = run(*SMALL, "--cool-down", "30")
     assert (ran.status, ran.err) == (0, "")
+    assert {text.rpartition("%  ")[2] for text in progress_texts} >= {"policy", "clairvoyant"}
     assert "flat with seed 0: 300 tasks; a worker: knee 16, 320 tokens/s, cold start 60 s; 1 to 6 workers" in ran.out
     for name in ("policy", "keda listLength", "hpa cpu", "clairvoyant", "of clairvoyant", "worker-hours"):
         assert name in ran.out

@@ -21,6 +21,7 @@ from workers.errors import Refused
 from workers.library import LocalModels, find_model
 from workers.library.hub import HubModel, pull
 from workers.library.local_models import sha256_of
+from workers.progress import bytes_bar
 
 TINY = Path(__file__).parents[3] / "workers" / "models" / "tiny"
 FILES = {path.name: path.read_bytes() for path in TINY.iterdir()}
@@ -92,6 +93,15 @@ class TestPull:
         assert folder.name == model_version(folder)
         assert folder.parent == models.root / "tiny-py"
         assert not any(path.is_symlink() for path in folder.iterdir())
+
+    def test_shows_how_many_of_its_bytes_came_unless_it_is_quiet(
+        self, models: LocalModels, hub: Hub, progress_texts: list[str]
+    ) -> None:
+        bring(models)
+        (text,) = progress_texts  # as it stands before the first file
+        assert text == bytes_bar(0, sum(map(len, FILES.values())))
+        pull(HubModel.parse(f"hf://{REPO}"), LocalModels(models.root.parent / "others"), "tiny-py", Said(), quiet=True)
+        assert len(progress_texts) == 1
 
     def test_takes_no_other_form_of_the_weights(self, models: LocalModels, hub: Hub) -> None:
         others = [
