@@ -156,5 +156,6 @@ def test_the_page_has_the_versions_that_are_tried() -> None:
         "`pydantic-ai`": [ours["pydantic-ai-slim"]],
         "`instructor`": [ours["instructor"]],
         "`lm_eval`": [harness["lm-eval"]],
+        "`flower`": [ours["flower"]],
     }
     assert f"`openai` {ours['openai']}, the newest" in page
