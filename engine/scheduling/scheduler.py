@@ -217,9 +217,20 @@ class Scheduler:
         after it `update` or `take_back` of this plan, with nothing else between.
         """
         self._planner.in_flight = {row.seq.serial for row in plan.rows}
+        size = self._tables.block_size
         for row in plan.rows:
             seq = row.seq
-            if seq.status is not Status.RUNNING:
+            if seq.status is not _RUNNING:
+                continue
+            if seq.plain and row.count == 1 and row.start >= seq.prompt_len:
+                # A decode, as in `update`.
+                seq.computed = computed = row.start + 1
+                if computed % size == 0:
+                    self._tables.register(seq)
+                output = seq.output
+                if row.samples and output.count + 1 < output.limit and not needs_token(seq):
+                    seq.tokens.append(UNKNOWN)
+                    seq.pending = True
                 continue
             seq.computed = row.known_tokens
             self._tables.register(seq)

@@ -1,8 +1,8 @@
 """How many one-token tasks a second one worker consumes, engine apart: `python -m tests.bench.consume`.
 
-A real Valkey, a real worker process with the stub engine, the whole protocol: FETCH, CLAIM, APPEND, FINISH, Celery's
-tracer, SETTLE, ACK. The queue is filled first; the rate is taken from the records' own times, and the worker's
-processor time from when a tenth of them is fetched.
+A real Valkey, a real worker process with the stub engine, the whole protocol: FETCH, CLAIM, APPEND, FINISH, SETTLE,
+ACK. The queue is filled first; the rate is taken from the records' own times, and the worker's processor time from when
+a tenth of them is fetched.
 """
 
 from __future__ import annotations

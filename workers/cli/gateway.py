@@ -257,7 +257,7 @@ def gateway(
     with refusing(ValueError):
         look_at_servers(broker, store)
         look_at_files(settings.files_dir)
-        serve(settings, listener, notify_ready)
+        serve(settings, listener, notify_ready if process else lambda: None)  # to the one that supervises it
 
 
 def _several(context: typer.Context, processes: int, fd: int | None, drain: float) -> int:

@@ -298,10 +298,11 @@ class Claimer(threading.Thread):
         """Returns the task's sampling parameters, without results that earlier workers published as a whole."""
         published = {"prompt_logprobs"} if delivery.scored else set()
         published |= {"best_of"} if any(delivery.base) else set()
-        sampling = {name: getattr(task, name) for name in SAMPLING if name not in published}
+        values = ((name, getattr(task, name)) for name in SAMPLING if name not in published)
+        sampling = {name: value for name, value in values if value is not None}
         if delivery.record is not None and "max_output" in delivery.record.fields:
             sampling["max_tokens"] = int(delivery.record.fields["max_output"])
-        return SamplingParams(**{name: value for name, value in sampling.items() if value is not None})
+        return SamplingParams(**sampling)
 
     def _read_ahead(self, deliveries: Sequence[Delivery], answers: Sequence[Claimed | Exception]) -> None:
         """Reads the streams of tasks that others have begun, in one go: a drained worker hands hundreds over."""

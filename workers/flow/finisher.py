@@ -1,4 +1,5 @@
-"""After a won FINISH: runs Celery's stock tracer (result, events, links, chords), then SETTLE, then ACK.
+"""After a won FINISH: runs Celery's stock tracer (result, events, links, chords), then SETTLE, then ACK. Where the
+tracer would only log a success, that is done without it.
 
 A worker that dies in here leaves a task that is final but not settled: whoever gets its message runs the tracer from
 the record, never the engine. So links are sent at least once, and the output is made exactly once.
@@ -11,12 +12,13 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
-from celery import Celery, states
+from celery import Celery, signals, states
+from celery.app import trace as tracing
 from celery.exceptions import Reject
 from kombu.exceptions import OperationalError
 
@@ -43,6 +45,12 @@ BATCH = 256
 #: message of a settled plain task.
 RETRY, BACK, DEAD, ERASED, AGAIN = "retry", "back", "dead", "erased", "again"
 RETRY_S = 1.0
+#: Statuses in which a task has its output.
+SUCCEEDED: Final = ("completed", "incomplete")
+#: Where a job's headers have what is to be sent after it.
+LINKS: Final = ("callbacks", "errbacks", "chain", "chord", "group")
+#: Signals that Celery's tracer sends for a task that succeeds.
+TRACED: Final = (signals.task_prerun, signals.task_postrun, signals.task_success)
 #: Longest time (s) for reading a task's output back.
 READ_S = 30.0
 #: Times that Celery's side of a task may fail, other than by a server that is away.
@@ -195,8 +203,10 @@ class Finisher(threading.Thread):
             self._tell_of_condemned(end)
         elif end.status == "cancelled":
             self._revoke(job)
-        else:
+        elif needs_tracer(end.delivery, end.status, job.headers):
             self._run_tracer(end, job)
+        else:
+            _announce(end, job)
 
     def _store_again(self, delivery: Delivery) -> None:
         """Stores a settled plain task's result unless Celery has it. A message that was redelivered looks the same as
@@ -316,6 +326,28 @@ class Finisher(threading.Thread):
             )
             self.release(delivery)
         return True
+
+
+def needs_tracer(delivery: Delivery, status: str, headers: Mapping[str, Any]) -> bool:
+    """Whether Celery's tracer would do more at this end than to log it: store a result, send links or retry, call the
+    receivers of signals. For a task that a client or the gateway submitted it hardly ever does. `headers`: a job's."""
+    return (
+        delivery.plain is not None
+        or status not in SUCCEEDED
+        or not headers.get("ignore_result")
+        or any(headers.get(name) for name in LINKS)
+        or any(signal.receivers for signal in TRACED)
+    )
+
+
+def _announce(end: _Ending, job: Job) -> None:
+    """Tells Celery's books, its monitors and the log of a success, as its tracer does at the end."""
+    runtime = _runtime_s(end)
+    if tracing.logger.isEnabledFor(logging.INFO):
+        task_id, name = end.delivery.task_id, keys.TASK_NAME
+        fields = {"id": task_id, "name": name, "runtime": runtime, "return_value": repr(end.status)}
+        tracing.logger.info(tracing.LOG_SUCCESS, fields)
+    job.on_done((False, end.status, runtime))
 
 
 def _runtime_s(end: _Ending) -> float:
