@@ -4,6 +4,7 @@ engine takes a caller's Request (request, params); scheduling/ splits it into se
 kv/ allocates the KV blocks that a plan needs
 execution/ runs the plan on one device through models/, layers/ and kernels/, and plans the next step meanwhile
 sampling/ picks the next tokens; speculate/ proposes draft tokens; output makes text (text/) and detects the end
+pooling/ serves models that generate nothing: vectors, labels, scores
 quant/ reads and makes quantised weights; bench/ measures
 """
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from engine.errors import EngineError, ModelError, RequestError
     from engine.logprobs import TokenLogprobs
     from engine.params import SamplingParams
+    from engine.pooling import PoolingEngine
     from engine.request import Choice, Event, Output, Request, Tier
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "Event",
     "ModelError",
     "Output",
+    "PoolingEngine",
     "Request",
     "RequestError",
     "SamplingParams",
@@ -45,6 +48,7 @@ __getattr__, __dir__ = lazily(
         "engine.errors": "EngineError ModelError RequestError",
         "engine.logprobs": "TokenLogprobs",
         "engine.params": "SamplingParams",
+        "engine.pooling": "PoolingEngine",
         "engine.request": "Choice Event Output Request Tier",
     },
 )

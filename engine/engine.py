@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +21,7 @@ from engine.execution.loop import StepLoop
 from engine.execution.placement import REHEARSED, plan_capacity, runner_for, speculation_for, while_idle
 from engine.execution.threads import threads_for
 from engine.grammar.source import parser_version
+from engine.kernels import Kernels
 from engine.kv import Capacity
 from engine.logprobs import TokenLogprobs
 from engine.memory import release
@@ -70,7 +71,7 @@ class Engine(StepLoop):
             check_same_tokens(self.tokenizer, model, Path(str(config.draft_model)), draft)
         self._model = model
         self._ids = itertools.count()
-        self.fingerprint = _fingerprint(model, config.block_size)
+        self.fingerprint = fingerprint_of(model, config.block_size)
         capacity = plan_capacity(model, config, draft)
         self._publish(capacity)
         _log_choices(folder.name, model, config)
@@ -299,7 +300,15 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _fingerprint(model: Model, block_size: int) -> str:
+class Computes(Protocol):
+    """What a fingerprint is told of a model."""
+
+    kernels: Kernels
+    device: torch.device
+    dtype: torch.dtype
+
+
+def fingerprint_of(model: Computes, block_size: int) -> str:
     """8 hex digits that differ between engines on which the same model and seed may give other tokens.
 
     `block_size`: the tokens of a KV block, by which kernels choose the layout of the cache and the order of sums.

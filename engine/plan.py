@@ -103,6 +103,8 @@ class Sampled:
     """Set if this row alone failed, for instance because its logits are not finite. token_id is then ignored."""
     refused: bool = False
     """Whether the request itself caused the failure, so that a retry would not help."""
+    row: list[float] | None = None
+    """The result for a text of a request with `pooling`. token_id is then ignored."""
     then: tuple[Sampled, ...] = ()
     """The tokens that follow it, one for each accepted draft token of the row."""
 

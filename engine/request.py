@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from engine.logprobs import TokenLogprobs
 from engine.params import FinishReason, SamplingParams
@@ -56,6 +56,25 @@ class Course:
             self.preempted.append((now, why))
 
 
+#: What a model without outputs of text can make: of a text a vector or the probabilities of labels, of two a score.
+PoolingKind = Literal["embed", "classify", "rerank"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """The texts of a request that generates nothing, and what is to be made of each."""
+
+    kind: PoolingKind
+    lengths: tuple[int, ...]
+    """The tokens of each text; `prompt_ids` has those of all, one text after another."""
+    seconds: tuple[int, ...] = ()
+    """For each text that is a pair, the index of the second text's first token in it; () if none is a pair."""
+    prompt_tokens: int = 0
+    """The tokens at the beginning of each text that are the model's prompt."""
+    dimensions: int | None = None
+    """The dimensions to which vectors are cut; None for all."""
+
+
 @dataclass(slots=True)
 class Request:
     """A prompt as token ids, with its sampling parameters and scheduling attributes."""
@@ -75,6 +94,8 @@ class Request:
     """For each choice, the tokens that were already published. Choices past the end of the list have none."""
     arrival: float = field(default_factory=time.monotonic)
     """The time of arrival in monotonic seconds. It orders requests of one tier and starts their ageing."""
+    pooling: Pooling | None = None
+    """Set if it generates nothing: `engine.pooling` serves it."""
     course: Course = field(default_factory=Course, compare=False)
     matchers: list[Matcher] = field(default_factory=list, compare=False, repr=False)
     """Those of its outputs' form, one for each choice, from when they were made until it is queued."""
@@ -112,6 +133,9 @@ class Event:
     """Whether the request itself caused `error`, so that a retry would not help."""
     param: str | None = None
     """The parameter at fault then, where it is known."""
+    rows: list[list[float]] | None = None
+    """On the only event of a request with `pooling`, for each of its texts: a vector, the probabilities of the labels,
+    or a score."""
 
 
 @dataclass(slots=True)

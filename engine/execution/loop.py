@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from engine.errors import DeviceLostError, EngineError, RequestError, brief
 from engine.execution.forms import FormThreads, Ticket
-from engine.execution.pipeline import Executor, Pipeline
+from engine.execution.pipeline import Executor, Pipeline, StepScheduler
 from engine.plan import StepWork
 from engine.request import Event, Request
-from engine.scheduling.scheduler import Scheduler, SchedulerStats
+from engine.scheduling.scheduler import SchedulerStats
 
 logger = logging.getLogger("penstock.engine")
 
@@ -28,7 +28,7 @@ class StepLoop:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: StepScheduler,
         executor: Executor,
         on_start: Callable[[], None],
         *,

@@ -38,15 +38,17 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from engine.errors import DeviceLostError, EngineError, brief
+from engine.grammar.matcher import Grammars
 from engine.plan import Sampled, StepPlan, StepWork
-from engine.request import Event
-from engine.scheduling.scheduler import Scheduler
+from engine.request import Event, Request
+from engine.scheduling.scheduler import SchedulerStats
 from engine.sequence import Sequence, Status
+from engine.speculate import Speculation
 
 logger = logging.getLogger("penstock.engine")
 
@@ -74,6 +76,33 @@ class Executor(Protocol):
         """Discard all cached state of sequences' tokens, because results were given up."""
 
 
+class StepScheduler(Protocol):
+    """The interface that decides what a step computes: Scheduler, or that of texts (engine.pooling)."""
+
+    @property
+    def speculation(self) -> Speculation | None: ...
+    @property
+    def grammars(self) -> Grammars | None: ...
+    @property
+    def generated_tokens(self) -> int: ...
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def step_tokens(self) -> int: ...
+    def check(self, request: Request) -> None: ...
+    def add(self, request: Request) -> list[Event]: ...
+    def abort(self, request_id: str) -> bool: ...
+    def fail(self, target: Sequence | str, message: str) -> list[Event]: ...
+    def schedule(self, now: float) -> StepPlan | None: ...
+    def foresee(self, plan: StepPlan, needs_token: Callable[[Sequence], bool]) -> None: ...
+    def take_back(self, plans: Iterable[StepPlan], now: float) -> None: ...
+    def shrink(self, now: float, *, tried: bool) -> bool: ...
+    def update(self, plan: StepPlan, sampled: list[Sampled], now: float) -> list[Event]: ...
+    def stats(self) -> SchedulerStats: ...
+    def preempted(self, now: float) -> list[tuple[str, float]]: ...
+    def check_idle(self) -> None: ...
+
+
 @dataclass(slots=True)
 class _Flight:
     plan: StepPlan
@@ -90,7 +119,7 @@ class Pipeline:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: StepScheduler,
         executor: Executor,
         state: threading.Lock,
         entered: Callable[[list[Event]], None],
@@ -311,7 +340,7 @@ class Shrink:
     """
 
     def __init__(
-        self, scheduler: Scheduler, state: threading.Lock, release: Callable[[BaseException], bool] | None
+        self, scheduler: StepScheduler, state: threading.Lock, release: Callable[[BaseException], bool] | None
     ) -> None:
         """`state`: the lock held while the scheduler changes. `release`: returns whether an error is a lack of memory,
         and if so frees cached memory. None if that is never known."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -160,3 +160,23 @@ def _matrices(name: str, located: LocatedTensor) -> Iterator[tuple[str, LocatedT
         for kind, start, end in kinds:
             stored = StoredTensor(located.stored.dtype, (end - start, inputs))
             yield f"{base}.{i}.{kind}.weight", replace(located, stored=stored, part=(i, slice(start, end)))
+
+
+def split_fused(located: Mapping[str, LocatedTensor], fused: Mapping[str, Sequence[str]]) -> dict[str, LocatedTensor]:
+    """The tensors of a checkpoint, with an entry for each matrix that is stored within another, and for its bias.
+
+    `fused`: the last part of a matrix's name -> the names of the equal parts of its outputs; they follow its own name.
+    """
+    split: dict[str, LocatedTensor] = {}
+    for name, whole in located.items():
+        matrix, _, end = name.rpartition(".")
+        parts = fused.get(matrix.rpartition(".")[2], ())
+        outputs = whole.stored.shape[0] if whole.stored.shape else 0
+        if not parts or outputs % len(parts):
+            split[name] = whole
+            continue
+        step = outputs // len(parts)
+        stored = StoredTensor(whole.stored.dtype, (step, *whole.stored.shape[1:]))
+        for i, part in enumerate(parts):
+            split[f"{matrix}.{part}.{end}"] = replace(whole, stored=stored, part=(slice(i * step, (i + 1) * step),))
+    return split

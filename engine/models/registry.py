@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,14 +19,22 @@ from engine.kv import KvGroup
 from engine.layers import Embedding, Linear
 from engine.memory import check_weights
 from engine.models.decoder import Decoder
+from engine.models.encoder import Encoder
+from engine.models.encoders import ENCODERS, FUSED
 from engine.models.families import FAMILIES
-from engine.models.loader import Fill, match, separate, weights_of
+from engine.models.loader import Fill, match, separate, split_fused, weights_of
 from engine.quant.formats import Scheme, Stored, read_scheme, stored_as
 from engine.text.config import Config, architectures, read_config
 from engine.text.tensors import LocatedTensor, StoredTensor, locate
 
 #: Settings that count parts of a model, each with tensors of its own.
-_PARTS = {"num_hidden_layers": "layers", "num_experts": "experts", "num_local_experts": "experts"}
+_PARTS = {
+    "num_hidden_layers": "layers",
+    "n_layers": "layers",
+    "n_layer": "layers",
+    "num_experts": "experts",
+    "num_local_experts": "experts",
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -108,6 +116,61 @@ def load_model(
         else kernels(weight_dtype)
     )
     located = separate(locate(path))
+    return _filled(path, located, partial(make, kernel_set, weight_dtype), config, scheme, weight_dtype, device)
+
+
+def load_encoder(
+    folder: str | Path,
+    dtype: str,
+    device: torch.device,
+    kernels: Callable[[torch.dtype], Kernels] | str = "auto",
+    deterministic: bool = False,
+) -> Encoder:
+    """Load the encoder in `folder`, as `load_model` loads a model that generates. Raises ModelError and EngineError."""
+    path = Path(folder)
+    settings = read_config(path)
+    names = architectures(settings)
+    family = next((ENCODERS[name] for name in names if name in ENCODERS), None)
+    if family is None:
+        raise ModelError(
+            f"{path}: config.json names the architectures {shown(names)}; supported encoders are "
+            f"{', '.join(sorted(ENCODERS))}"
+        )
+    config = Config(settings)
+    weight_dtype = _dtype(path, config, dtype)
+    scheme = _scheme(path, config, "none")
+    kernel_set = (
+        select(device, weight_dtype, kernels, deterministic=deterministic)
+        if isinstance(kernels, str)
+        else kernels(weight_dtype)
+    )
+    make = partial(Encoder, family, config, kernel_set, weight_dtype)
+    return _filled(path, split_fused(locate(path), FUSED), make, config, scheme, weight_dtype, device)
+
+
+class Loadable(Protocol):
+    """A model that `_filled` makes and fills."""
+
+    def linears(self) -> list[tuple[str, Linear]]: ...
+    def embedding(self) -> tuple[str, Embedding]: ...
+    def weights(self) -> dict[str, Tensor]: ...
+    def canonical(self, name: str) -> str | None: ...
+    def pack(self, fill: Fill) -> None: ...
+
+
+M = TypeVar("M", bound=Loadable)
+
+
+def _filled(
+    path: Path,
+    located: Mapping[str, LocatedTensor],
+    make: Callable[[torch.device], M],
+    config: Config,
+    scheme: Scheme | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> M:
+    """The model that `make` makes for a device, with the weights of the checkpoint in `path`. Raises ModelError."""
     for name, counted in _PARTS.items():
         if name in config and config.integer(name) > len(located):
             raise ModelError(
@@ -115,15 +178,15 @@ def load_model(
                 f"{len(located)} tensors"
             )
     # Made without memory first: config.json is checked against the checkpoint before anything is allocated.
-    shape = make(kernel_set, weight_dtype, torch.device("meta"))
+    shape = make(torch.device("meta"))
     kept = None if scheme is None else adopt(path, shape, scheme, located)
     places = shape.weights()
     matched = match(path, located, places, shape.canonical if kept is None else kept.canonical)
     check_weights(path, sum(tensor.nbytes for tensor in places.values()), device)
-    model = make(kernel_set, weight_dtype, device)
+    model = make(device)
     if scheme is not None:
         adopt(path, model, scheme, located)
-    with weights_of(matched, weight_dtype, frozenset() if kept is None else kept.exact) as fill:
+    with weights_of(matched, dtype, frozenset() if kept is None else kept.exact) as fill:
         model.pack(fill)
     return model
 

@@ -35,6 +35,8 @@ class RequestLimits:
 
     def check(self, request: Request) -> None:
         """Raise RequestError naming the field at fault and its value."""
+        if request.pooling is not None:
+            raise RequestError(f"the model generates text; it cannot {request.pooling.kind}", param="model")
         if not isinstance(request.params, SamplingParams):
             raise wrong_type("params", request.params, "SamplingParams")
         for name in ("id", "salt", "tenant", "adapter"):

@@ -9,12 +9,15 @@ fixed, one JSON object. A reader ignores keys that it does not know:
     context_length    tokens of prompt and output together
     vocab_size        rows of the embedding: token ids are below this
     parameters        numbers in the checkpoint's tensors
-       capabilities      ["generate"], and "chat" if there is a chat template
+       capabilities      ["generate"], and "chat" if there is a chat template; or ["embed"], ["classify"] or ["rerank"]
     eos_token_ids     list of token ids, may be empty
     bos_token_id      token id or null
     defaults          generation_config.json's own values of the parameters in `engine.params.DEFAULTS`
     files             name -> SHA-256 in hex, of the tokenizer's and template's files
     created           unix seconds
+    pooling           of a model that generates nothing, else null: `dimensions` of a vector, `matryoshka` (those to
+                      which it may be cut, or whether it may be cut to any), `prompts` by name, `default_prompt`,
+                      `labels` in order; absent in cards of earlier releases
 
 In the store it has more (`producers.store.fleet.cards`):
 
@@ -31,7 +34,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -41,8 +44,12 @@ from engine.params import DEFAULTS, SamplingParams
 from engine.text.checkpoint import count_parameters, model_version
 from engine.text.config import Config, architectures, read_config
 from engine.text.files import read_files, read_object
+from engine.text.pooling import PoolingSettings, label_names, purpose, read_pooling, text_length
 from engine.text.template import TemplateSource
 from engine.text.tokenizer import Tokenizer
+
+#: The settings that name an encoder's width; DistilBERT and Nomic have names of their own.
+_WIDTHS = ("hidden_size", "dim", "n_embd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,7 @@ class ModelCard:
     defaults: dict[str, float]
     files: dict[str, str]
     created: int
+    pooling: dict[str, Any] | None = None
 
     @classmethod
     def from_folder(cls, folder: str | Path, name: str | None = None, tokenizer: Tokenizer | None = None) -> ModelCard:
@@ -75,20 +83,24 @@ class ModelCard:
             raise ModelError(f"{root / 'config.json'} names no architecture")
         config = Config.of_model(values)
         tokenizer = tokenizer or Tokenizer(files)
-        chat = TemplateSource.from_bytes(files) is not None
+        made = purpose(root, values)
+        chat = made == "generate" and TemplateSource.from_bytes(files) is not None
+        pooling = None if made == "generate" else read_pooling(root)
+        length = config.context_length() if pooling is None else text_length(values)
         return cls(
             name=root.name if name is None else name,
             version=model_version(root),
             architecture=named[0],
-            context_length=config.context_length(),
+            context_length=length if pooling is None else min(length, pooling.max_length or length),
             vocab_size=config.integer("vocab_size"),
             parameters=count_parameters(root),
-            capabilities=("generate", "chat") if chat else ("generate",),
+            capabilities=(made, "chat") if chat else (made,),
             eos_token_ids=tokenizer.eos_token_ids,
             bos_token_id=tokenizer.bos_token_id,
             defaults=_defaults(read_object(files, "generation_config.json")),
             files={name: sha256(data).hexdigest() for name, data in sorted(files.items())},
             created=int(time.time()),
+            pooling=None if pooling is None else _pooling(made, pooling, config),
         )
 
     @staticmethod
@@ -112,6 +124,8 @@ class ModelCard:
         arguments: dict[str, Any] = {}
         for entry in fields(cls):
             if entry.name not in value:
+                if entry.default is not MISSING:
+                    continue
                 raise ModelError(f"the model card lacks {entry.name!r}")
             arguments[entry.name] = value[entry.name]
         for listed in ("capabilities", "eos_token_ids"):
@@ -119,6 +133,20 @@ class ModelCard:
                 raise ModelError(f"the model card has {listed}={arguments[listed]!r}, which is not a list")
             arguments[listed] = tuple(arguments[listed])
         return cls(**arguments)
+
+
+def _pooling(purpose: str, settings: PoolingSettings, config: Config) -> dict[str, Any]:
+    """The card's `pooling`."""
+    if purpose != "embed":
+        return {"labels": list(label_names(config))}
+    width = next((config.integer(name) for name in _WIDTHS if name in config), 768)
+    matryoshka = settings.matryoshka
+    return {
+        "dimensions": settings.dimensions(width),
+        "matryoshka": list(matryoshka) if isinstance(matryoshka, tuple) else matryoshka,
+        "prompts": settings.prompts,
+        "default_prompt": settings.default_prompt,
+    }
 
 
 def _defaults(generation: dict[str, Any]) -> dict[str, float]:

@@ -112,6 +112,11 @@ class Config:
             name, inner = _NESTED[name], section
         return cls(_DEFAULTS.get(name, {}) | dict(values) | dict(inner))
 
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """All settings."""
+        return self._values
+
     def get(self, name: str) -> Any:
         return self._values.get(name)
 

@@ -38,6 +38,16 @@ class AddedToken:
     special: bool
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedText:
+    """A text, or a pair, as a model reads it. `second`: the index of a pair's second text. `whole`: the tokens that it
+    had before it was cut."""
+
+    ids: list[int]
+    second: int | None
+    whole: int
+
+
 class Tokenizer:
     """A tokenizer. It is immutable and so thread-safe.
 
@@ -88,6 +98,28 @@ class Tokenizer:
             # This method of the library releases the GIL and computes no offsets.
             ids: list[int] = self._backend.encode_batch_fast([valid], add_special_tokens=add_special_tokens)[0].ids
         return ids
+
+    def encode_pair(self, text: str, second: str | None = None, limit: int | None = None) -> EncodedText:
+        """Encode a text, or a pair, for a model that reads it as a whole, with the model's special tokens. `limit`: the
+        most tokens; what is beyond is cut from the text's end, of a pair from the longer text's.
+
+        Raises RequestError as `encode` does.
+        """
+        backend = self._backend
+        with _panics("the model's tokenizer fails on this text"):
+            valid = [part.encode("utf-8", "replace").decode("utf-8") for part in (text, second) if part is not None]
+            parts = backend.encode_batch_fast(valid, add_special_tokens=False)
+            tokens = sum(len(part.ids) for part in parts)
+            special = backend.num_special_tokens_to_add(second is not None)
+            if limit is not None and tokens + special > limit:
+                _cut(parts, max(0, limit - special))
+            whole = backend.post_process(*parts)
+        sequences = whole.sequence_ids
+        start = len(whole.ids) if second is None or 1 not in sequences else sequences.index(1)
+        types = whole.type_ids
+        # Token types say where the second text begins, its special tokens included; not all models have them.
+        second_at = None if second is None else types.index(1) if 1 in types else start
+        return EncodedText(list(whole.ids), second_at, tokens + special)
 
     def fewest_tokens(self, text: str) -> int:
         """A lower bound of the tokens of a text, told from its size alone."""
@@ -142,6 +174,17 @@ class Tokenizer:
             return () if token_id is None else (token_id,)
 
         return next(iter(find("bos")), None), find("eos")
+
+
+def _cut(parts: list[Any], limit: int) -> None:
+    """Cut encoded texts to `limit` tokens in all, the longer of two first, as tokenizers' `longest_first` does."""
+    if len(parts) == 1:
+        parts[0].truncate(limit)
+        return
+    short, long = sorted(parts, key=lambda part: len(part.ids))
+    kept = min(len(short.ids), limit // 2)
+    long.truncate(max(limit - len(short.ids), limit - limit // 2))
+    short.truncate(kept)
 
 
 def _token_ids(file: str, key: str, value: object) -> tuple[int, ...]:

@@ -1,0 +1,249 @@
+"""The public interface to models that generate nothing: load, embed, classify, score or submit, abort, stats, close."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.declared import shown
+from engine.engine import EngineStats, check_alive, device_named, fingerprint_of
+from engine.errors import EngineError, ModelError, RequestError
+from engine.execution.loop import StepLoop
+from engine.execution.placement import SEQUENCES
+from engine.execution.threads import threads_for
+from engine.memory import release
+from engine.models import load_encoder
+from engine.models.encoder import ACTIVATIONS, Encoder
+from engine.pooling.pooler import Pooler
+from engine.pooling.runner import PoolingRunner
+from engine.pooling.scheduler import PoolingScheduler, TextLimits
+from engine.request import Event, Pooling, PoolingKind, Request
+from engine.text import ModelCard, Tokenizer
+from engine.text.checkpoint import model_version
+from engine.text.config import Config, read_config
+from engine.text.pooling import label_names, purpose, read_pooling, score_activation, several_labels
+from engine.text.tokenizer import EncodedText
+
+#: The default of max_num_batched_tokens: enough that products are compute-bound. A text may wait for one such step.
+_STEP_TOKENS: Final = {"cpu": 2048, "cuda": 16384}
+#: The steps whose tokens are in hand at one time, so that the next is full when one ends.
+_STEPS_IN_HAND: Final = 4
+#: Settings that say how tokens are generated.
+_GENERATING: Final = {"speculate": "none", "draft_model": None, "quantization": "none", "kv_cache_dtype": "auto"}
+
+#: A text, or its token ids with the model's special tokens.
+Text = str | list[int]
+
+
+class PoolingEngine(StepLoop):
+    """Makes vectors, probabilities of labels, or scores of texts. Thread-safe; made by `PoolingEngine.load`. As a
+    context manager it closes itself."""
+
+    def __init__(self, model: Encoder, config: EngineConfig, *, folder: Path, version: str) -> None:
+        for name, usual in _GENERATING.items():
+            if getattr(config, name) != usual:
+                raise EngineError(
+                    f"{name}={shown(getattr(config, name))}: the model in {folder} generates no tokens; use {usual!r}"
+                )
+        values = read_config(folder)
+        #: What the model makes.
+        self.kind: PoolingKind = _kind(folder, values, model)
+        self.tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+        self.card = None if self.tokenizer is None else ModelCard.from_folder(folder, tokenizer=self.tokenizer)
+        self.pooling = read_pooling(folder)
+        #: The labels, in the order of their probabilities; () unless it classifies.
+        self.labels = label_names(Config(values)) if self.kind == "classify" else ()
+        self._model = model
+        self._ids = itertools.count()
+        self.fingerprint = fingerprint_of(model, 0)
+        device = model.device.type
+        length = min(model.context_length, self.pooling.max_length or model.context_length)
+        #: The most tokens of a text.
+        self.max_model_len = self.kv_capacity = min(length, config.max_model_len or length)
+        step_tokens = config.max_num_batched_tokens or _STEP_TOKENS[device]
+        self.step_tokens = min(step_tokens, config.max_non_priority_step_tokens or step_tokens)
+        #: The most texts of a step.
+        self.max_num_seqs = config.max_num_seqs or SEQUENCES[device]
+        #: The tokens in hand at one time. There is no KV cache: more would wait in this process.
+        self.kv_tokens_total = max(_STEPS_IN_HAND * step_tokens, self.max_model_len)
+        finish, self.dimensions = self._finisher(folder, model)
+        scheduler = PoolingScheduler(
+            TextLimits(frozenset({self.kind}), self.max_model_len, model.vocab_size, self.dimensions),
+            step_tokens=self.step_tokens,
+            max_num_seqs=self.max_num_seqs,
+            ageing_s=config.ageing_s,
+        )
+        super().__init__(
+            scheduler,
+            PoolingRunner(model, finish),
+            partial(model.kernels.use_threads, config.threads),
+            release=release,
+            check=lambda: check_alive(model.device),
+        )
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        loaded: Callable[[str], None] = lambda phase: None,
+    ) -> PoolingEngine:
+        """Load the Hugging Face or Sentence-Transformers folder at `path`. Raises as `Engine.load`."""
+        config = config or EngineConfig()
+        device = device_named(config.device)
+        if device.type == "cpu":
+            torch.set_num_threads(threads_for(config.threads, torch.get_num_threads()))
+        folder = Path(path)
+        model = load_encoder(folder, config.dtype, device, config.kernels, config.deterministic)
+        loaded("weights")
+        return cls(model, config, folder=folder, version=model_version(folder.resolve()))
+
+    def _finisher(
+        self, folder: Path, model: Encoder
+    ) -> tuple[Callable[[Tensor, Sequence[int], Sequence[Pooling]], list[Tensor]], int]:
+        """What makes the results of a step's rows, and how many numbers each has."""
+        if self.kind == "embed":
+            pooler = Pooler(folder, self.pooling, model.width, model.device)
+
+            def embed(hidden: Tensor, lengths: Sequence[int], requests: Sequence[Pooling]) -> list[Tensor]:
+                return [
+                    pooler(rows, request.prompt_tokens, request.dimensions)
+                    for rows, request in zip(torch.split(hidden, list(lengths)), requests, strict=True)
+                ]
+
+            return embed, pooler.dimensions
+        assert model.head is not None
+        activation = self._probabilities(folder)
+
+        def classify(hidden: Tensor, lengths: Sequence[int], requests: Sequence[Pooling]) -> list[Tensor]:
+            return [activation(logits.double()) for logits in model.classify(hidden, lengths)]
+
+        return classify, model.head.labels
+
+    def _probabilities(self, folder: Path) -> Callable[[Tensor], Tensor]:
+        """What makes probabilities, or a score, of a text's logits."""
+        values = read_config(folder)
+        if self.kind == "classify":
+            several = several_labels(Config(values))
+            return torch.sigmoid if several else partial(torch.softmax, dim=-1)
+        name = score_activation(folder, values)
+        return torch.sigmoid if name == "sigmoid" else ACTIVATIONS[name]
+
+    # ---- a caller's texts
+
+    def embed(
+        self,
+        texts: Sequence[Text],
+        *,
+        prompt: str | None = None,
+        dimensions: int | None = None,
+        truncate: bool = False,
+    ) -> np.ndarray:
+        """The vectors of texts, fp32 [texts, dimensions]. `prompt`: the name of one of the model's prompts; None for
+        its default. `dimensions`: cut vectors to these. `truncate`: cut texts that are too long.
+
+        Raises RequestError before anything runs, EngineError if it fails later.
+        """
+        before = self.pooling.text_before(prompt)
+        tokens = self.prompt_tokens(before)
+        encoded = [self._encoded(before + text if isinstance(text, str) else text, truncate) for text in texts]
+        rows = self._wait("embed", encoded, prompt_tokens=tokens, dimensions=dimensions)
+        return np.array(rows, dtype=np.float32).reshape(len(texts), dimensions or self.dimensions)
+
+    def classify(self, texts: Sequence[Text], *, truncate: bool = False) -> list[dict[str, float]]:
+        """For each text, the probability of each label. Raises as `embed`."""
+        rows = self._wait("classify", [self._encoded(text, truncate) for text in texts])
+        return [dict(zip(self.labels, row, strict=True)) for row in rows]
+
+    def score(self, pairs: Sequence[tuple[str, str]], *, truncate: bool = False) -> list[float]:
+        """The score of each pair, a query and a document. Raises as `embed`."""
+        rows = self._wait("rerank", [self._encoded(query, truncate, document) for query, document in pairs])
+        return [row[0] for row in rows]
+
+    def prompt_tokens(self, prompt: str) -> int:
+        """The tokens that a prompt makes at the beginning of a text, as Sentence-Transformers counts them: those that
+        it has by itself, without a special token at its end."""
+        if self.tokenizer is None or not prompt:
+            return 0
+        ids = self.tokenizer.encode(prompt)
+        plain = self.tokenizer.encode(prompt, add_special_tokens=False)
+        ends_special = not plain or ids[-1] != plain[-1]
+        return len(ids) - ends_special
+
+    def _encoded(self, text: Text, truncate: bool, second: str | None = None) -> EncodedText:
+        if not isinstance(text, str):
+            return EncodedText(list(text), None, len(text))
+        if self.tokenizer is None:
+            raise RequestError("the model has no tokenizer.json: texts must be token ids", param="input")
+        return self.tokenizer.encode_pair(text, second, self.max_model_len if truncate else None)
+
+    def _wait(
+        self,
+        kind: PoolingKind,
+        texts: Sequence[EncodedText],
+        *,
+        prompt_tokens: int = 0,
+        dimensions: int | None = None,
+    ) -> list[list[float]]:
+        if not texts:
+            return []
+        seconds = tuple(text.second for text in texts if text.second is not None)
+        pooling = Pooling(kind, tuple(len(text.ids) for text in texts), seconds, prompt_tokens, dimensions)
+        ids = [token for text in texts for token in text.ids]
+        request = Request(f"{kind}-{next(self._ids)}", ids, pooling=pooling)
+        ended, events = threading.Event(), list[Event]()
+
+        def take(event: Event) -> None:
+            events.append(event)
+            ended.set()
+
+        self.submit(request, take)
+        try:
+            ended.wait()
+        except BaseException:
+            self.abort(request.id)
+            raise
+        event = events[0]
+        if event.rows is None:
+            raise EngineError(event.error or "the engine was closed")
+        return event.rows
+
+    # ---- its state
+
+    def stats(self) -> EngineStats:
+        kernels = self._model.kernels
+        return EngineStats(
+            **asdict(super().stats()),
+            kv_tokens_total=self.kv_tokens_total,
+            last_step_ms=self.last_step_s * 1e3,
+            dtype=str(self._model.dtype).removeprefix("torch."),
+            compute_dtype=str(kernels.compute_dtype).removeprefix("torch."),
+            device=str(self._model.device),
+            kernels=kernels.name,
+        )
+
+    def __enter__(self) -> PoolingEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _kind(folder: Path, values: dict[str, object], model: Encoder) -> PoolingKind:
+    kind = purpose(folder, values)
+    if (kind == "embed") != (model.head is None):
+        raise ModelError(f"{folder}: modules.json and the architecture in config.json do not go together")
+    if kind == "rerank":
+        return "rerank"
+    return "classify" if kind == "classify" else "embed"

@@ -1,0 +1,120 @@
+"""Texts are planned by tier and tenant within a step's budget, and what fails ends its own request alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.errors import NOT_FINITE, RequestError
+from engine.plan import Sampled, StepPlan
+from engine.pooling.scheduler import PoolingScheduler, TextLimits
+from engine.request import Event, Pooling, Request
+
+
+def scheduler(step_tokens: int = 10, texts: int = 4) -> PoolingScheduler:
+    limits = TextLimits(frozenset({"embed"}), max_length=50, vocab_size=100, dimensions=8)
+    return PoolingScheduler(limits, step_tokens=step_tokens, max_num_seqs=texts, ageing_s=30.0)
+
+
+def request(name: str, *lengths: int, tier: int = 1, tenant: str = "") -> Request:
+    pooling = Pooling("embed", lengths)
+    return Request(name, [7] * sum(lengths), pooling=pooling, tier=tier, tenant=tenant, arrival=0.0)
+
+
+def planned(plan: StepPlan | None) -> list[tuple[str, int]]:
+    return [] if plan is None else [(row.seq.request.id, row.count) for row in plan.rows]
+
+
+def enter(texts: PoolingScheduler, plan: StepPlan, *errors: int) -> list[Event]:
+    results = [
+        Sampled(-1, error=NOT_FINITE) if i in errors else Sampled(-1, row=[float(row.seq.choice)])
+        for i, row in enumerate(plan.rows)
+    ]
+    return texts.update(plan, results, 1.0)
+
+
+def test_a_step_takes_the_best_tier_first_and_as_many_texts_as_fit() -> None:
+    texts = scheduler()
+    for each in (request("low", 4, tier=3), request("first", 3, 4), request("best", 5, tier=0)):
+        texts.add(each)
+    plan = texts.schedule(1.0)
+    assert planned(plan) == [("best", 5), ("first", 3)]  # the next has 4, and 2 are left
+    assert plan is not None
+    assert [event.request_id for event in enter(texts, plan)] == ["best"]
+    plan = texts.schedule(1.0)
+    assert planned(plan) == [("first", 4), ("low", 4)]
+    assert plan is not None
+    ends = enter(texts, plan)
+    assert [(event.request_id, event.rows) for event in ends] == [("first", [[0.0], [1.0]]), ("low", [[0.0]])]
+    assert not texts.has_work
+    assert texts.schedule(1.0) is None
+    texts.check_idle()
+
+
+def test_a_text_longer_than_a_step_runs_alone_and_steps_have_so_many_texts() -> None:
+    texts = scheduler()
+    texts.add(request("long", 30))
+    texts.add(request("short", *[1] * 6))
+    steps = []
+    while (plan := texts.schedule(1.0)) is not None:
+        steps.append(planned(plan))
+        enter(texts, plan)
+    assert steps == [[("long", 30)], [("short", 1)] * 4, [("short", 1)] * 2]
+
+
+def test_tenants_take_turns() -> None:
+    texts = scheduler(step_tokens=4)
+    texts.add(request("a", *[4] * 3, tenant="a"))
+    texts.add(request("b", 4, tenant="b"))
+    order = []
+    while (plan := texts.schedule(1.0)) is not None:
+        order += planned(plan)
+        enter(texts, plan)
+    assert [name for name, _ in order] == ["a", "b", "a", "a"]
+
+
+def test_what_fails_or_is_aborted_leaves_the_others_whole() -> None:
+    texts = scheduler()
+    for name in ("bad", "gone", "good"):
+        texts.add(request(name, 2, 1))
+    plan = texts.schedule(1.0)
+    assert planned(plan) == [("bad", 2), ("bad", 1), ("gone", 2), ("gone", 1)]
+    assert plan is not None
+    assert texts.abort("gone")
+    (end,) = enter(texts, plan, 0)
+    assert (end.request_id, end.error, end.finish_reason, end.done) == ("bad", NOT_FINITE, "error", True)
+    assert not texts.abort("gone")
+    plan = texts.schedule(1.0)
+    assert plan is not None
+    assert [event.request_id for event in enter(texts, plan)] == ["good"]
+    stats = texts.stats()
+    assert (stats.aborted, stats.not_finite, stats.waiting, stats.prompt_tokens) == (1, 1, 0, 9)
+    texts.check_idle()
+
+
+def test_a_step_without_memory_is_planned_again_half_as_large() -> None:
+    texts = scheduler()
+    texts.add(request("a", 4, 4))
+    assert planned(texts.schedule(1.0)) == [("a", 4), ("a", 4)]
+    assert texts.shrink(1.0, tried=False)
+    assert texts.step_tokens == 4
+    assert planned(texts.schedule(1.0)) == [("a", 4)]
+    assert texts.shrink(1.0, tried=False)  # once more, before it is to blame
+    assert planned(texts.schedule(1.0)) == [("a", 4)]
+    assert not texts.shrink(1.0, tried=True)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "ids", "message"),
+    [
+        (None, [1], "the model cannot generate; it can embed"),
+        (Pooling("rerank", (1,)), [1], "the model cannot rerank; it can embed"),
+        (Pooling("embed", ()), [], "the texts' lengths must be above 0"),
+        (Pooling("embed", (1, 0)), [1], "the texts' lengths must be above 0"),
+        (Pooling("embed", (51,)), [1] * 51, "a text has 51 tokens; the model takes 50"),
+        (Pooling("embed", (2,)), [1, 100], "token id 100; ids are from 0 to 99"),
+        (Pooling("embed", (1,), dimensions=9), [1], "dimensions=9 must be from 1 to 8"),
+    ],
+)
+def test_what_could_never_run_is_refused_by_name(pooling: Pooling | None, ids: list[int], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        scheduler().check(Request("a", ids, pooling=pooling))

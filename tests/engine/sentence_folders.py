@@ -1,0 +1,74 @@
+"""Folders of Sentence-Transformers with random weights and a small tokenizer, as that library writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
+from tests.engine.random_encoders import random_encoder
+
+SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"]
+TEXTS = [
+    "A penstock feeds a turbine.",
+    "rain",
+    "The queue is long, and the workers are few; still nothing is lost.",
+    "Ünïcödé wörds, 数字 and emoji 🙂 are text, too.",
+    "a b c d e f g h i j k l m n o p q r s t u v w x y z " * 2,
+]
+
+
+def small_tokenizer(size: int = 320) -> Any:
+    """BERT's kind of tokenizer, of some words."""
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=SPECIAL, show_progress=False)
+    backend.train_from_iterator(TEXTS * 3, trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(name, SPECIAL.index(name)) for name in ("[CLS]", "[SEP]")],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        unk_token="[UNK]",
+        mask_token="[MASK]",
+        model_max_length=96,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )
+
+
+def write_encoder_with_tokenizer(folder: Path, name: str, suffix: str = "Model", **changes: Any) -> None:
+    tokenizer = small_tokenizer()
+    random_encoder(name, suffix, **changes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write_sentence_folder(
+    folder: Path, modes: Sequence[str] = ("mean",), *, dense: int = 0, normalize: bool = True, **more: Any
+) -> Any:
+    """Write a folder of Sentence-Transformers with a small BERT. Returns that library's model of it. `dense`: the
+    outputs of a dense layer after pooling; 0: there is none. `more`: as of SentenceTransformer."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
+
+    plain = folder.parent / f"{folder.name}-encoder"
+    write_encoder_with_tokenizer(plain, "bert")
+    modules: list[Any] = [Transformer(str(plain), max_seq_length=40)]
+    include_prompt = more.pop("include_prompt", True)
+    modules.append(Pooling(48, pooling_mode=tuple(modes), include_prompt=include_prompt))
+    if dense:
+        modules.append(Dense(48 * len(modes), dense))
+    if normalize:
+        modules.append(Normalize())
+    truth = SentenceTransformer(modules=modules, device="cpu", **more)
+    truth.save(str(folder))
+    return truth
