@@ -195,7 +195,8 @@ class _Layer:
         if not self._gated:
             return self.down(self._activation(inside))
         gate, up = inside.chunk(2, dim=-1)
-        return self.down(self._activation(gate) * up)
+        # Contiguous: what lies apart, as of more rows than one, is computed by another routine, with other last bits.
+        return self.down(self._activation(gate.contiguous()) * up)
 
 
 class Encoder:

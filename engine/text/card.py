@@ -15,9 +15,9 @@ fixed, one JSON object. A reader ignores keys that it does not know:
     defaults          generation_config.json's own values of the parameters in `engine.params.DEFAULTS`
     files             name -> SHA-256 in hex, of the tokenizer's and template's files
     created           unix seconds
-    pooling           of a model that generates nothing, else null: `dimensions` of a vector, `matryoshka` (those to
+    pooling           only of a model that generates nothing: `dimensions` of a vector, `matryoshka` (those to
                       which it may be cut, or whether it may be cut to any), `prompts` by name, `default_prompt`,
-                      `labels` in order; absent in cards of earlier releases
+                      `labels` in order
 
 In the store it has more (`producers.store.fleet.cards`):
 
@@ -110,7 +110,10 @@ class ModelCard:
 
     def to_json(self) -> str:
         """The card as one line of JSON, with keys in the order of the format."""
-        return json.dumps({"v": 1, **asdict(self)}, ensure_ascii=False, separators=(",", ":"))
+        values = asdict(self)
+        if self.pooling is None:
+            del values["pooling"]
+        return json.dumps({"v": 1, **values}, ensure_ascii=False, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ModelCard:

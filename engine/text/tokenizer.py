@@ -113,7 +113,7 @@ class Tokenizer:
             special = backend.num_special_tokens_to_add(second is not None)
             if limit is not None and tokens + special > limit:
                 _cut(parts, max(0, limit - special))
-            whole = backend.post_process(*parts)
+            whole = backend.post_process(parts[0], None if second is None else parts[1])
         sequences = whole.sequence_ids
         start = len(whole.ids) if second is None or 1 not in sequences else sequences.index(1)
         types = whole.type_ids

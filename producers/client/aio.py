@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Mapping
+from array import array
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Self, Unpack
 
@@ -89,6 +90,11 @@ class AsyncClient:
         task, more = operations.task_of(task, fields), {**TASK, **trace_fields(traceparent)}
         steps = submit_once(self.directory, task, idempotency_key, task_id, self.patience, more)
         return self.get(await self.run(steps))
+
+    async def embed(self, model: str, texts: str | Sequence[Any], **fields: Any) -> list[array[float]]:
+        """As `Client.embed`."""
+        handle = await self.submit(kind="embed", model=model, input=texts, **fields)
+        return operations.rows_of_result(await handle.result())
 
     async def admit(
         self,

@@ -9,7 +9,8 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator
+from array import array
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import CancelledError
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -93,6 +94,15 @@ class Client:
         task = operations.task_of(task, fields)
         more = {**TASK, **trace_fields(traceparent)}
         return self.get(self.run(submit_once(self.directory, task, idempotency_key, task_id, self.patience, more)))
+
+    def embed(self, model: str, texts: str | Sequence[Any], **fields: Any) -> list[array[float]]:
+        """The vectors of texts, each an array of fp32 numbers. `texts`: a text, or a list of at most 256, each text or
+        a list of token ids. `fields`: other fields of the task, such as `dimensions` or `tier`.
+
+        Waits for the result. Raises as `submit`, and TaskFailed.
+        """
+        result = self.submit(kind="embed", model=model, input=texts, **fields).result()
+        return operations.rows_of_result(result)
 
     @property
     def tasks(self) -> Tasks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from array import array
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -12,12 +13,14 @@ from producers.client.submission import KEPT, MAX_PATIENCE_S, TASK, Directory, e
 from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.record import Record
+from producers.contract.stream import Result
 from producers.contract.task import Task
 from producers.errors import (
     IdempotencyKeyReused,
     InvalidTask,
     TaskErased,
     TaskExists,
+    TaskFailed,
     TaskInBatch,
     TaskNotFinal,
     TaskNotFound,
@@ -38,6 +41,15 @@ def task_of(task: Task | None, fields: Mapping[str, Any]) -> Task:
     if fields:
         raise TypeError(f"give a Task or its fields, not a Task and {', '.join(fields)}")
     return task
+
+
+def rows_of_result(result: Result) -> list[array[float]]:
+    """The rows of a task that generates nothing. Raises TaskFailed for a task that ended without them."""
+    result.raise_for_status()
+    if result.rows is None:
+        message = f"Task {result.id} ended {result.status}, without a result."
+        raise TaskFailed(message, status=result.status, code=(result.error or {}).get("code", result.status))
+    return list(result.rows)
 
 
 def checked_patience(seconds: float) -> float:

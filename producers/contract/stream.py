@@ -7,7 +7,9 @@ field `e`; its position is its entry id less one (`1-0` is position 0).
   null, then on a choice's last token its finish reason. The text may be empty: part of a character is held back.
 - prompt: `{"prompt": first index, "token_ids": [...], "logprobs": [...]}`, before the first token, in pieces of at most
   512 tokens. `logprobs` has an element as above for each token, null for the prompt's first.
-- terminal: `{"end": status, "reasons": [...], "usage": {...}, "error": null | {...}}`; nothing follows it.
+- terminal: `{"end": status, "reasons": [...], "usage": {...}, "error": null | {...}}`; nothing follows it. Of a
+  completed task that generates nothing it has `"result"` too: `{"rows": texts, "width": numbers of each, "data": ...}`,
+  the data all rows' fp32 numbers, little-endian, in base64.
 - any other object is of a kind that a later version adds; readers skip it.
 
 A channel message is `[position of the first entry, entry, ...]`.
@@ -18,8 +20,11 @@ k * 1000 + 999, a line each, compressed (zlib, RFC 1950).
 
 from __future__ import annotations
 
+import base64
 import json
+import sys
 import zlib
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -70,6 +75,8 @@ class End:
     reasons: tuple[str | None, ...]
     usage: dict[str, int]
     error: dict[str, Any] | None = None
+    result: dict[str, Any] | None = None
+    """What a task that generates nothing made of its texts, as stored; see `rows_of`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +131,36 @@ def decode(position: int, entry: Any) -> Event | None:
             position, entry[0], entry[1], entry[2], entry[3], _logprobs(logprobs), entry[5] if len(entry) > 5 else None
         )
     if "end" in entry:
-        return End(position, entry["end"], tuple(entry["reasons"]), entry["usage"], entry["error"])
+        reasons = tuple(entry["reasons"])
+        return End(position, entry["end"], reasons, entry["usage"], entry["error"], entry.get("result"))
     if "prompt" in entry:
         return Prompt(
             position, entry["prompt"], tuple(entry["token_ids"]), tuple(_logprobs(item) for item in entry["logprobs"])
         )
     return None
+
+
+def encode_rows(rows: Sequence[Sequence[float]]) -> str:
+    """The `result` of a terminal entry, as JSON. `rows`: of each text as many numbers; they are rounded to fp32."""
+    data = base64.b64encode(_little_endian(array("f", chain.from_iterable(rows))).tobytes()).decode()
+    return f'{{"rows":{len(rows)},"width":{len(rows[0]) if rows else 0},"data":"{data}"}}'
+
+
+def rows_of(result: Mapping[str, Any]) -> list[array[float]]:
+    """The rows of a terminal entry's `result`, one for each text. Raises ValueError for a broken one."""
+    numbers = array("f")
+    numbers.frombytes(base64.b64decode(result["data"], validate=True))
+    _little_endian(numbers)
+    width = int(result["width"])
+    if len(numbers) != width * int(result["rows"]):
+        raise ValueError(f"{len(numbers)} numbers are not {result['rows']} rows of {width}")
+    return [numbers[start : start + width] for start in range(0, len(numbers), width or 1)]
+
+
+def _little_endian(numbers: array[float]) -> array[float]:
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
 
 
 def _logprobs(item: Any) -> Logprobs | None:
@@ -218,6 +249,8 @@ class Result:
     """The prompt's token ids, if its log probabilities were requested."""
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
     """Log probabilities of the prompt's tokens; None for the first token."""
+    rows: tuple[array[float], ...] | None = None
+    """Of a task that generates nothing: for each text a vector, the probabilities of the labels, or a score."""
 
     @property
     def text(self) -> str:
@@ -299,11 +332,14 @@ def collect(record: Record, events: Iterable[Event]) -> Result:
     """The result of a final record and all events of its stream."""
     tokens: list[list[Token]] = [[] for _ in range(record.n)]
     prompts: list[Prompt] = []
+    rows: tuple[array[float], ...] | None = None
     for event in events:
         if isinstance(event, Token):
             tokens[event.choice].append(event)
         elif isinstance(event, Prompt):
             prompts.append(event)
+        elif event.result is not None:
+            rows = tuple(rows_of(event.result))
     reasons = record.json("reasons") or []
     return Result(
         id=record.id,
@@ -325,6 +361,7 @@ def collect(record: Record, events: Iterable[Event]) -> Result:
         times=_times(record),
         prompt_token_ids=tuple(chain.from_iterable(part.token_ids for part in prompts)) if prompts else None,
         prompt_logprobs=tuple(chain.from_iterable(part.logprobs for part in prompts)) if prompts else None,
+        rows=rows,
     )
 
 
@@ -340,6 +377,7 @@ def summary(result: Result) -> dict[str, Any]:
             {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason} for c in result.choices
         ],
         "usage": result.usage,
+        **({} if result.rows is None else {"rows": [row.tolist() for row in result.rows]}),
     }
 
 
@@ -378,6 +416,7 @@ def view(result: Result) -> dict[str, Any]:
         "prompt_logprobs": None
         if result.prompt_token_ids is None
         else prompt_view(result.prompt_token_ids, result.prompt_logprobs or ()),
+        **({} if result.rows is None else {"rows": [row.tolist() for row in result.rows]}),
     }
 
 

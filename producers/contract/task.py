@@ -70,9 +70,20 @@ MAX_BEST_TOKENS: Final = 16_384
 BYTES_PER_TOKEN: Final = 3
 #: Assumed output tokens of a task without max_tokens.
 ASSUMED_OUTPUT: Final = 256
+#: Most texts of a task that generates nothing, and the largest result of one, as stored: readers get it in one message.
+MAX_INPUTS: Final = 256
+MAX_RESULT_BYTES: Final = 1 << 20
+#: Fields of a task that generates nothing, beside its kind.
+OF_INPUT: Final = ("input", "query", "dimensions", "prompt_name", "truncate")
+#: Fields that say who asks, and how a task is treated: those of every kind.
+OF_EVERY_KIND: Final = frozenset(
+    {"model", "kind", "n", "tier", "timeout", "tenant", "order_key", "metadata", "webhook", "ttl"}
+)
 #: Characters of JSON, and numbers in it, above which the interpreter is given up now and then while they are read.
 LARGE_JSON: Final = 64 * 1024
 MANY_NUMBERS: Final = 1 << 18
+#: Special tokens around a text, as many as most models have.
+_AROUND: Final = 2
 #: Longest name (characters) in an error's `param`; longer ones are cut and get no spelling hint.
 MAX_LABEL: Final = 64
 DECIMAL: Final = re.compile("0|[1-9][0-9]{0,9}")
@@ -108,6 +119,39 @@ def _prompt(value: Any) -> Any:
     if not value:
         raise InvalidTask("prompt is empty; give text, or at least one token id", param="prompt", code="empty_prompt")
     return value if isinstance(value, str) else tuple(value)
+
+
+def _inputs(value: Any) -> Any:
+    """Check the texts of a task that generates nothing; each is text, or token ids. Raises InvalidTask."""
+    items = (value,) if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)):
+        raise InvalidTask(
+            f"input is {shown(value)}; it must be a text, a list of texts, or a list of lists of token ids",
+            param="input",
+            code="invalid_type",
+        )
+    if len(items) > MAX_INPUTS:
+        raise InvalidTask(
+            f"input has {len(items)} texts; at most {MAX_INPUTS} are taken in one request",
+            param="input",
+            code="array_above_max_length",
+        )
+    inputs, size = [], 0
+    for at, item in enumerate(items):
+        try:
+            checked_item = _prompt(item)
+        except InvalidTask as error:
+            named = str(error).replace("prompt", f"input[{at}]", 1)
+            raise InvalidTask(named, param="input", code=error.code) from None
+        if isinstance(checked_item, str) and "\0" in checked_item:
+            raise InvalidTask(f"input[{at}] has a NUL character", param="input")
+        size += len(checked_item.encode()) if isinstance(checked_item, str) else 4 * len(checked_item)
+        inputs.append(checked_item)
+    if size > MAX_PROMPT_BYTES:
+        raise InvalidTask(
+            f"input has {size} bytes (4 a token id); at most {MAX_PROMPT_BYTES} are taken in one request", param="input"
+        )
+    return tuple(inputs)
 
 
 def _is_token(value: Any) -> bool:
@@ -188,6 +232,7 @@ def sampling(name: str, description: str = "") -> Any:
     return Field(description=description or parameter.bound.description, **limits)
 
 
+Kind = Literal["generate", "embed", "classify", "rerank"]
 Tier = Literal["priority", "default", "flex", "batch"]
 Count = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=_STOPS.longest)]
@@ -207,6 +252,14 @@ Messages = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_messages, json
 PromptText = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_BYTES)]
 PromptIds = Annotated[list[Count], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 OwnWebhook = Annotated[Webhook, PlainValidator(Webhook.read), WithJsonSchema(WEBHOOK)]
+Inputs = Annotated[
+    tuple[str | tuple[int, ...], ...],
+    BeforeValidator(
+        _inputs,
+        json_schema_input_type=PromptText
+        | Annotated[list[PromptText | PromptIds], Field(min_length=1, max_length=MAX_INPUTS)],
+    ),
+]
 Prompt = Annotated[str | tuple[int, ...], BeforeValidator(_prompt, json_schema_input_type=PromptText | PromptIds)]
 
 
@@ -292,7 +345,9 @@ class Task(BaseModel):
         extra="forbid",
         frozen=True,
         allow_inf_nan=False,
-        json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]},
+        json_schema_extra={
+            "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}, {"required": ["kind", "input"]}]
+        },
     )
 
     # A field's description completes "it must be ..." in the message that refuses it.
@@ -302,6 +357,27 @@ class Task(BaseModel):
     )
     messages: Messages | None = Field(
         None, description="a list of messages with role and content, in place of a prompt"
+    )
+    kind: Kind = Field("generate", description="generate, embed, classify or rerank")
+    input: Inputs = Field(
+        (),
+        description=f"a text, or a list of at most {MAX_INPUTS}, each text or a list of token ids; with a kind that "
+        "generates nothing",
+    )
+    query: Annotated[str, StringConstraints(min_length=1, max_length=MAX_PROMPT_BYTES)] | None = Field(
+        None, description="a text, to which those of input are ranked; of the kind rerank"
+    )
+    dimensions: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_INT32,
+        description="an integer of at least 1, to which vectors' dimensions are cut; of the kind embed",
+    )
+    prompt_name: str | None = Field(
+        None, min_length=1, max_length=200, description="the name of one of the model's prompts; of the kind embed"
+    )
+    truncate: bool = Field(
+        False, description="true (texts that are too long are cut) or false; of another kind than generate"
     )
     max_tokens: int | None = sampling(
         "max_tokens", f"an integer from 0 to {MAX_INT32} (unset: as far as the context goes)"
@@ -377,7 +453,9 @@ class Task(BaseModel):
             if unknown is not None:
                 raise unknown_field(unknown, type(self).model_fields)
             # What is null was left out, but for what has to be there.
-            needed = {"model"} if fields.get("messages") is not None else {"model", "prompt"}
+            needed = {"model", "prompt"}
+            if fields.get("messages") is not None or fields.get("kind") not in (None, "generate"):
+                needed = {"model"}
             values = {k: v for k, v in fields.items() if v is not None or k in needed}
             for name, value in values.items():
                 # Checked here, too: pydantic lists every wrong entry before it looks how many there are.
@@ -394,6 +472,14 @@ class Task(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.kind != "generate":
+            self._check_input()
+            return self
+        if misplaced := [name for name in OF_INPUT if getattr(self, name) not in ((), None, False)]:
+            raise InvalidTask(
+                f"{misplaced[0]} goes with kind embed, classify or rerank, and this task's kind is generate",
+                param=misplaced[0],
+            )
         if self.messages is None and not self.prompt:
             raise InvalidTask(
                 "prompt is missing: text or a list of token ids; or give messages",
@@ -418,6 +504,34 @@ class Task(BaseModel):
             raise InvalidTask(why, param=forms[0], code="form_too_large")
         return self
 
+    def _check_input(self) -> None:
+        """Raise InvalidTask for fields that do not go with a kind that generates nothing."""
+        allowed = {*OF_EVERY_KIND, "input", "truncate"}
+        allowed |= {"rerank": {"query"}, "embed": {"dimensions", "prompt_name"}}.get(self.kind, set())
+        values = self.model_dump(exclude_defaults=True)
+        if misplaced := sorted(values.keys() - allowed):
+            raise InvalidTask(f"{misplaced[0]} does not go with kind {self.kind}", param=misplaced[0])
+        if self.n != 1:
+            raise InvalidTask(f"n is {self.n}; with kind {self.kind} it is 1", param="n")
+        if not self.input:
+            raise InvalidTask(
+                "input is missing: a text, or a list of texts or of lists of token ids",
+                param="input",
+                code="missing_parameter",
+            )
+        if self.kind != "rerank":
+            return
+        if self.query is None:
+            raise InvalidTask("query is missing: the text to rank by", param="query", code="missing_parameter")
+        if not all(isinstance(item, str) for item in self.input):
+            raise InvalidTask("input has token ids; documents to rank are texts", param="input", code="invalid_type")
+        if (size := len(self.query.encode()) * len(self.input)) > MAX_PROMPT_BYTES:
+            raise InvalidTask(
+                f"query has {size // len(self.input)} bytes, and is read with each of {len(self.input)} documents; at "
+                f"most {MAX_PROMPT_BYTES} are taken in all",
+                param="query",
+            )
+
     @classmethod
     def parse(cls, fields: Any) -> Self:
         """A task from parsed JSON. Raises InvalidTask, also if it is not an object."""
@@ -437,6 +551,9 @@ class Task(BaseModel):
     @property
     def prompt_tokens(self) -> int | None:
         """The prompt's length, if it came as token ids; else None."""
+        if self.kind != "generate":
+            lengths = [len(item) for item in self.input if not isinstance(item, str)]
+            return sum(lengths) if len(lengths) == len(self.input) else None
         return None if isinstance(self.prompt, str) or self.messages is not None else len(self.prompt)
 
     @property
@@ -456,7 +573,16 @@ class Task(BaseModel):
         return levels.level_of(self.model_dump(exclude_defaults=True)) if levels.FEATURES else 0
 
     def kv_tokens(self, context_length: int) -> int:
-        """KV tokens that the task may need, estimated without a tokenizer: the prompt once, the output per choice."""
+        """KV tokens that the task may need, estimated without a tokenizer: the prompt once, the output per choice. Of a
+        task that generates nothing, the tokens of its texts."""
+        if self.kind != "generate":
+            query = len((self.query or "").encode())
+            return sum(
+                min(context_length, -(-(len(item.encode()) + query) // BYTES_PER_TOKEN) + _AROUND)
+                if isinstance(item, str)
+                else len(item)
+                for item in self.input
+            )
         prompt = self.prompt_tokens
         if prompt is None:
             text = str(self.prompt).encode() if self.messages is None else json_of(self.messages)
@@ -471,8 +597,16 @@ class Task(BaseModel):
         error names true numbers.
         """
         context, vocabulary = int(card["context_length"]), int(card["vocab_size"])
-        if "generate" not in card["capabilities"]:
-            raise InvalidTask(f"model {shown(self.model)} generates no text", param="model", code="unsupported_model")
+        if self.kind not in card["capabilities"]:
+            able = " and ".join(card["capabilities"]) or "nothing of this"
+            raise InvalidTask(
+                f"model {shown(self.model)} cannot {self.kind}; it can {able}",
+                param="model",
+                code="unsupported_model",
+            )
+        if self.kind != "generate":
+            self._check_texts(card, context, vocabulary)
+            return
         if self.messages is not None and "chat" not in card["capabilities"]:
             raise InvalidTask(
                 f"model {shown(self.model)} has no chat template; give a prompt in place of messages",
@@ -494,6 +628,62 @@ class Task(BaseModel):
             raise InvalidTask(f"banned_token_ids bans all tokens of {shown(self.model)}", param="banned_token_ids")
         if counted:
             self._check_length(card, context)
+
+    def _check_texts(self, card: Mapping[str, Any], context: int, vocabulary: int) -> None:
+        """Raise InvalidTask if the model of this card cannot make what is asked of the texts."""
+        for at, item in enumerate(self.input):
+            if isinstance(item, str):
+                continue
+            if (highest := max(item)) >= vocabulary:
+                raise InvalidTask(
+                    f"input[{at}] has token id {highest}; {shown(self.model)} has ids 0 to {vocabulary - 1}",
+                    param="input",
+                )
+            if len(item) > context and not self.truncate:
+                raise InvalidTask(
+                    f"input[{at}] has {len(item)} tokens; {shown(self.model)} takes {context}; shorten it, or give "
+                    "truncate: true",
+                    param="input",
+                    code="context_length_exceeded",
+                )
+        pooling = card.get("pooling") or {}
+        width = int(pooling.get("dimensions") or len(pooling.get("labels") or ()) or 1)
+        if self.dimensions is not None:
+            width = self._cut(width, pooling.get("matryoshka") or False)
+        if self.prompt_name is not None and self.prompt_name not in (prompts := pooling.get("prompts") or {}):
+            raise InvalidTask(
+                f"prompt_name is {shown(self.prompt_name)}; {shown(self.model)} has the prompts "
+                f"{', '.join(map(shown, prompts)) or 'none'}",
+                param="prompt_name",
+            )
+        # Base64 of numbers of 4 bytes.
+        size = len(self.input) * width * 4 * 4 // 3
+        if size > MAX_RESULT_BYTES:
+            most = MAX_RESULT_BYTES * 3 // (16 * width)
+            raise InvalidTask(
+                f"input has {len(self.input)} texts: with {width} numbers each, at most {most} are taken in one "
+                "request",
+                param="input",
+                code="array_above_max_length",
+            )
+
+    def _cut(self, width: int, matryoshka: Any) -> int:
+        """The dimensions that are asked for, of `width`. Raises InvalidTask if vectors may not be cut to them."""
+        requested = self.dimensions or width
+        if requested == width or (requested < width and matryoshka is True):
+            return requested
+        if isinstance(matryoshka, list) and requested in matryoshka:
+            return requested
+        may = (
+            f"be cut to {', '.join(map(str, matryoshka))}"
+            if isinstance(matryoshka, list)
+            else f"be cut to 1 to {width}"
+            if matryoshka
+            else "not be cut (no Matryoshka)"
+        )
+        raise InvalidTask(
+            f"dimensions is {requested}; vectors of {shown(self.model)} have {width} and may {may}", param="dimensions"
+        )
 
     def _check_length(self, card: Mapping[str, Any], context: int) -> None:
         """Raise InvalidTask if prompt and output do not fit. A text's tokens are not counted: it has one at least."""
@@ -565,6 +755,8 @@ class Task(BaseModel):
         """The task as the worker will run it: checked, with the card's defaults, a seed and the schema that its outputs
         follow. Raises InvalidTask."""
         self.check(card)
+        if self.kind != "generate":
+            return self
         update = filled({name: getattr(self, name) for name in DEFAULTS}, card.get("defaults", {}))
         if (formed := self.formed()) is not self:
             update |= {name: getattr(formed, name) for name in (*FORMS, "open_objects")}

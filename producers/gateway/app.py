@@ -32,7 +32,7 @@ from producers.gateway.http.request_state import TracedClient
 from producers.gateway.http.streams import Bounds as StreamBounds
 from producers.gateway.http.streams import Streams
 from producers.gateway.metrics import Metrics
-from producers.gateway.openai import chat, completions, tokens
+from producers.gateway.openai import chat, completions, pooling, tokens
 from producers.gateway.openai.responses import routes as responses
 from producers.gateway.pages import Documented
 from producers.gateway.readiness_checks import Awaited, Reach
@@ -95,7 +95,7 @@ async def one(request: Request, name: str) -> views.ModelView:
 ROUTERS: Final = (
     *(pages.router, tasks.router, events.router, explain.router, files.router, batches.router, webhooks.router),
     *(keys.router, tenants.router, usage.router, models_router, health.router),
-    *(chat.router, completions.router, responses.router, tokens.router),
+    *(chat.router, completions.router, responses.router, pooling.router, tokens.router),
 )
 
 

@@ -227,16 +227,18 @@ def finish(
     cached_tokens: int = 0,
     scored: bool = False,
     run: str = "",
+    result: str = "",
 ) -> Call:
     """FINISH: make a record final. Answers `[won, status]`, `[gone]`, `[other]` or `[resend, next ...]`.
 
     `reasons`: JSON array with a finish reason for each choice. `nexts`: each choice's number of tokens. `error`: JSON.
-    `scored`: the prompt's entries were published. `run`: as in `Append`.
+    `scored`: the prompt's entries were published. `run`: as in `Append`. `result`: JSON, what a task that generates
+    nothing made.
     """
     return Call(
         script(PACKAGE, "finish"),
         (keys.task(task_id), keys.stream(task_id)),
-        (task_id, claim_id, status, reasons, error, prompt_tokens, cached_tokens, int(scored), run, *nexts),
+        (task_id, claim_id, status, reasons, error, prompt_tokens, cached_tokens, int(scored), run, result, *nexts),
     )
 
 

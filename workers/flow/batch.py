@@ -14,7 +14,7 @@ from engine.logprobs import TokenLogprobs
 from engine.request import Event
 from producers.connection.script import Call
 from producers.contract.record import error_json
-from producers.contract.stream import encode_prompt, encode_token, quote
+from producers.contract.stream import encode_prompt, encode_rows, encode_token, quote
 from producers.store.protocol import Append, finish
 from workers.state.delivery import Delivery
 
@@ -27,13 +27,14 @@ DEADLINE = "deadline"
 @dataclass(slots=True)
 class Conclusion:
     """The end that a running task is to have. `retry`: by Celery's retry, if it has tries left. `fault`: the engine is
-    probably to blame."""
+    probably to blame. `result`: JSON, what a task that generates nothing made."""
 
     delivery: Delivery
     status: str
     error: str = "null"
     retry: bool = False
     fault: bool = False
+    result: str = ""
 
 
 @dataclass(slots=True)
@@ -95,7 +96,8 @@ class Batch:
         elif event.done and "error" not in delivery.reasons:
             end = self.ends.get(delivery.uuid)
             if end is None or end.status == "incomplete":  # all of it is there: its deadline came too late
-                self.ends[delivery.uuid] = Conclusion(delivery, "completed")
+                result = "" if event.rows is None else encode_rows(event.rows)
+                self.ends[delivery.uuid] = Conclusion(delivery, "completed", result=result)
 
     def _append_of(self, delivery: Delivery, choice: int, index: int) -> Append:
         """Returns the choice's Append; a new one begins at token `index`."""
@@ -159,4 +161,5 @@ def finish_call(end: Conclusion) -> Call:
         cached_tokens=d.cached_tokens,
         scored=d.scored,
         run=d.run(),
+        result=end.result,
     )

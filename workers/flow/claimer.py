@@ -19,8 +19,9 @@ from typing import Any
 
 from engine.errors import ModelError, RequestError
 from engine.params import SamplingParams
-from engine.request import Request
+from engine.request import Pooling, Request
 from engine.text import ConfinedTemplate, TemplateSource
+from engine.text.tokenizer import EncodedText
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, run_many
 from producers.contract import keys
@@ -277,10 +278,16 @@ class Claimer(threading.Thread):
         task = Task.parse_json(record.fields.get("task", ""))
         if task.n != record.n:
             raise InvalidTask(f"the record says n = {record.n}, its task n = {task.n}", param="n")
+        pooling = None
+        if task.kind != "generate":
+            prompt_ids, pooling = pooled(task, self._served.engine)
+        else:
+            prompt_ids = self._prompt_ids(task, record)
         return Request(
             id=delivery.uuid,
-            prompt_ids=self._prompt_ids(task, record),
-            params=self._params(task, delivery),
+            prompt_ids=prompt_ids,
+            params=SamplingParams() if pooling else self._params(task, delivery),
+            pooling=pooling,
             tier=keys.TIERS[task.tier][0],
             salt=task.tenant or "",
             tenant=task.tenant or "",
@@ -326,6 +333,35 @@ class Claimer(threading.Thread):
         for choice, token_id in tokens_of(self._redis, delivery.task_id, first):
             tokens[choice].append(token_id)
         return tokens
+
+
+def pooled(task: Task, engine: Any) -> tuple[list[int], Pooling]:
+    """The token ids of all texts of a task that generates nothing, one text after another, and what is to be made of
+    them. Raises RequestError for a text that the model does not take."""
+    kind = task.kind
+    if kind == "generate" or getattr(engine, "kind", "generate") != kind:
+        raise RequestError(f"the model cannot {task.kind}", param="model", code="unsupported_model")
+    limit: int = engine.max_model_len
+    before = engine.pooling.text_before(task.prompt_name) if task.kind == "embed" else ""
+    ids: list[int] = []
+    lengths, seconds = [], []
+    for at, item in enumerate(task.input):
+        if isinstance(item, str):
+            first, second = (before + item, None) if task.query is None else (task.query, item)
+            text = engine.tokenizer.encode_pair(first, second, limit if task.truncate else None)
+        else:
+            text = EncodedText([*item[:limit]] if task.truncate else [*item], None, len(item))
+        if len(text.ids) > limit:
+            raise RequestError(
+                f"input[{at}] has {text.whole} tokens; the model takes {limit}; shorten it, or give truncate: true",
+                param="input",
+                code="context_length_exceeded",
+            )
+        ids += text.ids
+        lengths.append(len(text.ids))
+        seconds += [] if text.second is None else [text.second]
+    prompt_tokens = engine.prompt_tokens(before)
+    return ids, Pooling(kind, tuple(lengths), tuple(seconds), prompt_tokens, task.dimensions)
 
 
 def _refusal(delivery: Delivery, exc: RequestError | InvalidTask) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from engine.errors import NOT_FINITE
 from engine.params import greedy
-from engine.request import Event, Request, Tier
+from engine.request import Event, Pooling, Request, Tier
 from workers.errors import Refused
 
 #: The request's id; those of deliveries are UUIDs.
@@ -38,14 +38,16 @@ def send(engine: Any, then: Callable[[str | None], None], name: str = ID, tokens
     """Send a probe. `then` gets its error, or None, on the engine's thread. One at a time.
 
     Raises EngineError if the engine is closed, or the last probe of this name has not ended."""
+    kind = getattr(engine, "kind", None)
     ids = engine.tokenizer.encode(PROMPT)[: max(1, engine.max_model_len - tokens)]
     params = greedy(min(tokens, engine.max_model_len - 1))
+    pooling = None if kind is None else Pooling(kind, (len(ids),))
 
     def on_event(event: Event) -> None:
         if event.done:
             then(event.error)
 
-    engine.submit(Request(name, ids, params, tier=Tier.PRIORITY), on_event)
+    engine.submit(Request(name, ids, params, tier=Tier.PRIORITY, pooling=pooling), on_event)
 
 
 def check_model(engine: Any, model: str, seconds: float) -> None:

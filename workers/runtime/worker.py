@@ -212,9 +212,13 @@ def _factory(name: str) -> Any:
 
 
 def load_engine(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, bytes]]:
-    """`engine.Engine` for the model, by its reference, and its tokenizer's files by name. Raises Refused."""
-    from engine import Engine, EngineConfig, EngineError  # torch takes seconds to import
+    """`engine.Engine` or `PoolingEngine` for the model, by its reference, and its tokenizer's files by name.
+
+    Raises Refused."""
+    from engine import Engine, EngineConfig, EngineError, PoolingEngine  # torch takes seconds to import
     from engine.text import ModelCard
+    from engine.text.config import read_config
+    from engine.text.pooling import purpose
 
     COLD_START.mark("imports")
     model_files = find_model(model, say=logger.info)
@@ -225,7 +229,8 @@ def load_engine(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, byt
         verify(draft, say=logger.info)
         options = options | {"draft_model": str(draft)}
     try:
-        engine = Engine.load(folder, EngineConfig(**options), loaded=COLD_START.mark)
+        kind = Engine if purpose(folder, read_config(folder)) == "generate" else PoolingEngine
+        engine = kind.load(folder, EngineConfig(**options), loaded=COLD_START.mark)
     except EngineError as exc:
         raise Refused(f"cannot serve {folder}: {exc}") from exc
     if engine.card is None:

@@ -267,7 +267,7 @@ def fitted(account: Account, task: Task, context: int) -> Task:
     if limits.max_prompt is not None and prompt is not None and prompt > limits.max_prompt:
         message = f"The prompt has {prompt} tokens; with this {account.whose} it may have {limits.max_prompt}."
         raise Problem(400, message, code="prompt_too_long", param="prompt")
-    if limits.max_output is None:
+    if limits.max_output is None or task.kind != "generate":
         return task
     if output is not None and output > limits.max_output:
         message = f"max_tokens is {output}; with this {account.whose} it may be {limits.max_output} at most."

@@ -253,6 +253,8 @@ def _too_much_kept(error: QueueFull) -> Problem:
 def _shortened(tasks: Sequence[Task], to: int, context: int) -> Entered:
     """The tasks of a request with outputs of `to` tokens, where they may be longer. `context`: the model's (tokens)."""
     first = tasks[0]
+    if first.kind != "generate":
+        return Entered([*tasks])
     to = max(to, first.min_tokens)
     if min(first.max_tokens or context, context - (first.prompt_tokens or 0)) <= to:
         return Entered([*tasks])

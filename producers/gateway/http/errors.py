@@ -51,12 +51,9 @@ FULL = "The memory or disk of the store or the broker is full: nothing new is ta
 RETRY_AFTER = {"retry-after": "1"}
 ONCE = {"x-should-retry": "false"}
 _OPENAI: Final = "POST /v1/chat/completions takes messages, POST /v1/completions a text; GET /v1/models lists models"
-_GENERATES: Final = f"the models here generate text. {_OPENAI}"
+_GENERATES: Final = f"the models here read and generate text. {_OPENAI}"
 #: Paths of other servers, or beginnings of such -> what is not offered, and what to use.
 ELSEWHERE: Final = {
-    "/v1/embeddings": f"Embeddings are not offered: {_GENERATES}",
-    "/v1/rerank": f"Reranking is not offered: {_GENERATES}",
-    "/v1/score": f"Scores of pairs are not offered: {_GENERATES}",
     "/v1/moderations": f"Moderation is not offered: {_GENERATES}",
     "/v1/audio": f"Audio is not offered: {_GENERATES}",
     "/v1/images": f"Images are not offered: {_GENERATES}",
@@ -69,9 +66,7 @@ ELSEWHERE: Final = {
     "/v1/messages": f"Anthropic's Messages are not offered: {_OPENAI}",
     "/api": f"Ollama's API is not offered: {_OPENAI}. An Ollama client that speaks OpenAI's API needs the URL with /v1",
     "/version": "There is no /version: the release is info.version of GET /openapi.json",
-    "/rerank": f"Reranking is not offered: {_GENERATES}",
-    "/score": f"Scores of pairs are not offered: {_GENERATES}",
-    "/pooling": f"Pooling is not offered: {_GENERATES}",
+    "/pooling": "Pooling by token is not offered: POST /v1/embeddings takes texts, and gives a vector for each",
     **{
         f"/{name}": f"The path lacks /v1: it is /v1/{name}. A client's base URL ends with /v1"
         for name in (
@@ -80,6 +75,9 @@ ELSEWHERE: Final = {
             "responses",
             "models",
             "embeddings",
+            "rerank",
+            "classify",
+            "score",
             "batches",
             "files",
             "tasks",

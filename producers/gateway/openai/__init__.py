@@ -6,5 +6,7 @@
                                            -> complete: JSON by choice, few large at once
     tools: functions that a model may call -> grammar -> tool_call_parser: content and calls in an output
 
+    pooling: texts -> one task -> its terminal entry, which has a vector, labels' probabilities or a score for each text
+
 OpenAI's parameters keep their names. Unsupported ones are refused by name.
 """

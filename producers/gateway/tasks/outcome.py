@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from producers.client.aio import AsyncHandle
 from producers.contract.record import Record
-from producers.contract.stream import Event, Prompt, Token, logprobs_view, prompt_view
+from producers.contract.stream import End, Event, Prompt, Token, logprobs_view, prompt_view, rows_of
 from producers.gateway.context import Gateway
 from producers.gateway.fair_share import in_thread, turn
 from producers.gateway.tasks import large
@@ -31,6 +31,10 @@ async def answer(gateway: Gateway, handle: AsyncHandle, record: Record, **more: 
     """The response for a final record, with the fields `more` added. Raises as `collected`."""
     outcome = Outcome(record, more)
     return await collected(gateway, handle, outcome, outcome.pieces)
+
+
+def _large(event: Event) -> bool:
+    return isinstance(event, Prompt) or (isinstance(event, End) and event.result is not None)
 
 
 class Collecting(Protocol):
@@ -54,7 +58,7 @@ async def collected(
         async with aclosing(handle.batches()) as batches:
             async for events in batches:
                 await turn()
-                if any(isinstance(event, Prompt) for event in events):  # one may be larger than a slice
+                if any(_large(event) for event in events):  # one may be larger than a slice
                     await in_thread(outcome.take, events)
                 else:
                     outcome.take(events)
@@ -75,10 +79,11 @@ class Outcome:
         self._more = more
         self._choices = [_Choice() for _ in range(record.n)]
         self._prompt = bytearray()
+        self._rows = b"null"
 
     @property
     def size(self) -> int:
-        return len(self._prompt) + sum(choice.size for choice in self._choices)
+        return len(self._prompt) + len(self._rows) + sum(choice.size for choice in self._choices)
 
     def take(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -88,10 +93,12 @@ class Outcome:
                 for token in prompt_view(event.token_ids, event.logprobs):
                     self._prompt += b"," if self._prompt else b""
                     self._prompt += _json(token)
+            elif event.result is not None:
+                self._rows = _json([row.tolist() for row in rows_of(event.result)])
 
     def pieces(self) -> Iterator[bytes | bytearray]:
         """The JSON of a TaskView."""
-        head = TaskView.of(self._record).model_dump_json(exclude={"choices", "prompt_logprobs"})
+        head = TaskView.of(self._record).model_dump_json(exclude={"choices", "prompt_logprobs", "rows"})
         yield head[:-1].encode()
         for name, value in self._more.items():
             yield b',"%b":%b' % (name.encode(), _json(value))
@@ -105,9 +112,10 @@ class Outcome:
         if self._prompt:
             yield b"["
             yield self._prompt
-            yield b"]}"
+            yield b"]"
         else:
-            yield b"null}"
+            yield b"null"
+        yield b',"rows":%b}' % self._rows
 
 
 class _Choice:

@@ -35,7 +35,7 @@ async def encoded(request: Request, gateway: Gateway, task: Task) -> Task:
     task.check(card, counted=task.prompt_tokens is not None)
     if task.webhook is not None:
         await gateway.destinations.check(task.webhook.url, "webhook.url")
-    if task.prompt_tokens is not None:
+    if task.prompt_tokens is not None or task.kind != "generate":  # a worker counts the tokens of such texts
         return task
     work = work_of(request, task.tenant)
     prompts = await idempotency.made_prompts(request, gateway.client, resolved, 1, tenant=task.tenant)

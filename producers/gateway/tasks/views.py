@@ -123,6 +123,11 @@ class TaskView(BaseModel):
     error: dict[str, Any] | None = None
     choices: list[ChoiceView] | None = None
     prompt_logprobs: list[PromptToken] | None = None
+    rows: list[list[float]] | None = Field(
+        None,
+        description="of a completed task that generates nothing, for each text: a vector, the probabilities of labels "
+        "in order, or a score",
+    )
 
     @classmethod
     def of(cls, record: Record) -> Self:

@@ -15,8 +15,8 @@ local function prompt_used(task)
   return redis.call('HGET', task, 'started') and redis.call('HGET', task, 'prompt_tokens') or 0
 end
 
--- silent: no event is told, for the task is about to be deleted.
-local function finalise(task, stream, id, status, reasons, err, prompt, cached, silent)
+-- silent: no event is told, for the task is about to be deleted. result: JSON, what a task that generates nothing made.
+local function finalise(task, stream, id, status, reasons, err, prompt, cached, silent, result)
   local r = redis.call('HMGET', task, 'n', 'discarded', 'batch', 'reserved', 'created')
   -- No task has more than 64 choices: a record that says 10^11 must not keep the store busy for hours.
   local n, out = math.min(tonumber(r[1] or '1'), 64), tonumber(r[2] or '0')
@@ -25,7 +25,8 @@ local function finalise(task, stream, id, status, reasons, err, prompt, cached, 
   end
   local at = redis.call('XLEN', stream)
   local usage = string.format('{"prompt_tokens":%d,"cached_tokens":%d,"output_tokens":%d}', prompt, cached, out)
-  local entry = '{"end":"' .. status .. '","reasons":' .. reasons .. ',"usage":' .. usage .. ',"error":' .. err .. '}'
+  local entry = '{"end":"' .. status .. '","reasons":' .. reasons .. ',"usage":' .. usage .. ',"error":' .. err
+    .. (result and ',"result":' .. result or '') .. '}'
   redis.call('XADD', stream, (at + 1) .. '-0', 'e', entry)
   redis.call('HSET', task, 'status', status, 'end', status, 'finished', now_ms(),
     'reasons', reasons, 'usage', usage, 'error', err)

@@ -4,7 +4,9 @@
 -- and usage: `won`. The claim stays.
 -- KEYS: task, stream
 -- ARGV: id, claim, status, reasons (JSON array, one finish reason per choice), error (JSON object or null),
---       prompt tokens, cached tokens, scored (1: PROMPT came before), run (_run.lua), then n per choice, from choice 0
+--       prompt tokens, cached tokens, scored (1: PROMPT came before), run (_run.lua), result (JSON, what a task that
+--       generates nothing made; it is in the terminal entry if the task ends completed; or empty), then n per choice,
+--       from choice 0
 -- Answers: {won, final status}; {gone}; {other}; {resend, next per choice ...}
 -- include: _final.lua
 -- include: _run.lua
@@ -26,8 +28,8 @@ if r[3] then
   final = 'cancelled'
 else
   local have, same = { 'resend' }, ARGV[8] == '0' or r[4]
-  for k = 10, #ARGV do
-    local next = tonumber(redis.call('HGET', task, 'next:' .. (k - 10)) or '0')
+  for k = 11, #ARGV do
+    local next = tonumber(redis.call('HGET', task, 'next:' .. (k - 11)) or '0')
     have[#have + 1] = next
     same = same and next == tonumber(ARGV[k])
   end
@@ -36,5 +38,6 @@ else
   end
 end
 note_run(task, ARGV[9])
-finalise(task, stream, id, final, ARGV[4], ARGV[5], ARGV[6], ARGV[7])
+local result = final == 'completed' and ARGV[10] ~= '' and ARGV[10] or nil
+finalise(task, stream, id, final, ARGV[4], ARGV[5], ARGV[6], ARGV[7], false, result)
 return { 'won', final }

@@ -153,7 +153,7 @@ def needed(task: Task, card: Mapping[str, Any], shortens: bool) -> tuple[int, in
     shortened; and its choices. A text, whose tokens nobody has counted, may be as long as the context."""
     context, prompt_tokens = int(card["context_length"]), task.prompt_tokens
     room = context if prompt_tokens is None else max(1, context - prompt_tokens)
-    output = room if task.max_tokens is None else min(task.max_tokens, room)
+    output = 0 if task.kind != "generate" else room if task.max_tokens is None else min(task.max_tokens, room)
     prompt = context - output if prompt_tokens is None else prompt_tokens
     least = min(output, max(SHORTEST, task.min_tokens)) if shortens else output
     return prompt, output, least, task.width

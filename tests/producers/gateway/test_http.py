@@ -199,9 +199,9 @@ class TestProxies:
 @pytest.mark.parametrize(
     ("method", "path", "said"),
     [
-        ("POST", "/v1/embeddings", "Embeddings are not offered"),
-        ("POST", "/v1/rerank", "Reranking is not offered"),
-        ("POST", "/v2/rerank", "nothing at this URL"),
+        ("POST", "/pooling", "POST /v1/embeddings takes texts"),
+        ("POST", "/rerank", "it is /v1/rerank"),
+        ("POST", "/v3/rerank", "nothing at this URL"),
         ("POST", "/v1/moderations", "Moderation is not offered"),
         ("POST", "/v1/messages", "Anthropic's Messages are not offered"),
         ("POST", "/v1/messages/count_tokens", "POST /v1/responses/input_tokens and"),

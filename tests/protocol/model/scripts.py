@@ -270,6 +270,8 @@ def append(
 def finish(
     r: Rec | None, c: Any, nexts: tuple[int, ...], rules: Rules, status: str = "completed", *, scored: bool = False
 ) -> tuple[str, Rec | None]:
+    """The result of a task that generates nothing is a part of the terminal entry: here such a task is one of no
+    tokens, and has no state of its own."""
     if r is None:
         return "gone", r
     if "finish_fence" in rules:

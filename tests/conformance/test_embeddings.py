@@ -1,0 +1,176 @@
+"""Vectors and scores through the whole system: unmodified clients, a gateway, the queue, workers, and no token."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from redis import Redis
+
+from engine import EngineConfig, PoolingEngine
+from producers import Client
+from producers.contract import keys
+from producers.errors import InvalidTask
+from tests.conformance.conftest import WORKER_LEASE, gateway
+from tests.engine.sentence_folders import TEXTS, write_encoder_with_tokenizer
+from tests.processes import Worker, valkey
+
+SHORT = TEXTS[:3]
+SETTINGS = {"dtype": "float32", "threads": 1}
+
+
+class Served:
+    """An embedder and a reranker, each with its worker, and their engines in this process, which compute alike."""
+
+    def __init__(self, url: str, store_url: str, store: Redis, folders: dict[str, Path]) -> None:
+        self.url, self.store_url, self.store = url, store_url, store
+        config = EngineConfig(dtype="float32", threads=1)
+        self.embedder = PoolingEngine.load(folders["embedder"], config)
+        self.reranker = PoolingEngine.load(folders["reranker"], config)
+
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def post(self, path: str, **body: object) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folders = {name: tmp_path_factory.mktemp("models") / name for name in ("embedder", "reranker")}
+    write_encoder_with_tokenizer(folders["embedder"], "bert", matryoshka_dimensions=[16, 32])
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
+    (folders["embedder"] / "modules.json").write_text(json.dumps(modules))
+    prompts = {"prompts": {"query": "query: "}}
+    (folders["embedder"] / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    write_encoder_with_tokenizer(folders["reranker"], "bert", "ForSequenceClassification", num_labels=1)
+    with valkey() as (store_url, store):
+        load = "workers.runtime.worker:load_engine"
+        workers = [
+            Worker(
+                store_url,
+                model=str(folder),
+                engine_factory=load,
+                engine=SETTINGS,
+                lease=WORKER_LEASE,
+                warm=True,
+                LOG_LEVEL="WARNING",
+            )
+            for folder in folders.values()
+        ]
+        with workers[0], workers[1], gateway(store_url) as (url, _):
+            for worker in workers:
+                worker.wait_until(lambda worker=worker: bool(worker.incarnations), 180)
+            yield Served(url, store_url, store, folders)
+
+
+def test_openais_client_gets_the_engines_vectors(served: Served) -> None:
+    expected = served.embedder.embed(SHORT)
+    client = served.openai()
+    answer = client.embeddings.create(model="embedder", input=SHORT)  # base64 on the wire
+    assert np.array_equal(np.array([entry.embedding for entry in answer.data], dtype=np.float32), expected)
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > 10
+    (one,) = client.embeddings.create(model="embedder", input=SHORT[0], encoding_format="float").data
+    assert np.array_equal(np.array(one.embedding, dtype=np.float32), expected[0])
+    tokenizer = served.embedder.tokenizer
+    assert tokenizer is not None
+    ids = [tokenizer.encode(text) for text in SHORT]
+    answer = client.embeddings.create(model="embedder", input=ids)
+    assert np.array_equal(np.array([entry.embedding for entry in answer.data], dtype=np.float32), expected)
+    (cut,) = client.embeddings.create(model="embedder", input=ids[0], dimensions=16).data
+    assert np.array_equal(np.array(cut.embedding, dtype=np.float32), served.embedder.embed([ids[0]], dimensions=16)[0])
+    query = served.post("/v1/embeddings", model="embedder", input=SHORT[0], prompt_name="query").json()
+    expected = served.embedder.embed([SHORT[0]], prompt="query")[0]
+    assert np.array_equal(np.array(query["data"][0]["embedding"], dtype=np.float32), expected)
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
+def test_documents_are_ranked_by_the_engines_scores(served: Served, path: str) -> None:
+    scores = served.reranker.score([(TEXTS[0], document) for document in SHORT])
+    order = sorted(range(3), key=lambda index: -scores[index])
+    documents = [SHORT[0], {"text": SHORT[1]}, SHORT[2]]
+    more = {"top_n": 2, "return_documents": True}
+    answer = served.post(path, model="reranker", query=TEXTS[0], documents=documents, **more).json()
+    assert [result["index"] for result in answer["results"]] == order[:2]
+    assert [result["relevance_score"] for result in answer["results"]] == pytest.approx(sorted(scores)[:0:-1])
+    assert answer["results"][0]["document"] == {"text": SHORT[order[0]]}
+    scored = served.post("/v1/score", model="reranker", text_1=TEXTS[0], text_2=SHORT).json()
+    assert [entry["score"] for entry in scored["data"]] == pytest.approx(scores)
+
+
+def test_a_task_of_a_kind_has_one_entry_with_its_result(served: Served) -> None:
+    expected = served.embedder.embed(SHORT)
+    with Client(served.store_url) as client:
+        handle = client.submit(kind="embed", model="embedder", input=SHORT, metadata={"a": "b"})
+        result = handle.result(60)
+        assert np.array_equal(np.array(result.rows, dtype=np.float32), expected)
+        assert result.usage["output_tokens"] == 0
+        assert served.store.xlen(keys.stream(handle.id)) == 1
+        assert np.array_equal(np.array(client.embed("embedder", SHORT[0])), expected[:1])
+    view = httpx.get(f"{served.url}/v1/tasks/{handle.id}", timeout=60).json()
+    assert (view["status"], view["metadata"]) == ("completed", {"a": "b"})
+    assert np.array_equal(np.array(view["rows"], dtype=np.float32), expected)
+    row = next(fields for _, fields in served.store.xrange(keys.LEDGER) if fields["id"] == handle.id)
+    assert (int(row["prompt"]), row["output"], row["model"]) == (result.usage["prompt_tokens"], "0", "embedder")
+
+
+LONG = TEXTS[4] * 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("embeddings", {"input": ""}, "input", r"input\[0\] is empty"),
+        ("embeddings", {"input": []}, "input", "input is missing"),
+        ("embeddings", {"input": ["a", 1]}, "input", r"input\[1\] is 1; it must be text or a list of token ids"),
+        ("embeddings", {"input": "a\0b"}, "input", r"input\[0\] has a NUL"),
+        ("embeddings", {"input": ["a"] * 257}, "input", "input has 257 texts; at most 256"),
+        ("embeddings", {"input": "a" * (1 << 20) + "a"}, "input", r"input\[0\] has 1048577 bytes"),
+        ("embeddings", {"input": ["a" * 600_000] * 2}, "input", "input has 1200000 bytes"),
+        ("embeddings", {"input": [[999]]}, "input", r"input\[0\] has token id 999; 'embedder' has ids 0 to 319"),
+        ("embeddings", {"input": LONG}, "input", r"input\[0\] has \d+ tokens; the model takes 96"),
+        ("embeddings", {"input": "a", "dimensions": 0}, "dimensions", "dimensions is 0"),
+        ("embeddings", {"input": "a", "dimensions": 20}, "dimensions", "vectors of 'embedder' have 48 and may be cut"),
+        ("embeddings", {"input": "a", "prompt_name": "x"}, "prompt_name", "'embedder' has the prompts 'query'"),
+        ("embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "there are float, base64"),
+        ("embeddings", {"model": "reranker", "input": "a"}, "model", "cannot embed; it can rerank"),
+        ("rerank", {"query": "a", "documents": ["b"]}, "model", "cannot rerank; it can embed"),
+        ("rerank", {"query": "a", "documents": [], "model": "reranker"}, "documents", "must be a list of texts"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "model", "chat template"),
+        ("completions", {"prompt": "a"}, "model", "cannot generate; it can embed"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(
+    served: Served, path: str, body: dict[str, object], param: str, message: str
+) -> None:
+    answer = served.post(f"/v1/{path}", **{"model": "embedder"} | body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert re.search(message, error["message"].replace('"', "'")), error
+
+
+def test_a_text_that_is_too_long_is_cut_on_request(served: Served) -> None:
+    answer = served.post("/v1/embeddings", model="embedder", input=LONG, truncate=True).json()
+    expected = served.embedder.embed([LONG], truncate=True)[0]
+    assert np.array_equal(np.array(answer["data"][0]["embedding"], dtype=np.float32), expected)
+    assert answer["usage"]["prompt_tokens"] == 96
+
+
+def test_fields_of_another_kind_are_refused(served: Served) -> None:
+    with Client(served.store_url) as client:
+        for fields, message in (
+            ({"kind": "embed", "input": ["a"], "temperature": 1.0}, "temperature does not go with kind embed"),
+            ({"kind": "embed", "input": ["a"], "prompt": "b"}, "prompt does not go with kind embed"),
+            ({"kind": "embed", "input": ["a"], "query": "b"}, "query does not go with kind embed"),
+            ({"kind": "rerank", "input": ["a"]}, "query is missing"),
+            ({"prompt": "a", "input": ["a"]}, "input goes with kind embed, classify or rerank"),
+        ):
+            with pytest.raises(InvalidTask, match=message):
+                client.submit(model="embedder", **fields)
