@@ -100,15 +100,19 @@ def load_model(
     quantization: str = "none",
     deterministic: bool = False,
     kv_cache_dtype: str = "auto",
+    *,
+    headless: bool = False,
 ) -> Model:
-    """Load the checkpoint in `folder`. `dtype` may be "auto": the one that config.json names.
+    """Load the checkpoint in `folder`. `dtype` may be "auto": the one that config.json names. `headless`: also a
+    checkpoint of the model below the head that makes logits, where the embedding is tied to that: its tensors' names
+    and its architecture's lack a part.
 
     `kernels`: a function that makes a kernel set, or a name for `engine.kernels.select`, which chooses a set by
     `quantization`, `deterministic` and `kv_cache_dtype`. Raises ModelError about the folder, and EngineError if the set
     does not support `device`.
     """
     path = Path(folder)
-    make, config, weight_dtype = _read(path, dtype)
+    make, config, weight_dtype = _read(path, dtype, headless=headless)
     scheme = _scheme(path, config, quantization)
     kernel_set = (
         select(device, weight_dtype, kernels, quantization, deterministic, kv_cache_dtype)
@@ -116,6 +120,8 @@ def load_model(
         else kernels(weight_dtype)
     )
     located = separate(locate(path))
+    if headless and not any(name.startswith("model.") for name in located):
+        located = {f"model.{name}": tensor for name, tensor in located.items()}
     return _filled(path, located, partial(make, kernel_set, weight_dtype), config, scheme, weight_dtype, device)
 
 
@@ -223,18 +229,19 @@ def _scheme(path: Path, config: Config, quantization: str) -> Scheme | None:
 
 
 def _read(
-    path: Path, dtype: str
+    path: Path, dtype: str, *, headless: bool = False
 ) -> tuple[Callable[[Kernels, torch.dtype, torch.device], Decoder], Config, torch.dtype]:
     """Read the folder's config.json: a function that makes the empty model, the settings, the weights' dtype."""
     settings = read_config(path)
     names = architectures(settings)
-    family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
-    if family is None:
+    known = [*names, *(name.removesuffix("Model") + "ForCausalLM" for name in names if headless)]
+    name = next((name for name in known if name in FAMILIES), None)
+    if name is None:
         raise ModelError(
             f"{path}: config.json names the architectures {shown(names)}; supported are {', '.join(sorted(FAMILIES))}"
         )
-    config = Config.of_model(settings)
-    return partial(Decoder, family, config), config, _dtype(path, config, dtype)
+    config = Config.of_model(settings | {"architectures": [name]})
+    return partial(Decoder, FAMILIES[name], config), config, _dtype(path, config, dtype)
 
 
 def _dtype(path: Path, config: Config, requested: str) -> torch.dtype:

@@ -22,15 +22,17 @@ from engine.execution.loop import StepLoop
 from engine.execution.placement import SEQUENCES
 from engine.execution.threads import threads_for
 from engine.memory import release
-from engine.models import load_encoder
+from engine.models import load_encoder, load_model
 from engine.models.encoder import ACTIVATIONS, Encoder
+from engine.models.encoders import ENCODERS
+from engine.pooling.decoder import DecoderRows
 from engine.pooling.pooler import Pooler
 from engine.pooling.runner import PoolingRunner
 from engine.pooling.scheduler import PoolingScheduler, TextLimits
 from engine.request import Event, Pooling, PoolingKind, Request
 from engine.text import ModelCard, Tokenizer
 from engine.text.checkpoint import model_version
-from engine.text.config import Config, read_config
+from engine.text.config import Config, architectures, read_config
 from engine.text.pooling import label_names, purpose, read_pooling, score_activation, several_labels
 from engine.text.tokenizer import EncodedText
 
@@ -49,7 +51,7 @@ class PoolingEngine(StepLoop):
     """Makes vectors, probabilities of labels, or scores of texts. Thread-safe; made by `PoolingEngine.load`. As a
     context manager it closes itself."""
 
-    def __init__(self, model: Encoder, config: EngineConfig, *, folder: Path, version: str) -> None:
+    def __init__(self, model: Encoder | DecoderRows, config: EngineConfig, *, folder: Path, version: str) -> None:
         for name, usual in _GENERATING.items():
             if getattr(config, name) != usual:
                 raise EngineError(
@@ -105,12 +107,18 @@ class PoolingEngine(StepLoop):
         if device.type == "cpu":
             torch.set_num_threads(threads_for(config.threads, torch.get_num_threads()))
         folder = Path(path)
-        model = load_encoder(folder, config.dtype, device, config.kernels, config.deterministic)
+        arguments = folder, config.dtype, device, config.kernels
+        model: Encoder | DecoderRows
+        if any(name in ENCODERS for name in architectures(read_config(folder))):
+            model = load_encoder(*arguments, config.deterministic)
+        else:
+            decoder = load_model(*arguments, deterministic=config.deterministic, headless=True)
+            model = DecoderRows(decoder)
         loaded("weights")
         return cls(model, config, folder=folder, version=model_version(folder.resolve()))
 
     def _finisher(
-        self, folder: Path, model: Encoder
+        self, folder: Path, model: Encoder | DecoderRows
     ) -> tuple[Callable[[Tensor, Sequence[int], Sequence[Pooling]], list[Tensor]], int]:
         """What makes the results of a step's rows, and how many numbers each has."""
         if self.kind == "embed":
@@ -240,7 +248,7 @@ class PoolingEngine(StepLoop):
         self.close()
 
 
-def _kind(folder: Path, values: dict[str, object], model: Encoder) -> PoolingKind:
+def _kind(folder: Path, values: dict[str, object], model: Encoder | DecoderRows) -> PoolingKind:
     kind = purpose(folder, values)
     if (kind == "embed") != (model.head is None):
         raise ModelError(f"{folder}: modules.json and the architecture in config.json do not go together")

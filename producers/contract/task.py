@@ -560,6 +560,8 @@ class Task(BaseModel):
     def has_token_ids(self) -> bool:
         """Whether some of it means something to one tokenizer alone."""
         ids = (self.stop_token_ids, self.allowed_token_ids, self.banned_token_ids, self.logit_bias)
+        if self.kind != "generate":
+            return not all(isinstance(item, str) for item in self.input)
         return self.prompt_tokens is not None or any(ids)
 
     @property

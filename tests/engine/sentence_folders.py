@@ -52,16 +52,50 @@ def write_encoder_with_tokenizer(folder: Path, name: str, suffix: str = "Model",
     tokenizer.save_pretrained(folder)
 
 
+def write_decoder(folder: Path) -> None:
+    """Write a small Qwen3 without its head, as Qwen3-Embedding is published."""
+    import torch
+    import transformers
+
+    config = transformers.Qwen3Config(
+        vocab_size=320,
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=80,
+        max_position_embeddings=96,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3Model(config).float().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, float(parameter.dim() == 1), 0.15)
+    model.save_pretrained(folder)
+    small_tokenizer().save_pretrained(folder)
+
+
 def write_sentence_folder(
-    folder: Path, modes: Sequence[str] = ("mean",), *, dense: int = 0, normalize: bool = True, **more: Any
+    folder: Path,
+    modes: Sequence[str] = ("mean",),
+    *,
+    dense: int = 0,
+    normalize: bool = True,
+    decoder: bool = False,
+    **more: Any,
 ) -> Any:
-    """Write a folder of Sentence-Transformers with a small BERT. Returns that library's model of it. `dense`: the
-    outputs of a dense layer after pooling; 0: there is none. `more`: as of SentenceTransformer."""
+    """Write a folder of Sentence-Transformers with a small BERT, or a small Qwen3 (`decoder`). Returns that library's
+    model of it. `dense`: the outputs of a dense layer after pooling; 0: there is none. `more`: as of
+    SentenceTransformer."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 
     plain = folder.parent / f"{folder.name}-encoder"
-    write_encoder_with_tokenizer(plain, "bert")
+    if decoder:
+        write_decoder(plain)
+    else:
+        write_encoder_with_tokenizer(plain, "bert")
     modules: list[Any] = [Transformer(str(plain), max_seq_length=40)]
     include_prompt = more.pop("include_prompt", True)
     modules.append(Pooling(48, pooling_mode=tuple(modes), include_prompt=include_prompt))

@@ -76,6 +76,16 @@ def test_vectors_do_not_depend_on_their_batch(tmp_path: Path) -> None:
             assert small.stats().steps > 1
 
 
+def test_a_decoder_makes_vectors_of_its_last_tokens(tmp_path: Path) -> None:
+    """As Qwen3-Embedding does; its cache grows with the steps, and nothing of an earlier step is seen."""
+    truth = write_sentence_folder(tmp_path / "model", ("lasttoken",), decoder=True)
+    with PoolingEngine.load(tmp_path / "model", EngineConfig(dtype="float32", deterministic=True)) as engine:
+        alone = [engine.embed([text])[0] for text in SHORT]
+        np.testing.assert_allclose(engine.embed(SHORT), truth.encode(SHORT), atol=1e-5)
+        assert np.array_equal(engine.embed(SHORT), np.stack(alone))
+        assert ModelCard.from_folder(tmp_path / "model").capabilities == ("embed",)
+
+
 def test_bf16_is_close_to_fp32(tmp_path: Path) -> None:
     write_sentence_folder(tmp_path / "model")
     with PoolingEngine.load(tmp_path / "model", EngineConfig(dtype="float32")) as engine:
