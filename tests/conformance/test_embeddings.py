@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -19,7 +20,9 @@ from producers.contract import keys
 from producers.errors import InvalidTask
 from tests.conformance.conftest import WORKER_LEASE, gateway
 from tests.engine.sentence_folders import TEXTS, write_encoder_with_tokenizer
+from tests.in_process import penstock
 from tests.processes import Worker, valkey
+from workers.errors import Refused
 
 SHORT = TEXTS[:3]
 SETTINGS = {"dtype": "float32", "threads": 1}
@@ -105,6 +108,21 @@ def test_documents_are_ranked_by_the_engines_scores(served: Served, path: str) -
     assert [entry["score"] for entry in scored["data"]] == pytest.approx(scores)
 
 
+def test_the_command_prints_vectors_of_arguments_and_lines(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = SHORT * 25
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    for texts in (SHORT, []):
+        penstock().main(["embed", "embedder", *texts, "--url", served.url], standalone_mode=False)
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [entry["index"] for entry in printed] == [*range(3), *range(len(lines))]
+    vectors = np.array([entry["embedding"] for entry in printed], dtype=np.float32)
+    assert np.array_equal(vectors, np.tile(served.embedder.embed(SHORT), (26, 1)))
+    with pytest.raises(Refused, match=r"texts 0 to 1: input\[1\] is empty"):
+        penstock().main(["embed", "embedder", "a", "", "--url", served.url], standalone_mode=False)
+
+
 def test_a_task_of_a_kind_has_one_entry_with_its_result(served: Served) -> None:
     expected = served.embedder.embed(SHORT)
     with Client(served.store_url) as client:
@@ -143,7 +161,12 @@ LONG = TEXTS[4] * 2
         ("embeddings", {"model": "reranker", "input": "a"}, "model", "cannot embed; it can rerank"),
         ("rerank", {"query": "a", "documents": ["b"]}, "model", "cannot rerank; it can embed"),
         ("rerank", {"query": "a", "documents": [], "model": "reranker"}, "documents", "must be a list of texts"),
-        ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "model", "chat template"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "a"}]},
+            "model",
+            "cannot generate; it can embed",
+        ),
         ("completions", {"prompt": "a"}, "model", "cannot generate; it can embed"),
     ],
 )

@@ -1,12 +1,14 @@
-"""`penstock submit`, `tail`, `result`, `cancel`, `explain` and `tasks`: callers' commands. They need only a gateway."""
+"""Callers' commands: `penstock submit`, `embed`, `tail`, `result`, `cancel`, `explain`, `tasks`. All need a gateway."""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -14,12 +16,14 @@ from workers.cli.client import FINAL, Gateway, Refused
 from workers.cli.commands import Commands
 from workers.cli.exits import CALLER_STATUS, Exit, Failure
 from workers.cli.options import DEFAULT_URL, SAMPLING, AsChat, OpenObjects, Prompt, Url, takes
-from workers.cli.terminal import JsonLines, TextStream, choices, note, note_if_empty, prompt_text, say
+from workers.cli.terminal import JsonLines, TextStream, choices, note, note_if_empty, prompt_text, say, text_from
 
 TaskId = Annotated[str, typer.Argument(metavar="ID", help="The task's id, as `penstock submit` printed it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON: one object, or one event a line for a stream.")]
 
 
+#: Texts of one request: the result fits also where vectors have 3,072 dimensions.
+EMBEDDED: Final = 64
 _AN_ID = "0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11"
 commands = Commands("Tasks", CALLER_STATUS)
 listing = Commands("Tasks", CALLER_STATUS, "tasks", "Tasks of all callers: list, retry, delete them.")
@@ -87,6 +91,38 @@ def submit(
         _follow(gateway, task, 0, as_json)
     else:
         typer.echo(json.dumps(task) if as_json else task["id"])
+
+
+@commands.shown("penstock embed minilm 'A penstock feeds a turbine.' 'another text'")
+def embed(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The name of a served model that embeds.")],
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="TEXT", help="The texts. Unset: the lines of standard input, one text each."),
+    ] = None,
+    *,
+    dimensions: Annotated[
+        int | None, typer.Option(help="Cut vectors to so many dimensions, where the model allows that.")
+    ] = None,
+    prompt_name: Annotated[str | None, typer.Option(help="The model's prompt to put before each text.")] = None,
+    truncate: Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long.")] = False,
+    tier: Annotated[str, typer.Option(help="Service tier: priority, default or flex.")] = "default",
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Print the vectors of texts: JSON with index and embedding, one a line, in order."""
+    gateway = Gateway(url)
+    body = {"model": model, "service_tier": tier, "truncate": truncate}
+    body |= {name: value for name, value in (("dimensions", dimensions), ("prompt_name", prompt_name)) if value}
+    lines = iter(texts or (line.rstrip("\r\n") for line in iter(partial(text_from, sys.stdin.readline), "")))
+    first = 0
+    while part := list(islice(lines, EMBEDDED)):
+        try:
+            answer = gateway.json("POST", "/v1/embeddings", {**body, "input": part})
+        except Refused as refused:
+            raise Failure(f"texts {first} to {first + len(part) - 1}: {refused}", refused.status) from None
+        for entry in answer["data"]:
+            typer.echo(json.dumps({"index": first + entry["index"], "embedding": entry["embedding"]}))
+        first += len(part)
 
 
 @commands.shown(f"penstock tail {_AN_ID} --from 40")
