@@ -54,7 +54,7 @@ async def find(request: Request, response_id: str) -> tuple[AsyncHandle, Record,
         return None
     if "response" not in record.fields or (principal_of(request).key is None and record.fields.get("tenant") != tenant):
         return None
-    metadata = ResponseMetadata.of(record.id, record.fields)
+    metadata = await ResponseMetadata.read(record.id, record.fields)
     return (handle, record, metadata) if metadata.fields["store"] else None
 
 

@@ -38,7 +38,14 @@ from producers.gateway.openai.responses.request import (
     included,
     read_response,
 )
-from producers.gateway.openai.responses.view import PREFIX, EventWriter, Output, ResponseMetadata, ResponseStream
+from producers.gateway.openai.responses.view import (
+    PREFIX,
+    EventWriter,
+    Output,
+    ResponseMetadata,
+    ResponseStream,
+    by_size,
+)
 from producers.gateway.openai.tools import calling_of, variables_of
 from producers.gateway.tasks import outcome
 from producers.gateway.tasks.foreground import Foreground, answered
@@ -239,8 +246,8 @@ async def input_items(
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="most items")] = PAGE,
 ) -> Response:
     """The items that a response was made from: those of the responses before it, and its own."""
-    _, _, metadata = await _stored_response(request, response_id)
-    return JSONResponse(item_page(metadata.items, order, after, limit))
+    _, record, metadata = await _stored_response(request, response_id)
+    return await by_size(record.fields, lambda: JSONResponse(item_page(metadata.items, order, after, limit)))
 
 
 async def _stored_response(request: Request, response_id: str) -> tuple[AsyncHandle, Record, ResponseMetadata]:
@@ -314,7 +321,7 @@ async def _background(
         task_id, earlier = await submitted(request, gateway, task, more)
     if earlier is not None:
         return await _again(request, gateway, response_request, earlier)
-    metadata = ResponseMetadata.of(task_id, more)
+    metadata = await ResponseMetadata.read(task_id, more)
     if response_request.text_request.stream:
         handle, whole = gateway.client.get(task_id), principal_of(request).may("read")
         return ResponseStream(EventWriter(metadata, scorer), handle, gateway, whole=whole)
@@ -343,7 +350,7 @@ async def _foreground(
     async def answer() -> Response:
         name = foreground.ids[0]
         earlier = await original(gateway, name) if foreground.replayed else None
-        metadata = ResponseMetadata.of(name, more if earlier is None else earlier.fields)
+        metadata = await ResponseMetadata.read(name, more if earlier is None else earlier.fields)
         if response_request.text_request.stream:
             writer = EventWriter(metadata, scorer if earlier is None else await scorer_of(gateway, earlier))
             return ResponseStream(writer, gateway.client.get(name), gateway, foreground)
@@ -354,7 +361,7 @@ async def _foreground(
 
 async def _again(request: Request, gateway: Gateway, response_request: ResponseRequest, record: Record) -> Response:
     """Answer with a background response that an earlier request of this key made."""
-    handle, metadata = gateway.client.get(record.id), ResponseMetadata.of(record.id, record.fields)
+    handle, metadata = gateway.client.get(record.id), await ResponseMetadata.read(record.id, record.fields)
     response: Response
     if response_request.text_request.stream:
         writer, whole = EventWriter(metadata, await scorer_of(gateway, record)), principal_of(request).may("read")

@@ -18,12 +18,12 @@ All is in ASCII, as streams need it. Text and log probabilities are JSON already
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from json.encoder import encode_basestring_ascii as quote
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -32,7 +32,9 @@ from producers.contract.record import Record
 from producers.contract.stream import End, Event, Token
 from producers.errors import TaskNotFound
 from producers.gateway.context import Gateway
+from producers.gateway.fair_share import in_thread
 from producers.gateway.http.errors import Problem, problem_of
+from producers.gateway.http.request_body import INLINE
 from producers.gateway.http.sse import Direct, LiveStream
 from producers.gateway.openai.answer import run_by_weight, weight
 from producers.gateway.openai.logprobs import ChatLogprobs
@@ -41,6 +43,8 @@ from producers.gateway.openai.responses.request import NAMES, Item, call_view
 from producers.gateway.openai.tool_call_parser import CallArguments, CallEnd, CallStart, ParsedPart, ToolCallParser
 from producers.gateway.openai.tools import CallSyntax
 from producers.gateway.tasks.foreground import Foreground, stopping
+
+T = TypeVar("T")
 
 PREFIX: Final = "resp_"
 #: Status of an ended response -> its last event.
@@ -70,6 +74,11 @@ class ResponseMetadata:
         items = [Item.of(item) for item in kept["items"]]
         return cls(task_id, kept["fields"], items, CallSyntax.from_json(record.get("calls")))
 
+    @classmethod
+    async def read(cls, task_id: str, record: Mapping[str, Any]) -> Self:
+        """The same on the event loop, which parses no large conversation itself."""
+        return await by_size(record, partial(cls.of, task_id, record))
+
     @property
     def background(self) -> bool:
         return bool(self.fields["background"])
@@ -98,6 +107,11 @@ class ResponseMetadata:
             incomplete_details={"reason": _reason(record)} if status == "incomplete" else None,
             usage=_usage(record),
         )
+
+
+async def by_size(record: Mapping[str, Any], make: Callable[[], T]) -> T:
+    """Call `make`, in a thread if the conversation in the record's fields is large. Returns or raises what it does."""
+    return make() if len(record["response"]) <= INLINE else await in_thread(make)
 
 
 class MessageItem:

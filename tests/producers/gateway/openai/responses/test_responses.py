@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -13,6 +14,8 @@ from redis import Redis
 
 from producers.contract import keys
 from producers.contract.record import Record
+from producers.gateway.openai.responses import routes
+from producers.gateway.openai.responses.view import ResponseMetadata
 from producers.store.protocol import DEFAULT_TTL_S
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door, Open, Submit, until
@@ -146,6 +149,35 @@ class TestConversation:
         chat = [{"role": "user" if at % 2 == 0 else "assistant", "content": text} for at, text in enumerate(messages)]
         client.chat.completions.create(model="tiny", messages=chat)
         assert tuple(answering.records[-1].task["prompt"]) == prompt, "instructions are for one response alone"
+
+    @pytest.mark.parametrize("large", [False, True])
+    def test_a_large_one_is_read_on_no_event_loop(
+        self,
+        door: Door,
+        client: OpenAI,
+        answering: Answering,
+        valkey: Redis,
+        monkeypatch: pytest.MonkeyPatch,
+        large: bool,
+    ) -> None:
+        response_id = client.responses.create(**ASKED).id
+        task = keys.task(task_id(response_id))
+        kept = json.loads(valkey.hget(task, "response") or "")
+        kept["items"] = [[f"msg_{at}", "user", ["x" * 100]] for at in range(1000 if large else 10)]
+        valkey.hset(task, "response", json.dumps(kept))
+        threads: list[int] = []
+
+        def noted(make: Any) -> Any:
+            return lambda *arguments: threads.append(threading.get_ident()) or make(*arguments)
+
+        monkeypatch.setattr(ResponseMetadata, "of", noted(ResponseMetadata.of))
+        monkeypatch.setattr(routes, "item_page", noted(routes.item_page))
+        assert [item.id for item in client.responses.input_items.list(response_id, limit=2).data] == [
+            kept["items"][at][0] for at in (-1, -2)
+        ]
+        client.responses.retrieve(response_id)
+        assert len(threads) == 3
+        assert (door.thread_id in threads) is not large
 
     def test_one_that_is_gone_or_runs(self, client: OpenAI, answering: Answering) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
