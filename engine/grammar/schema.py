@@ -86,9 +86,9 @@ _REWRITTEN: Final = {  # zod's email
 #: The deepest schema that is read, in schemas within schemas: llguidance takes no deeper one. And the most steps of
 #: looking at what holds in one place, for all schemas of a request. Beyond, a schema is left as it is.
 _DEPTH: Final = 128
-#: A step takes about a microsecond: short requests are read on the gateway's event loop.
+#: A step takes up to a microsecond: short requests are read on the gateway's event loop, larger ones on a thread.
 _STEPS: Final = 20_000
-#: So many characters of a schema give it a step more.
+#: The steps that each character of a schema gives it more.
 _FREE: Final = 2
 #: The keywords of a schema in which there is nothing to bound, close or leave out, with these types.
 _LEAF: Final = frozenset({"type", "const", "enum", "minLength", "maxLength", "title", "description", "default"})
@@ -145,7 +145,7 @@ def bounded(
 @lru_cache(maxsize=16)  # a task's is asked for when it is judged and when it is queued; a batch has many of one form
 def _bounded(text: str, open_objects: bool, drop: bool, steps: int) -> tuple[Bounded | None, int]:
     """None for a schema that is too large for these rules or takes more than `steps`; and the steps that it took."""
-    free = len(text) // _FREE
+    free = len(text) * _FREE
     rewriter = _Rewriter(json.loads(text), open_objects, drop, steps + free)
     try:
         rewritten = rewriter.whole()
@@ -162,6 +162,11 @@ def rules_of(schema: Mapping[str, Any]) -> int | None:
         return None
     version = comment.removeprefix(MARK)
     return int(version) if version.isascii() and version.isdecimal() and len(version) < 5 else None
+
+
+def to_the_letter(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema with the mark of one that is followed as it is, whose outputs may not end."""
+    return {**schema, "$comment": f"{MARK}0"}
 
 
 @dataclass(slots=True)

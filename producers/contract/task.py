@@ -35,7 +35,7 @@ from engine.declared import MAX_INT32, Integer, JsonObject, Number, Strings, Tok
 from engine.declared import Biases as BiasesBound
 from engine.declared import Text as TextBound
 from engine.errors import RequestError
-from engine.grammar.schema import bounded, rules_of
+from engine.grammar.schema import bounded, rules_of, to_the_letter
 from engine.params import (
     DEFAULTS,
     FORMS,
@@ -740,7 +740,7 @@ class Task(BaseModel):
         """The task with the form that its record keeps: a JSON schema whose outputs end (`engine.grammar.schema`), and
         a choice as a grammar, as which workers of all releases know it.
 
-        A schema that would be larger than it may be is kept as it is.
+        A schema for which that is too much, or that would be larger than it may be, is followed to the letter.
         """
         if self.choice:
             return self.model_copy(update={"grammar": grammar_of(self.choice), "choice": (), "open_objects": False})
@@ -749,9 +749,15 @@ class Task(BaseModel):
         if self.json_schema is None:
             return self.model_copy(update={"open_objects": False}) if self.open_objects else self
         schema = bounded(self.json_schema, open_objects=self.open_objects).schema
-        if len(json.dumps(schema, ensure_ascii=False)) > MAX_SCHEMA or too_large("json_schema", schema, self.width):
-            schema = self.json_schema
+        if rules_of(schema) is None or not self._may_have(schema):
+            marked = to_the_letter(self.json_schema)
+            schema = marked if self._may_have(marked) else self.json_schema
         return self.model_copy(update={"json_schema": schema, "open_objects": False})
+
+    def _may_have(self, schema: Mapping[str, Any]) -> bool:
+        """Whether a schema is short and small enough for the task's outputs."""
+        long = len(json.dumps(schema, ensure_ascii=False)) > MAX_SCHEMA
+        return not (long or too_large("json_schema", schema, self.width))
 
     def resolved(self, card: Mapping[str, Any]) -> Self:
         """The task as the worker will run it: checked, with the card's defaults, a seed and the schema that its outputs

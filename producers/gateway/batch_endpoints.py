@@ -311,7 +311,8 @@ def _answer(path: str, finished: Finished, tokenizer: Tokenizer | Answer | None)
             return _refused(in_words_of(path, finished.body, problem))
         if isinstance(tokenizer, Answer):
             return tokenizer
-        return Answer(200, _ascii(answer_line(path, finished.record, finished.events, tokenizer)))
+        body = _ascii(answer_line(path, finished.record, finished.events, tokenizer))
+        return Answer(200, body, warning=finished.record.fields.get("warning", ""))
     except Exception:  # as above
         logger.exception("task %s of a batch cannot be answered", finished.record.id)
         return _refused(BROKEN)

@@ -25,7 +25,7 @@ from producers.gateway.fair_share import IDLE_TALK, SHARE, FairShare, Measured
 from producers.gateway.http.authorization import caller_of
 from producers.gateway.http.connection import PRIVATE, STATIC, connection_of
 from producers.gateway.http.errors import Problem, problem_of, response_of, too_many_open, too_many_waiting
-from producers.gateway.http.request_state import begin_trace, log_suffix
+from producers.gateway.http.request_state import MAX_WARNING, begin_trace, log_suffix
 from producers.gateway.http.streams import STOP, Streams
 from producers.gateway.metrics import Metrics
 
@@ -59,8 +59,6 @@ RATE_LIMITS: Final = tuple(
     )
     for at, kind in ((3, "requests"), (5, "tokens"))
 )
-#: Most characters of the header that says what of a request is not followed.
-MAX_WARNING: Final = 1000
 #: Most parameters of a URL's query.
 MAX_PARAMETERS: Final = 256
 #: The client of a connection without an address, over a Unix socket.
@@ -163,8 +161,8 @@ class Edge:
                 if (charge := state.get("charge")) is not None and charge.answer:
                     message["headers"] += rate_limit_headers(charge.answer)
                 message["headers"].extend(overload(state))
-                if warnings := state.get("warnings"):
-                    message["headers"].append((b"penstock-warning", _one_line("; ".join(warnings))))
+                if (work := state.get("work")) is not None and work.warnings:
+                    message["headers"].append((b"penstock-warning", _one_line("; ".join(work.warnings))))
                 route = getattr(scope.get("route"), "path", "unmatched")
                 self._metrics.answered(method, route, message.get("status", 101), time.perf_counter() - arrived)
             elif message["type"] == "websocket.close" and not begun:  # the framework's answer where no route matches

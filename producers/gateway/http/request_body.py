@@ -40,6 +40,13 @@ T = TypeVar("T")
 COURTESY = 4
 #: Larger bodies (bytes) are parsed off the event loop.
 INLINE = 64 * 1024
+#: Larger bodies (bytes) are checked off the event loop if their outputs are to have a form: a schema says much in few
+#: characters.
+INLINE_FORM: Final = 2 * 1024
+#: Parameters that give outputs a form, or may.
+FORM_PARAMETERS: Final = frozenset(
+    {"json_schema", "response_format", "text", "tools", "guided_json", "structured_outputs"}
+)
 #: Most values of a body, numbers included: as many as the longest prompt has token ids, and all else.
 MAX_VALUES: Final = MAX_PROMPT_TOKENS + MAX_PARTS
 #: Most bytes of a body that makes no task: such requests do not count in a minute's, so none may take long.
@@ -100,7 +107,8 @@ class _Reservation:
 
 async def read_task(request: Request, limit: int) -> Task:
     """The task in a request's body. Raises InvalidTask, and Problem for a body that is too large or not JSON."""
-    return await _parsed(request, limit, lambda body: Task.parse_json(body).formed())
+    value = await _parsed(request, limit, read_json)
+    return await checked(request, lambda: Task.parse(value).formed())
 
 
 async def read_object(request: Request, limit: int) -> dict[str, Any]:
@@ -125,9 +133,10 @@ async def _parsed(request: Request, limit: int, parse: Callable[[bytes], T]) -> 
             body = await on_thread(request, work, partial(unpack, body, limit))
         note_body(request, body)
         work.size = len(body)
-        if len(body) <= INLINE:
-            return parse(body)
-        return await on_thread(request, work, partial(_parse_large, body, parse))
+        small = len(body) <= INLINE
+        value = parse(body) if small else await on_thread(request, work, partial(_parse_large, body, parse))
+        work.form = isinstance(value, dict) and not FORM_PARAMETERS.isdisjoint(value)
+        return value
     finally:
         room.give_up()
 
@@ -151,10 +160,10 @@ async def on_thread(request: Request, work: Work, do: Callable[[], T]) -> T:
 
 
 async def checked(request: Request, check: Callable[[], T]) -> T:
-    """What `check` makes of a body that was read: of a large one on a thread, since that takes as long as to parse it.
-    Returns or raises what it does, and raises Problem as `on_thread`."""
+    """What `check` makes of a body that was read: of a large one on a thread, since that takes as long as to parse it,
+    or longer where a form is to be read. Returns or raises what it does, and raises Problem as `on_thread`."""
     work = work_of(request)
-    large = work.size is not None and work.size > INLINE
+    large = work.size is not None and work.size > (INLINE_FORM if work.form else INLINE)
     return await on_thread(request, work, check) if large else check()
 
 

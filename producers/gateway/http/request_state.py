@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -32,6 +32,8 @@ from producers.store.access.principal import Account
 from producers.store.usage.limits import Charge
 from producers.store.waiting import Room
 
+#: Most characters of what a caller is told of a request that is not followed in all.
+MAX_WARNING: Final = 1000
 #: The record's fields for the current request's trace. Every request has a context of its own.
 _trace: Final[ContextVar[Mapping[str, str]]] = ContextVar("traceparent", default={})  # noqa: B039 - never changed
 
@@ -51,15 +53,21 @@ async def _disconnected(receive: Receive) -> None:
 
 @dataclass(slots=True)
 class Work:
-    """Work for one request. `tenant`: who takes a turn; "" if none is named. `limited`: the accounts of its key and
-    tenant. `size`: the texts of the request have no more bytes (UTF-8); None if nobody has measured that.
-    `caller_left`: returns once the caller has left, and is for after the body was read. `done`: some work was done."""
+    """Work for one request.
+
+    `tenant`: who takes a turn; "" if none is named. `limited`: the accounts of its key and tenant. `size`: the texts of
+    the request have no more bytes (UTF-8); None if nobody has measured that. `form`: whether its outputs are to have a
+    form. `caller_left`: returns once the caller has left, and is for after the body was read. `done`: some work was
+    done. `warnings`: what of the request is not followed; a header of the answer tells it.
+    """
 
     tenant: str = ""
     limited: Callable[[], Awaitable[Sequence[Account]]] = _none
     size: int | None = None
+    form: bool = False
     caller_left: Callable[[], Awaitable[None]] = _never
     done: bool = False
+    warnings: list[str] = field(default_factory=list)
 
 
 def work_of(connection: HTTPConnection, tenant: str | None = None) -> Work:

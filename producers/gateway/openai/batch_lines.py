@@ -18,6 +18,7 @@ from producers.contract.stream import Event
 from producers.contract.task import Task
 from producers.errors import InvalidTask, shown
 from producers.gateway.http.errors import Problem, invalid_value
+from producers.gateway.http.request_state import MAX_WARNING
 from producers.gateway.openai.answer import OutputBatch, named
 from producers.gateway.openai.chat import choices_of, read_chat
 from producers.gateway.openai.chat import shape as chat_shape
@@ -29,6 +30,7 @@ from producers.gateway.openai.parameters import TextRequest, check_chats, refuse
 from producers.gateway.openai.responses.request import REFERENCE, ResponseRequest, read_response
 from producers.gateway.openai.responses.view import body as response_body
 from producers.gateway.openai.tools import Calling, CallSyntax, Tools
+from producers.gateway.text.forms import warnings_of
 from producers.store.batches import ENDPOINTS
 
 CHATS, COMPLETIONS, RESPONSES = ENDPOINTS
@@ -102,9 +104,12 @@ def read_line(
         check_form(task)
     # A line cannot set other variables of the template than those.
     template = {} if calling is None else calling.variables
+    warnings = [*(() if calling is None else calling.warnings), *warnings_of(task)]
+    warning = {"warning": "; ".join(warnings)[:MAX_WARNING]} if warnings else {}
     if response is not None:
-        return Line(task, response.more(task, response.items, now_ms, calling), template)
-    return Line(task, {} if calling is None else {"calls": calling.syntax.to_json()}, template)
+        return Line(task, response.more(task, response.items, now_ms, calling) | warning, template)
+    calls = {} if calling is None else {"calls": calling.syntax.to_json()}
+    return Line(task, {**calls, **warning}, template)
 
 
 def in_words_of(url: str, body: Mapping[str, Any], error: Problem | InvalidTask) -> Problem | InvalidTask:

@@ -136,7 +136,7 @@ async def create(request: Request) -> Response:
     syntax = None
     if calling is not None:
         task, syntax = task.model_copy(update={"grammar": calling.grammar}), calling.syntax
-        request.state.warnings = calling.warnings
+        work_of(request).warnings += calling.warnings
     scorer = None if chat.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(resolved.card))
     scored = [] if task.prompt_logprobs is None else [ScoredPrompt(await gateway.prompts.tokenizer(resolved.card))]
     with text_request.in_its_words():

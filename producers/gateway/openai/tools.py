@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
-from engine.grammar.schema import Budget, bounded
+from engine.grammar.schema import Budget, bounded, rules_of
 from engine.grammar.source import SPACE
 from engine.grammar.trial import STOPPED
 from engine.params import FORMS, MAX_GRAMMAR, MAX_SCHEMA
@@ -27,7 +27,7 @@ from producers.gateway.http.errors import invalid_value
 from producers.gateway.http.request_state import Work
 from producers.gateway.openai.parameters import TextRequest, check_chats, flag, refusal, refused
 from producers.gateway.openai.response_format import DESCRIBED, check_known, described
-from producers.gateway.text.forms import Judge
+from producers.gateway.text.forms import TO_THE_LETTER, Judge
 
 #: Most tools of a request, as with OpenAI.
 MAX_TOOLS: Final = 128
@@ -433,6 +433,8 @@ def make_calling(tools: Tools, template: str, tokenizer: Tokenizer, judge: Judge
     # Tokens that are no text to llguidance, and that a model may write all the same, such as <think>.
     free = [token.id for text, token in added.items() if not token.special and text in template and text not in single]
     warnings: list[str] = []
+    if tools.answer is not None and rules_of(tools.answer) in (None, 0):
+        warnings.append(f"the outputs' schema {TO_THE_LETTER}")
     arguments = [_followed(function, judge, warnings) for function in tools.callable]
     grammar = _grammar(tools, style, single, free, arguments)
     if len(grammar) > MAX_GRAMMAR:
@@ -523,6 +525,8 @@ def _followed(function: Function, judge: Judge, warnings: list[str]) -> dict[str
         raise InvalidTask(message, param=parameter, code=error.code) from None
     if function.dropped:
         warnings.append(f"{parameter}: these keywords are not followed: {', '.join(function.dropped)}")
+    if rules_of(function.parameters) in (None, 0):
+        warnings.append(f"{parameter} {TO_THE_LETTER}")
     return function.parameters
 
 

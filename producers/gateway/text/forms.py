@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from typing import Final, TypeVar
 
 from engine.errors import RequestError
+from engine.grammar.schema import rules_of
 from engine.grammar.trial import Trials, stopped
 from engine.params import FORMS, SamplingParams
 from producers.contract.task import Task
@@ -35,6 +36,8 @@ AT_ONCE: Final = 2
 #: The most requests of a tenant that wait for its turn, and how long (s) one waits.
 WAITING: Final = 8
 PATIENCE_S: Final = 20.0
+#: The end of a warning about a schema.
+TO_THE_LETTER: Final = "is followed to the letter, without bounds of ours: an output may go on to its max_tokens"
 #: The longest turn (s). One request's tools may have many schemas.
 TURN_S: Final = 10.0
 
@@ -59,7 +62,9 @@ class Forms:
         self._turns: dict[str, _Turn] = {}
 
     async def check(self, task: Task, work: Work) -> None:
-        """Raise InvalidTask for a form that cannot be followed, and Problem if too many forms of its tenant wait."""
+        """Raise InvalidTask for a form that cannot be followed, and Problem if too many forms of its tenant wait. The
+        work's warnings tell of one whose outputs may not end."""
+        work.warnings += warnings_of(task)
         form = _form(task)
         if form is None or not self._installed:
             return
@@ -139,6 +144,12 @@ class Forms:
         """End all trials."""
         self._executor.close()
         self._trials.kill()
+
+
+def warnings_of(task: Task) -> list[str]:
+    """What callers are told of the form of a task's outputs."""
+    schema = task.formed().json_schema
+    return [] if schema is None or rules_of(schema) not in (None, 0) else [f"the outputs' schema {TO_THE_LETTER}"]
 
 
 def _form(task: Task) -> tuple[str, str] | None:

@@ -22,11 +22,12 @@ from producers.store.usage.prices import Prices
 @dataclass(frozen=True, slots=True)
 class Answer:
     """An HTTP answer. `body`: JSON in ASCII, without line breaks. `worked`: it refuses a request for which work was
-    done, so it counts (`Endpoints.charge_refused`)."""
+    done, so it counts (`Endpoints.charge_refused`). `warning`: what of the request was not followed."""
 
     status: int
     body: bytes
     worked: bool = False
+    warning: str = ""
 
     def to_json(self) -> str:
         return f'{{"status": {self.status}, "body": {self.body.decode("ascii")}}}'

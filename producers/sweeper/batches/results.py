@@ -77,7 +77,8 @@ class Outcome:
         if self.answer is None:
             error = json.dumps({"code": self.code, "message": REASONS[self.code]})
             return f'{head}"response": null, "error": {error}}}\n'.encode()
-        answer = f'"response": {{"status_code": {self.answer.status}, "request_id": "{name}", "body": '
+        warning = f'"warning": {json.dumps(self.answer.warning)}, ' if self.answer.warning else ""
+        answer = f'"response": {{"status_code": {self.answer.status}, "request_id": "{name}", {warning}"body": '
         return b"".join((head.encode(), answer.encode(), self.answer.body, b'}, "error": null}\n'))
 
 

@@ -411,9 +411,14 @@ def test_a_record_keeps_a_choice_as_a_grammar() -> None:
     assert Task.parse_json(resolved.to_json()).resolved(CARD) == resolved
 
 
-def test_a_schema_that_would_be_too_large_is_kept_as_it_is() -> None:
+def test_a_schema_that_would_be_too_large_is_followed_to_the_letter() -> None:
+    letter = {"$comment": "penstock:0"}
     numbers = {"type": "object", "properties": {f"p{at}": {"type": ["number", "null"]} for at in range(1400)}}
-    assert Task(model="tiny", prompt=[1], json_schema=numbers).resolved(CARD).json_schema == numbers
+    resolved = Task(model="tiny", prompt=[1], json_schema=numbers).resolved(CARD)
+    assert resolved.json_schema == numbers | letter
+    assert Task.parse_json(resolved.to_json()).resolved(CARD) == resolved, "a retry keeps it"
+    dense = {"prefixItems": [{"allOf": [{"$ref": "#/$defs/a"}]}] * 900, "$defs": {"a": {"properties": {"x": {}}}}}
+    assert Task(model="tiny", prompt=[1], json_schema=dense).resolved(CARD).json_schema == dense | letter
     texts = {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(127)}}
     parts = {"model": "tiny", "prompt": [1], "json_schema": texts}
     assert Task(**parts, n=64).resolved(CARD).json_schema == texts, "it has 256 parts, as many as 64 outputs may have"

@@ -292,7 +292,7 @@ async def make(request: Request, gateway: Gateway, response_request: ResponseReq
         task = bounded(task, resolved.card).resolved(resolved.card)
     if calling is not None:
         task = task.model_copy(update={"grammar": calling.grammar})
-        request.state.warnings = calling.warnings
+        work_of(request).warnings += calling.warnings
     more = response_request.more(task, items, resolved.now_ms(), calling)
     scorer = None if task.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(resolved.card))
     kind = _background if response_request.background else _foreground

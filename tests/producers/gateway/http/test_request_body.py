@@ -136,6 +136,29 @@ def test_tokens_of_a_large_body_are_checked_on_a_thread(
     assert [name == "penstock-body" for name in names] == [thread]
 
 
+@pytest.mark.parametrize("path", ["/v1/tasks", "/v1/chat/completions"])
+@pytest.mark.parametrize(("properties", "thread"), [(1, False), (100, True)])
+def test_a_form_of_more_than_a_few_properties_is_read_on_a_thread(
+    http: httpx.Client, model: str, monkeypatch: pytest.MonkeyPatch, path: str, properties: int, thread: bool
+) -> None:
+    """Its references and alternatives may say much in few characters."""
+    names, formed = list[str](), Task.formed
+
+    def noted(task: Task) -> Task:
+        names.append(threading.current_thread().name)
+        return formed(task)
+
+    monkeypatch.setattr(Task, "formed", noted)
+    schema = {"type": "object", "properties": {f"property{at}": {"type": "number"} for at in range(properties)}}
+    form = {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
+    asked: dict[str, Any] = {"prompt": "x", "json_schema": schema}
+    if path != "/v1/tasks":
+        asked = {"messages": [{"role": "user", "content": "x"}], "response_format": form}
+    answer = http.post(path, json={"model": model, "max_tokens": 100_000, **asked})
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert (names[0] == "penstock-body") is thread
+
+
 def test_large_bodies_that_do_not_end_are_bounded(open_door: Open, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has many connections may send slowly on all. What came goes with its connection."""
     monkeypatch.setattr(app, "BODY_BYTES", (1 << 20, 300_000))

@@ -19,7 +19,9 @@ from producers.gateway.http.errors import Problem
 from producers.gateway.openai.batch_lines import CHATS, COMPLETIONS, RESPONSES, answer_line, read_line
 from producers.gateway.openai.tools import Calling, Tools
 from producers.gateway.text.forms import Forms
+from producers.store.batches import Batch
 from producers.sweeper.batches.endpoint import Answer, Finished, PlannedTask
+from producers.sweeper.batches.results import Outcome
 from tests.producers.gateway.conftest import CARD, Door
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, says
 from tests.producers.gateway.openai.test_chat_tools import PIECES, PLACE
@@ -51,6 +53,31 @@ def test_a_line_is_answered_as_its_endpoint_answers(
     assert {k: v for k, v in said.items() if k not in OWN} == {k: v for k, v in answer.items() if k not in OWN}
     if url == RESPONSES:
         assert (said["service_tier"], said["store"]) == ("batch", False)
+
+
+@pytest.mark.parametrize("url", [CHATS, RESPONSES])
+async def test_what_of_a_line_is_not_followed_is_told_in_its_output(
+    valkey_url: str, door: Door, http: httpx.Client, model: str, answering: Answering, valkey: Redis, url: str
+) -> None:
+    function = {"name": "weather", "parameters": {"type": "object", "properties": {"a": {"not": {"const": "é"}}}}}
+    tool = {"type": "function", **(function if url == RESPONSES else {"function": function})}
+    asked = {"input": "Rain?"} if url == RESPONSES else {"messages": MESSAGES}
+    body = {"model": model, **asked, "tools": [tool]}
+    answering.scripts = [says(*PIECES)]
+    answer = await asyncio.to_thread(lambda: http.post(url, json=body))
+    (record,) = answering.records
+    all_events = await asyncio.to_thread(lambda: door.run(events(door, record.id)))
+    async with AsyncClient(valkey_url) as client:
+        endpoints = LineEndpoints(client)
+        (planned,) = await endpoints.tasks(url, [body])
+        assert isinstance(planned, PlannedTask)
+        fields = Record.parse(record.id, valkey.hgetall(keys.task(record.id))).fields
+        kept = Record(record.id, dict(fields) | {name: str(value) for name, value in planned.more.items()})
+        (made,) = await endpoints.answers(url, [Finished(body, kept, all_events)])
+        endpoints.close()
+    assert made.warning == answer.headers["penstock-warning"]
+    assert made.warning.endswith("parameters: these keywords are not followed: properties.a.not")
+    assert json.loads(Outcome(made).to_line(Batch("b", {}), 0, "c"))["response"]["warning"] == made.warning
 
 
 async def test_a_line_that_an_earlier_version_ran_is_not_spelled_by_another_tokenizer(

@@ -239,3 +239,8 @@ def test_a_header_says_which_keywords_of_a_tool_are_not_followed(
         )
     answering.scripts = [says(*PIECES)]
     assert "penstock-warning" not in send(http, "/v1/chat/completions", body | {"tools": TOOLS}).headers
+    letter = {"type": "object", "$comment": "penstock:0"}
+    answering.scripts = [says(*PIECES)]
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": letter}}]
+    warning = send(http, "/v1/chat/completions", body | {"tools": tools}).headers["penstock-warning"]
+    assert warning.startswith("tools[0].function.parameters is followed to the letter")

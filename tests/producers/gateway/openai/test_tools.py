@@ -370,8 +370,8 @@ def test_too_large_parameters_are_refused_before_they_are_bounded(
 
 
 def test_the_schemas_of_a_request_share_one_budget() -> None:
-    alternatives = [{"type": "object", "properties": {"kind": {"const": at}}} for at in range(9)]
-    schema = {"type": "object", "properties": {"a": {"oneOf": alternatives}}}
+    both_of = {"allOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/A"}]}
+    schema = {"type": "object", "properties": {"a": {"anyOf": [both_of] * 9}}, "$defs": {"A": {"properties": {}}}}
     one, all_of_them = (read_tools({"tools": _tools_of(count, schema)}) for count in (1, 10))
     assert one is not None
     assert all_of_them is not None

@@ -62,6 +62,16 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
+def test_callers_are_told_of_a_schema_that_is_followed_to_the_letter(http: httpx.Client, model: str) -> None:
+    dense = {"prefixItems": [{"allOf": [{"$ref": "#/$defs/a"}]}] * 900, "$defs": {"a": {"properties": {"x": {}}}}}
+    for schema, warning in ((dense, "the outputs' schema is followed to the letter"), ({"type": "number"}, "")):
+        body = {"model": model, "prompt": "x", "json_schema": schema}
+        answer = http.post("/v1/tasks", json=body)
+        assert answer.status_code == 202
+        assert answer.headers.get("penstock-warning", "").startswith(warning)
+        assert bool(warning) is ("penstock-warning" in answer.headers)
+
+
 async def test_a_tenant_has_one_trial_at_a_time_and_a_bound_on_those_that_wait() -> None:
     trials = Processes()
     judging = Forms(trials)
