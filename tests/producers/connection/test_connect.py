@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
 
 import pytest
 import redis
@@ -71,3 +73,45 @@ def test_kombu_is_told_the_options_that_it_knows() -> None:
 def test_a_url_is_shown_without_secrets_and_can_still_be_used(url: str, text: str) -> None:
     assert shown(url).endswith(text)
     assert "secret" not in shown(url)
+
+
+@pytest.mark.parametrize("client", [connect.connect, connect_async])
+def test_a_new_connection_reads_no_version_from_installed_files(
+    client: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read() -> str:
+        raise AssertionError("it takes longer than to connect")
+
+    monkeypatch.setattr("redis.utils.get_lib_version", read)
+    client("redis://127.0.0.1:1/0").connection_pool.make_connection()
+
+
+async def test_a_listening_connection_gives_all_replies_of_a_read_at_once(valkey_url: str) -> None:
+    client = connect_async(valkey_url)
+    connection = client.connection_pool.make_connection()
+    await connection.connect()
+    async with aclosing(connection.replies()) as batches:
+        await connection.send_packed_command([b"PING\r\n" * 3])
+        replies: list[Any] = []
+        while len(replies) < 3:
+            replies += await anext(batches)
+        assert replies == [b"PONG"] * 3
+        await connection.send_packed_command([b"NONSENSE\r\n"])
+        with pytest.raises(redis.ResponseError, match="unknown command"):
+            await anext(batches)
+    await connection.disconnect(nowait=True)
+    await client.aclose()
+
+
+async def test_a_server_that_closes_ends_them(valkey: redis.Redis, valkey_url: str) -> None:
+    client = connect_async(valkey_url)
+    connection = client.connection_pool.make_connection()
+    await connection.connect()
+    await connection.send_command("CLIENT", "ID")
+    batches = connection.replies()
+    (number,) = await anext(batches)
+    valkey.client_kill_filter(_id=number)
+    with pytest.raises(redis.ConnectionError, match="closed"):
+        await anext(batches)
+    await connection.disconnect(nowait=True)
+    await client.aclose()
