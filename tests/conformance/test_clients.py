@@ -103,7 +103,7 @@ def test_langchain_calls_tools_and_makes_objects(system: System, endpoint: str, 
 
 PYDANTIC_AI = {
     "loop": ("loop",),
-    "outputs": ("tool_output", "one_of_several", "native_output", "streamed", "text"),
+    "outputs": ("tool_output", "one_of_several", "native_output", "some_tools", "streamed", "text"),
 }
 
 
@@ -119,6 +119,7 @@ def test_pydantic_ai_calls_tools_and_makes_objects(system: System, endpoint: str
         return
     check_person(told["tool_output"]["output"])
     check_person(told["native_output"]["output"])
+    check_person(told["some_tools"]["output"])
     check_person(told["streamed"]["output"])
     assert told["one_of_several"]["type"] in ("Person", "City")
     assert told["text"]["whole"] == told["text"]["streamed"]

@@ -9,7 +9,8 @@ from typing import Any
 
 import jsonschema
 import pytest
-from openai import OpenAI
+from openai import OpenAI, pydantic_function_tool
+from pydantic import BaseModel, Field
 
 from tests.conformance.conftest import TINY, System
 from tests.exhaustive import few
@@ -36,6 +37,13 @@ PLACE = {
 }
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": PLACE, "strict": True}}]
 MESSAGES: Any = [{"role": "user", "content": "Will it rain in Bern?"}]
+
+
+class Person(BaseModel):
+    """Who wrote it."""
+
+    name: str = Field(max_length=20)
+    age: int = Field(ge=0, le=120)
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +106,27 @@ def test_a_call_is_made_and_answered(client: OpenAI, stream: bool) -> None:
     told = {"role": "tool", "tool_call_id": call.id, "content": "It will."}
     answer = client.chat.completions.create(**asked, messages=[*MESSAGES, choice.message, told])
     assert answer.choices[0].finish_reason in ("stop", "length", "tool_calls")
+
+
+@pytest.mark.parametrize("ask", few(["chat", "responses", "streams"], "chat"))
+def test_parse_gives_objects_of_a_class(client: OpenAI, ask: str) -> None:
+    """Answers, and arguments of calls."""
+    chat: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 200, "seed": 3}
+    asked: Any = {"model": "tiny", "input": "Who wrote it?", "max_output_tokens": 200, "extra_body": {"seed": 3}}
+    once: Any = {"tool_choice": "required", "parallel_tool_calls": False}
+    tool = pydantic_function_tool(Person)
+    if ask == "chat":
+        answer = client.chat.completions.parse(**chat, response_format=Person).choices[0].message.parsed
+        (call,) = client.chat.completions.parse(**chat, **once, tools=[tool]).choices[0].message.tool_calls or []
+        made: list[Any] = [answer, call.function.parsed_arguments]
+    elif ask == "responses":
+        flat: Any = {"type": "function", **tool["function"]}
+        (called,) = client.responses.parse(**asked, **once, tools=[flat]).output
+        made = [client.responses.parse(**asked, text_format=Person).output_parsed]
+        made.append(Person.model_validate_json(called.arguments))
+    else:
+        with client.chat.completions.stream(**chat, response_format=Person) as chunks:
+            made = [chunks.get_final_completion().choices[0].message.parsed]
+        with client.responses.stream(**asked, text_format=Person) as events:
+            made.append(events.get_final_response().output_parsed)
+    assert [type(one) for one in made] == [Person, Person]

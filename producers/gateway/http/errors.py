@@ -61,6 +61,8 @@ ELSEWHERE: Final = {
     "/v1/fine_tuning": f"Fine-tuning is not offered: {_GENERATES}",
     "/v1/assistants": "Assistants are not offered: POST /v1/responses keeps conversations",
     "/v1/threads": "Threads are not offered: POST /v1/responses keeps conversations",
+    "/v1/conversations": "Conversations are not offered: previous_response_id of POST /v1/responses goes on with one",
+    "/v1/uploads": "Uploads in parts are not offered: POST /v1/files takes a file as a whole",
     "/v1/vector_stores": "Vector stores are not offered: POST /v1/files takes input of batches",
     "/v1/messages/count_tokens": "Not offered: POST /v1/responses/input_tokens and POST /tokenize count tokens",
     "/v1/messages": f"Anthropic's Messages are not offered: {_OPENAI}",

@@ -14,7 +14,7 @@ from pydantic_ai import Agent, NativeOutput, PromptedOutput, RunContext, ToolOut
 from pydantic_ai.capabilities import AbstractCapability
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
-from pydantic_ai.settings import ModelSettings
+from pydantic_ai.settings import ModelSettings, ToolOrOutput
 
 SETTINGS = ModelSettings(temperature=0, max_tokens=150, timeout=180, parallel_tool_calls=False)
 QUESTION = "Will it rain in Bern?"
@@ -92,6 +92,28 @@ async def loop(model: Any) -> Made:
     return {"kinds": kinds_of(result), "output": result.output.model_dump(), "again": again.output.model_dump()}
 
 
+def population(city: Literal["Bern", "Oslo"]) -> int:
+    """How many live there."""
+    return 7
+
+
+class CallsSome(AbstractCapability[None]):
+    """The first step may call one of the two tools, or make the output."""
+
+    def get_model_settings(self) -> Callable[[RunContext[None]], ModelSettings]:
+        some = ToolOrOutput(function_tools=["weather"])
+        return lambda context: ModelSettings(tool_choice=some if context.run_step == 1 else "none")
+
+
+async def some_tools(model: Any) -> Made:
+    tools = [weather, population]
+    agent = Agent(
+        model, output_type=ToolOutput(Person), tools=tools, capabilities=[CallsSome()], model_settings=SETTINGS
+    )
+    result = await agent.run(QUESTION)
+    return {"output": result.output.model_dump()}
+
+
 async def streamed(model: Any) -> Made:
     agent = Agent(model, output_type=Person, model_settings=SETTINGS)
     async with agent.run_stream("Who wrote it?") as run:
@@ -110,7 +132,8 @@ async def text(model: Any) -> Made:
 
 
 TRIALS: dict[str, Callable[[Any], Coroutine[Any, Any, Made]]] = {
-    one.__name__: one for one in (tool_output, one_of_several, native_output, prompted_output, loop, streamed, text)
+    one.__name__: one
+    for one in (tool_output, one_of_several, native_output, prompted_output, loop, some_tools, streamed, text)
 }
 
 
