@@ -34,6 +34,8 @@ from engine.scheduling.traits import ModelTraits
 from engine.text import ModelCard, Tokenizer
 from engine.text.checkpoint import model_version
 from engine.text.config import Config, read_config
+from engine.text.files import has_tokenizer
+from engine.text.gguf import absolute
 
 logger = logging.getLogger("penstock.engine")
 
@@ -64,7 +66,7 @@ class Engine(StepLoop):
         self.card: ModelCard | None = None
         self.tokenizer: Tokenizer | None = None
         # A folder without a tokenizer still serves token ids.
-        if (folder / "tokenizer.json").is_file():
+        if has_tokenizer(folder):
             self.tokenizer = Tokenizer.from_folder(folder)
             self.card = ModelCard.from_folder(folder, tokenizer=self.tokenizer)
         if draft is not None:
@@ -115,7 +117,8 @@ class Engine(StepLoop):
         *,
         loaded: Callable[[str], None] = lambda phase: None,
     ) -> Engine:
-        """Load the Hugging Face folder at `path`. Raises ModelError about the folder, EngineError about the rest.
+        """Load the Hugging Face folder or GGUF file at `path`. Raises ModelError about these, EngineError about the
+        rest.
 
         `loaded` is called with "weights" when these are read, and on a GPU with "compile" when it can compute.
         """
@@ -137,7 +140,7 @@ class Engine(StepLoop):
             # The target model checks the draft model's tokens, so the draft model need not be as exact.
             draft = load_model(config.draft_model, config.dtype, model.device, config.kernels)
         loaded("weights")
-        engine = cls(model, config, folder=folder, version=model_version(folder.resolve()), draft=draft)
+        engine = cls(model, config, folder=folder, version=model_version(absolute(folder)), draft=draft)
         if model.device.type in REHEARSED:
             loaded("compile")
         return engine
@@ -260,7 +263,7 @@ def device_named(requested: str) -> torch.device:
 def check_same_tokens(tokenizer: Tokenizer | None, model: Model, folder: Path, draft: Model) -> None:
     """Raise EngineError if the draft model in `folder` has other tokens than the model: its token ids would then stand
     for other text."""
-    theirs = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+    theirs = Tokenizer.from_folder(folder) if has_tokenizer(folder) else None
     if draft.vocab_size != model.vocab_size:
         raise EngineError(
             f"draft_model={str(folder)!r} has a vocabulary of {draft.vocab_size} tokens, and the model one of "

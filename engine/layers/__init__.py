@@ -11,6 +11,7 @@ from engine.layers.linear import Linear
 from engine.layers.mlp import Experts, ExpertShape, GatedMlp
 from engine.layers.norm import RmsNorm
 from engine.layers.rope import (
+    DividedScaling,
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -23,6 +24,7 @@ from engine.layers.rope import (
 __all__ = [
     "Attention",
     "AttentionShape",
+    "DividedScaling",
     "DynamicScaling",
     "Embedding",
     "ExpertShape",

@@ -73,6 +73,17 @@ class LinearScaling(RopeScaling):
 
 
 @dataclass(frozen=True, slots=True)
+class DividedScaling(RopeScaling):
+    """Frequencies with a divisor each, as GGUF files have them (`rope_freqs.weight`)."""
+
+    divisors: tuple[float, ...]
+    """dim / 2 divisors."""
+
+    def frequencies(self, theta: float, dim: int, *, long: bool = False) -> Tensor:
+        return plain(theta, dim) / torch.tensor(self.divisors, dtype=torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
 class DynamicScaling(RopeScaling):
     """Dynamic NTK: a larger base for sequences longer than the model's own context.
 

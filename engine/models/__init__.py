@@ -3,7 +3,7 @@
 registry: finds the family by the architecture that config.json names (families; gemma has code of its own)
 settings: reads config.json into the family's settings
 decoder: makes the layers and maps each checkpoint tensor to a view of a layer's weights
-loader: checks these against the files' headers, then copies memory-mapped safetensors straight to device and dtype
+loader: checks these against the files' headers, then copies memory-mapped weights straight to device and dtype
 registry also finds the quantised matrices of a checkpoint; at the end the layers pack their weights
 """
 

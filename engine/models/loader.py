@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.text.tensors import LocatedTensor, StoredTensor
+from engine.quant.formats.gguf import unpacked
+from engine.text.gguf import GgufTensor
+from engine.text.tensors import BLOCKS, LocatedTensor, StoredTensor
 
-_FLOATS = ("F32", "F16", "BF16")
+#: The floating types of tensors.
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+#: The numbers of a GGUF file's tensor that are unpacked at one time.
+_AT_ONCE = 1 << 22
 #: A tensor of fewer values is copied by one thread, in a millisecond at most. To wake the others for it takes longer,
 #: and much longer on a busy machine.
 _FEW = 1 << 20
@@ -64,11 +70,14 @@ def match(
         )
     for name, tensor in matched.items():
         shape, expected_shape = list(tensor.stored.shape), list(places[name].shape)
+        if places[name].dtype == torch.uint8:  # GGUF's blocks as they are
+            shape = [shape[0], tensor.stored.nbytes // shape[0]]
         if shape != expected_shape:
             raise ModelError(f"{tensor.path}: {tensor.name} has shape {shape}; config.json asks for {expected_shape}")
         exact = _EXACT.get(places[name].dtype)
-        if tensor.stored.dtype not in (_FLOATS if exact is None else (exact,)):
-            expected = f"one of {', '.join(_FLOATS)}" if exact is None else exact
+        floats = (*FLOATS, *BLOCKS) if isinstance(tensor, GgufTensor) else tuple(FLOATS)
+        if tensor.stored.dtype not in (floats if exact is None else (exact,)):
+            expected = f"one of {', '.join(floats)}" if exact is None else exact
             raise ModelError(f"{tensor.path}: {tensor.name} is stored as {tensor.stored.dtype}; {expected} is expected")
     return matched
 
@@ -85,27 +94,70 @@ def weights_of(
     """
     files = {}
     with ExitStack() as opened:
-        for path in {tensor.path for tensor in located.values()}:
-            with _faults_named(path):
-                files[path] = opened.enter_context(safe_open(path, framework="pt"))
+        for tensor in located.values():
+            if tensor.path not in files:
+                files[tensor.path] = opened.enter_context(opened_file(tensor))
 
         def fill(places: Mapping[str, Tensor]) -> None:
             with _threads_restored(torch.get_num_threads()) as threads:
                 for name, destination in places.items():
+                    torch.set_num_threads(1 if destination.numel() < _FEW else threads)
                     with _faults_named(located[name].path):
-                        tensor = read(files[located[name].path], located[name])
-                    torch.set_num_threads(1 if tensor.numel() < _FEW else threads)
-                    # The place may be wider than dtype (on a CPU without bf16). The values are rounded to dtype all
-                    # the same.
-                    destination.copy_(tensor if tensor.dtype == dtype or name in exact else tensor.to(dtype))
+                        for place, part in _parts(files[located[name].path], located[name], destination):
+                            # The place may be wider than dtype (on a CPU without bf16). The values are rounded to
+                            # dtype all the same.
+                            place.copy_(part if part.dtype == dtype or name in exact else part.to(dtype))
 
         yield fill
 
 
+def opened_file(located: LocatedTensor) -> AbstractContextManager[Any]:
+    """The file of a tensor, memory-mapped: safetensors' own object, or a GGUF file's bytes. Raises ModelError."""
+    with _faults_named(located.path):
+        if isinstance(located, GgufTensor):
+            size = located.path.stat().st_size
+            return nullcontext(torch.from_file(str(located.path), shared=False, size=size, dtype=torch.uint8))
+        file: AbstractContextManager[Any] = safe_open(located.path, framework="pt")
+        return file
+
+
 def read(file: Any, located: LocatedTensor) -> Tensor:
-    """Read a tensor, or its part, from its open safetensors file."""
+    """Read a tensor, or its part, from its open file. Quantised types of GGUF become fp32."""
+    if isinstance(located, GgufTensor):
+        return torch.cat([part for _, part in gguf_rows(file, located)]).view(located.stored.shape)
     tensor: Tensor = file.get_slice(located.name)[located.part] if located.part else file.get_tensor(located.name)
     return tensor
+
+
+def _parts(file: Any, located: LocatedTensor, destination: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of a part of `destination` and what belongs there."""
+    if not isinstance(located, GgufTensor):
+        yield destination, read(file, located)
+        return
+    rows = destination if destination.dim() == 2 else destination.unsqueeze(1)
+    for start, part in gguf_rows(file, located, stored=destination.dtype == torch.uint8):
+        yield rows[start : start + len(part)], part
+
+
+def gguf_rows(content: Tensor, located: GgufTensor, *, stored: bool = False) -> Iterator[tuple[int, Tensor]]:
+    """The rows of a tensor in transformers' order, some at a time: the index of the first, and the rows, [rows, width].
+
+    `content`: the file's bytes. `stored`: as bytes. Otherwise floating types are as stored, and others fp32.
+    """
+    kind, shape = located.stored.dtype, located.stored.shape
+    # Norms and biases have one number a row.
+    width = shape[1] if len(shape) == 2 else 1 if kind in FLOATS else shape[0]
+    count, size = math.prod(shape) // width, StoredTensor(kind, (width,)).nbytes
+    content = content[located.offset : located.offset + count * size].view(count, size)
+    order = torch.arange(count)
+    if located.heads:
+        order = order.view(located.heads, -1, 2).transpose(1, 2).flatten()
+    for start in range(0, count, step := max(1, _AT_ONCE // width)):
+        rows = content[order[start : start + step]] if located.heads else content[start : start + step].clone()
+        if not stored:
+            rows = rows.view(FLOATS[kind]) if kind in FLOATS else unpacked(kind, rows).weights()
+            rows = rows.float().sub_(located.less) if located.less else rows
+        yield start, rows
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,10 @@ from engine.models.families import FAMILIES
 from engine.models.loader import Fill, match, separate, split_fused, weights_of
 from engine.quant.formats import Scheme, Stored, read_scheme, stored_as
 from engine.text.config import Config, architectures, read_config
+from engine.text.gguf import TYPES, in_memory
 from engine.text.tensors import LocatedTensor, StoredTensor, locate
+
+logger = logging.getLogger(__name__)
 
 #: Settings that count parts of a model, each with tensors of its own.
 _PARTS = {
@@ -113,7 +117,7 @@ def load_model(
     """
     path = Path(folder)
     make, config, weight_dtype = _read(path, dtype, headless=headless)
-    scheme = _scheme(path, config, quantization)
+    scheme = _scheme(path, config, quantization, device)
     kernel_set = (
         select(device, weight_dtype, kernels, quantization, deterministic, kv_cache_dtype)
         if isinstance(kernels, str)
@@ -144,7 +148,7 @@ def load_encoder(
         )
     config = Config(settings)
     weight_dtype = _dtype(path, config, dtype)
-    scheme = _scheme(path, config, "none")
+    scheme = _scheme(path, config, "none", device)
     kernel_set = (
         select(device, weight_dtype, kernels, deterministic=deterministic)
         if isinstance(kernels, str)
@@ -189,6 +193,9 @@ def _filled(
     places = shape.weights()
     matched = match(path, located, places, shape.canonical if kept is None else kept.canonical)
     check_weights(path, sum(tensor.nbytes for tensor in places.values()), device)
+    if TYPES in config:
+        dtype_name = str(dtype).removeprefix("torch.")
+        logger.info("%s: weights are %s", path.name, in_memory(config.get(TYPES), dtype_name, scheme is not None))
     model = make(device)
     if scheme is not None:
         adopt(path, model, scheme, located)
@@ -207,7 +214,7 @@ def shape_of(
     """
     path = Path(folder)
     make, config, weight_dtype = _read(path, dtype)
-    scheme = _scheme(path, config, quantization)
+    scheme = _scheme(path, config, quantization, torch.device("cuda"))
     model = make(kernels(weight_dtype), weight_dtype, torch.device("meta"))
     if scheme is not None:
         located = separate(locate(path))
@@ -221,8 +228,12 @@ def shape_of(
     return model
 
 
-def _scheme(path: Path, config: Config, quantization: str) -> Scheme | None:
+def _scheme(path: Path, config: Config, quantization: str, device: torch.device) -> Scheme | None:
     scheme = read_scheme(config)
+    if scheme is not None and scheme.form == "gguf":
+        # Dequantised instead: what is to be quantised otherwise, and experts on a GPU, which has no products for them.
+        experts = any(config.get(name) for name in _PARTS if _PARTS[name] == "experts")
+        return None if quantization != "none" or (device.type == "cuda" and experts) else scheme
     if scheme is not None and quantization != "none":
         raise ModelError(f"{path}: the checkpoint is quantised already; leave quantization={quantization!r} out")
     return scheme

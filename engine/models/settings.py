@@ -13,6 +13,7 @@ from typing import Any
 from engine.errors import ModelError
 from engine.kv import KvGroup
 from engine.layers import (
+    DividedScaling,
     DynamicScaling,
     ExpertShape,
     LinearScaling,
@@ -191,6 +192,7 @@ def _scaling(config: Config, rotary_dim: int) -> RopeScaling:
         return RopeScaling()
     readers = {
         "linear": _linear,
+        "divisors": _divisors,
         "dynamic": _dynamic,
         "llama3": _llama3,
         "yarn": _yarn,
@@ -206,6 +208,10 @@ def _scaling(config: Config, rotary_dim: int) -> RopeScaling:
 
 def _linear(config: Config, rotary_dim: int) -> RopeScaling:
     return LinearScaling(config.number("factor"))
+
+
+def _divisors(config: Config, rotary_dim: int) -> RopeScaling:
+    return DividedScaling(config.numbers("divisors", rotary_dim // 2))
 
 
 def _dynamic(config: Config, rotary_dim: int) -> RopeScaling:

@@ -5,7 +5,8 @@ spelled_tools: tools for templates that have none
 tokenizer: encodes a prompt as token ids; confined_tokenizer, for gateways: in a child process
 detokenizer: turns generated tokens back into text
 card: describes a model for processes that never load it
-config, checkpoint, tensors, files: read a model folder's files, which are untrusted, within bounds
+config, checkpoint, tensors, files: read a model folder's files, which are untrusted, within bounds; gguf: the same of a
+GGUF file
 """
 
 from __future__ import annotations

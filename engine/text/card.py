@@ -44,6 +44,7 @@ from engine.params import DEFAULTS, SamplingParams
 from engine.text.checkpoint import count_parameters, model_version
 from engine.text.config import Config, architectures, read_config
 from engine.text.files import read_files, read_object
+from engine.text.gguf import absolute, model_name
 from engine.text.pooling import PoolingSettings, label_names, purpose, read_pooling, text_length
 from engine.text.template import TemplateSource
 from engine.text.tokenizer import Tokenizer
@@ -75,7 +76,7 @@ class ModelCard:
 
         Raises ModelError naming the file or setting that is missing or broken.
         """
-        root = Path(folder).resolve()
+        root = absolute(folder)
         files = read_files(root)
         values = read_config(root)
         named = architectures(values)
@@ -88,7 +89,7 @@ class ModelCard:
         pooling = None if made == "generate" else read_pooling(root)
         length = config.context_length() if pooling is None else text_length(values)
         return cls(
-            name=root.name if name is None else name,
+            name=model_name(root) if name is None else name,
             version=model_version(root),
             architecture=named[0],
             context_length=length if pooling is None else min(length, pooling.max_length or length),

@@ -7,6 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from engine.text.config import packed_bits, read_config
+from engine.text.gguf import SUFFIX, GgufFile, gguf_of, parts_of
 from engine.text.tensors import locate, raw_header
 
 #: Files up to this size are hashed as a whole for the version.
@@ -53,12 +54,19 @@ def model_version(folder: str | Path) -> str:
     do not count. The digest is the file's SHA-256 in hex. For files above 16 MiB, it covers the safetensors header (if
     there is one) and 64 pages of 64 KiB, evenly spaced from the first to the last. Reading 16 GB at each start would
     double the time of a cold start, and no training or conversion changes weights so that every page stays the same.
+
+    A GGUF file's version is made alike, of the lines "size, digest" of its parts: its name, which people change, does
+    not count. The digest of a file above 16 MiB covers all before its weights.
     """
     root = Path(folder)
     manifest = root / "manifest.json"
     if manifest.is_file():
         return sha256(manifest.read_bytes()).hexdigest()[:12]
     listing = sha256()
+    if (gguf := gguf_of(root)) is not None:
+        for path in parts_of(gguf):
+            listing.update(f"{path.stat().st_size}\t{_digest(path)}\n".encode())
+        return listing.hexdigest()[:12]
     for path in sorted(root.iterdir(), key=lambda path: path.name):
         if path.suffix in _KINDS and path.is_file() and not path.name.startswith("."):
             listing.update(f"{path.name}\t{path.stat().st_size}\t{_digest(path)}\n".encode())
@@ -73,6 +81,8 @@ def _digest(path: Path) -> str:
     with path.open("rb") as file:
         if path.suffix == ".safetensors":
             digest.update(raw_header(path, file))
+        elif path.suffix == SUFFIX:
+            digest.update(file.read(GgufFile.header_bytes(path)))
         for page in range(_PAGES):
             file.seek((size - _PAGE) * page // (_PAGES - 1))
             digest.update(file.read(_PAGE))

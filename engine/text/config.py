@@ -236,7 +236,12 @@ def architectures(values: Mapping[str, Any]) -> list[str]:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """Read a folder's config.json. Raises ModelError if it is missing or not a JSON object."""
+    """Read a folder's config.json, or make one of a GGUF file. Raises ModelError if it is missing or not a JSON
+    object."""
+    from engine.text import gguf
+
+    if (gguf_file := gguf.gguf_of(folder)) is not None:
+        return gguf.config_of(gguf.GgufFile(gguf_file))
     path = file_in(Path(folder), "config.json")
     if path is None:
         raise ModelError(f"{folder} has no config.json: it is not a Hugging Face model folder")

@@ -19,7 +19,12 @@ LONGEST = 256 << 20
 
 
 def read_files(folder: str | Path) -> dict[str, bytes]:
-    """Read those of FILES that a folder has. Raises ModelError if tokenizer.json is missing or a file is unreadable."""
+    """Read those of FILES that a folder has, or make them of a GGUF file. Raises ModelError if there is no tokenizer
+    or a file is unreadable."""
+    from engine.text import gguf
+
+    if (file := gguf.gguf_of(folder)) is not None:
+        return gguf.text_files(file)
     files = {}
     for name in FILES:
         path = file_in(Path(folder), name)
@@ -34,6 +39,15 @@ def read_files(folder: str | Path) -> dict[str, bytes]:
     if "tokenizer.json" not in files:
         raise ModelError(f"{folder} has no tokenizer.json")
     return files
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a model has a tokenizer; without one it takes and gives token ids alone. Raises ModelError."""
+    from engine.text import gguf
+
+    if (file := gguf.gguf_of(folder)) is not None:
+        return gguf.GgufFile(file).length("tokenizer.ggml.tokens") > 0
+    return (Path(folder) / "tokenizer.json").is_file()
 
 
 def read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
@@ -59,7 +73,7 @@ def file_in(folder: Path, name: str) -> Path | None:
     try:
         mode = path.stat().st_mode
         root, target = folder.resolve(strict=True), path.resolve(strict=True)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, RuntimeError) as error:
         # RuntimeError: a loop of links, before Python 3.13.

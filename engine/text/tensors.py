@@ -28,17 +28,37 @@ _WIDTHS = {
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
 }
+#: The numbers of a block and its bytes, for GGUF's quantised types.
+BLOCKS = {
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+    "Q8_K": (256, 292),
+}
+#: The types of GGUF that are kept in 4 bits, in groups of KEPT_GROUP; others are in 8 bits. Those of EXACT stand for
+#: the same numbers then. Others are rounded again, to a 254th of the largest of a group.
+FOUR_BITS = frozenset({"Q4_0"})
+EXACT = frozenset({"Q4_0", "Q5_0", "Q8_0", "Q8_K"})
+KEPT_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     dtype: str
-    """The dtype as safetensors spells it: F32, BF16, ..."""
+    """The dtype as safetensors spells it: F32, BF16, ..., or a key of BLOCKS."""
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * _WIDTHS[self.dtype]
+        numbers, size = BLOCKS.get(self.dtype) or (1, _WIDTHS[self.dtype])
+        return math.prod(self.shape) // numbers * size
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +74,12 @@ class LocatedTensor:
 
 
 def locate(folder: Path) -> dict[str, LocatedTensor]:
-    """Every tensor of a folder's checkpoint: of the single file, or else of those that the index names. Other files are
-    not part of it. Raises ModelError."""
+    """Every tensor of a folder's checkpoint: of the single file, or else of those that the index names, or of its GGUF
+    file. Other files are not part of it. Raises ModelError."""
+    from engine.text import gguf
+
+    if (gguf_file := gguf.gguf_of(folder)) is not None:
+        return gguf.located_in(gguf.GgufFile(gguf_file))
     path = file_in(folder, SINGLE)
     if path is not None:
         return {name: LocatedTensor(path, name, stored) for name, stored in _header(path).items()}

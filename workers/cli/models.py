@@ -90,12 +90,15 @@ def show(model: Model, as_json: JsonOutput = False) -> None:
     """Show a model's architecture, size, context length, chat template and files. Pulls a hub's model first."""
     folder, card = _card(model)
     from engine.text.config import Config, read_config
+    from engine.text.gguf import TYPES, parts_of
 
     config = Config.of_model(read_config(folder))
-    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if _shown(path)}
+    paths = sorted(folder.iterdir()) if folder.is_dir() else parts_of(folder)
+    files = {path.name: path.stat().st_size for path in paths if _shown(path)}
     shape = {name: config.get(name) for name in SHAPE if name in config}
     metadata = {"dtype": config.get("dtype") or config.get("torch_dtype")}
     metadata |= {"quantization": config.get("quantization_config"), "shape": shape, "files": files}
+    metadata |= {TYPES: config.get(TYPES)} if TYPES in config else {}
     if as_json:
         description = {**json.loads(card.to_json()), "folder": str(folder), **metadata, "tokenizer_files": card.files}
         typer.echo(json.dumps(description))
@@ -122,7 +125,7 @@ def _described(card: ModelCard, folder: Path, metadata: Mapping[str, Any]) -> di
         "folder": str(folder),
         "architecture": card.architecture,
         "parameters": f"{card.parameters:,}",
-        "stored as": metadata["dtype"],
+        "stored as": _stored_as(metadata),
         "quantised": quantised,
         "context": f"{card.context_length:,} tokens",
         **{SHAPE[name]: f"{value:,}" if isinstance(value, int) else value for name, value in metadata["shape"].items()},
@@ -131,11 +134,21 @@ def _described(card: ModelCard, folder: Path, metadata: Mapping[str, Any]) -> di
     }
 
 
+def _stored_as(metadata: Mapping[str, Any]) -> str | None:
+    """The dtype of the weights, or the types of a GGUF file and what becomes of them in memory."""
+    from engine.text.gguf import TYPES, in_memory
+
+    dtype: str | None = metadata["dtype"]
+    return dtype if dtype is None or TYPES not in metadata else in_memory(metadata[TYPES], dtype)
+
+
 @app.shown("penstock models pull hf://Qwen/Qwen3-0.6B@main --name qwen3")
 def pull(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="hf://OWNER/NAME[@REVISION], or a folder.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="hf://OWNER/NAME[/FILE.gguf][@REVISION], a folder or a GGUF file.")
+    ],
     name: Annotated[
-        str | None, typer.Option(help="The model's name here. Unset: the repository's or folder's.")
+        str | None, typer.Option(help="The model's name here. Unset: the repository's, folder's or file's.")
     ] = None,
     as_json: JsonOutput = False,
 ) -> None:
@@ -143,6 +156,7 @@ def pull(
 
     The local model folder is PENSTOCK_MODELS, else penstock/models in the user's data folder.
     """
+    from engine.text.gguf import gguf_of
     from workers.library import LocalModels, find_model
     from workers.library.reference import HUB, bundled, checked_name, name_of
 
@@ -153,10 +167,10 @@ def pull(
         with needs("worker"):
             say = (lambda line: None) if as_json else note
             folder = find_model(f"{called}={source}", say, quiet=as_json).folder
-    elif Path(source).is_dir():
+    elif Path(source).is_dir() or gguf_of(source) is not None:
         folder = LocalModels.default().copy(called, Path(source)).folder
     else:
-        raise Failure(f"{source!r} is not a folder; a hub's model is written hf://OWNER/NAME")
+        raise Failure(f"{source!r} is neither a folder nor a GGUF file; a hub's model is written hf://OWNER/NAME")
     pulled = {"name": called, "version": folder.name, "folder": str(folder)}
     typer.echo(json.dumps(pulled) if as_json else f"{called} {folder.name}")
 

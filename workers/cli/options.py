@@ -32,7 +32,10 @@ DEFAULT_URL: Final = "http://127.0.0.1:8000"
 #: The longest time that clocks and servers can still reckon with: 30 years, in seconds.
 LONGEST: Final = 1e9
 #: The help text of the options and arguments that name a model.
-MODEL: Final = "A folder, a bundled or pulled model, or hf://OWNER/NAME[@REVISION]; NAME=MODEL gives it another name."
+MODEL: Final = (
+    "A folder, a GGUF file, a bundled or pulled model, or hf://OWNER/NAME[/FILE.gguf][@REVISION]; NAME=MODEL gives it "
+    "another name."
+)
 #: How commands find a system's servers: those that need broker or store take these three (`servers.addresses`).
 Broker = Annotated[
     str | None,

@@ -188,8 +188,15 @@ def _make(
 
 def _copy_rest(folder: Path, work: Path) -> None:
     """Copy tokenizer, chat template and settings unchanged."""
+    from engine.text.files import read_files
     from workers.library.local_models import INDEX, KEPT, MANIFEST, own_file
 
+    if not (folder / "config.json").exists():  # a GGUF file has them within
+        for name, content in read_files(folder).items():
+            if name != "config.json":
+                (work / name).write_bytes(content)
+    if not folder.is_dir():
+        return
     for path in sorted(folder.iterdir()):
         if KEPT.fullmatch(path.name) and path.name not in ("config.json", MANIFEST, INDEX) and path.is_file():
             shutil.copyfile(own_file(folder, path.name), work / path.name)
@@ -213,12 +220,14 @@ def _report(
     folder: Path, work: Path, recipe: Recipe, texts: Texts, calibrated: int, comparison: Comparison
 ) -> dict[str, Any]:
     from engine.text.checkpoint import model_version
+    from engine.text.gguf import model_name, parts_of
 
     def size(where: Path) -> int:
-        return sum(path.stat().st_size for path in where.glob("*.safetensors"))
+        paths = [*where.glob("*.safetensors"), *where.glob("*.gguf")] if where.is_dir() else parts_of(where)
+        return sum(path.stat().st_size for path in paths)
 
     return {
-        "of": {"name": folder.name, "version": model_version(folder), "bytes": size(folder)},
+        "of": {"name": model_name(folder), "version": model_version(folder), "bytes": size(folder)},
         "bytes": size(work),
         "bits": recipe.bits,
         "method": recipe.method,

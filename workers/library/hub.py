@@ -16,15 +16,17 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final, Self
 from urllib.parse import urlsplit
 
 from workers.errors import Refused
-from workers.library.local_models import INDEX, LocalModels, Pulled, Source, needed, sha256_of
+from workers.library.local_models import INDEX, KEPT, LocalModels, Pulled, Source, needed, sha256_of
 from workers.progress import Progress, bytes_bar
 
-_REFERENCE: Final = re.compile(r"hf://((?:[\w\-.]+/)?[\w\-.]+)(?:@([\w\-./]+))?", re.ASCII)
+_REFERENCE: Final = re.compile(
+    r"hf://(?:([\w\-.]+/[\w\-.]+)/((?:[\w\-.]+/)*[\w\-.]+\.gguf)|((?:[\w\-.]+/)?[\w\-.]+))(?:@([\w\-./]+))?", re.ASCII
+)
 _COMMIT: Final = re.compile(r"[0-9a-f]{40,64}")
 MAIN: Final = "main"
 #: Most bytes of an index of weights; the largest checkpoints have some 10 MB.
@@ -33,26 +35,34 @@ LONGEST_INDEX: Final = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A repository on a hub, and a branch, tag or commit of it."""
+    """A repository on a hub, and a branch, tag or commit of it; or one GGUF file there."""
 
     repo: str
     revision: str
+    file: str | None = None
+    """The path of a GGUF file in the repository, or of one part. None for the model in the repository's root."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse hf://OWNER/NAME[@REVISION]. Raises Refused."""
+        """Parse hf://OWNER/NAME[/FILE.gguf][@REVISION]. Raises Refused."""
         match = _REFERENCE.fullmatch(text)
-        if match is None:
-            raise Refused(f"{text!r} is not a hub's model; it must be hf://OWNER/NAME or hf://OWNER/NAME@REVISION")
-        return cls(match[1], match[2] or MAIN)
+        if match is None or ".." in (match[2] or "").split("/"):
+            raise Refused(
+                f"{text!r} is not a hub's model; it must be hf://OWNER/NAME, hf://OWNER/NAME@REVISION or "
+                "hf://OWNER/NAME/FILE.gguf"
+            )
+        return cls(match[1] or match[3], match[4] or MAIN, match[2])
 
     @property
     def name(self) -> str:
         """The model's default name."""
-        return self.repo.rpartition("/")[2]
+        from engine.text.gguf import model_name
+
+        return self.repo.rpartition("/")[2] if self.file is None else model_name(Path(self.file))
 
     def __str__(self) -> str:
-        return f"hf://{self.repo}" + ("" if self.revision == MAIN else f"@{self.revision}")
+        path = "" if self.file is None else f"/{self.file}"
+        return f"hf://{self.repo}{path}" + ("" if self.revision == MAIN else f"@{self.revision}")
 
 
 class _Away(Refused):
@@ -69,24 +79,29 @@ def pull(model: HubModel, models: LocalModels, name: str, say: Callable[[str], N
     try:
         files, commit = _look(model)
     except _Away as away:
-        old = _here(models, name, model.repo, lambda source: model.revision in (source.revision, source.commit))
+        old = _here(models, name, model, lambda source: model.revision in (source.revision, source.commit))
         if old is None:
             raise
         say(f"{away}; using {name} {old.version}, which was pulled before")
         return old
-    with models.workplace(name, commit, lambda: say(f"another process is pulling {model}: waiting for it")) as folder:
-        old = _here(models, name, model.repo, lambda source: source.commit == commit)
+    key = commit if model.file is None else f"{commit}.{Path(model.file).name}"
+    with models.workplace(name, key, lambda: say(f"another process is pulling {model}: waiting for it")) as folder:
+        old = _here(models, name, model, lambda source: source.commit == commit)
         if old is not None:
             shutil.rmtree(folder)
             say(f"{model} is here already: {name} {old.version}")
             return old
-        downloads = [files[file] for file in needed(str(model), set(files), _index(model, files, commit, folder))]
+        if model.file is None:
+            names = needed(str(model), set(files), _index(model, files, commit, folder))
+        else:
+            names = _gguf_files(model, set(files))
+        downloads = [files[name] for name in names]
         size = sum(file.size for file in downloads)
         say(f"pulling {model} at commit {commit[:12]}: {len(downloads)} files, {size / 1e6:,.1f} MB")
         _check_room(model, downloads, folder)
         with Progress(quiet=quiet) as progress:
             progress.show(lambda: bytes_bar(_fetched(downloads, folder), size))
-            digests = {file.name: _fetch(model, file, commit, folder) for file in downloads}
+            digests = {file.local: _fetch(model, file, commit, folder) for file in downloads}
         with _refusals(model):
             pulled = models.finish(folder, digests, Source(model.repo, model.revision, commit))
     say(f"{name} {pulled.version} is in {pulled.folder}")
@@ -104,10 +119,32 @@ def _index(model: HubModel, files: dict[str, _File], commit: str, folder: Path) 
     return (folder / INDEX).read_bytes()
 
 
-def _here(models: LocalModels, name: str, repo: str, fits: Callable[[Source], bool]) -> Pulled | None:
-    """The last pulled version of the repository whose source fits; None without one."""
+def _gguf_files(model: HubModel, names: set[str]) -> list[str]:
+    """The parts of the model's GGUF file among a repository's files, and what the repository says of its licence.
+
+    Raises Refused naming what is missing.
+    """
+    from engine.text.gguf.header import part_names
+
+    assert model.file is not None
+    folder = PurePosixPath(model.file).parent
+    parts = [str(folder / part) for part in part_names(Path(model.file))]
+    missing = [part for part in parts if part not in names]
+    if missing:
+        others = sorted(name for name in names if name.endswith(".gguf"))
+        has = f"; it has {', '.join(others[:5])}" if others else ""
+        raise Refused(f"hf://{model.repo} has no {missing[0]}{has}")
+    return parts + sorted(name for name in names if KEPT.fullmatch(name) and not name.endswith((".json", ".jinja")))
+
+
+def _here(models: LocalModels, name: str, model: HubModel, fits: Callable[[Source], bool]) -> Pulled | None:
+    """The last pulled version of the repository, or of its file, whose source fits; None without one."""
+    file = "config.json" if model.file is None else Path(model.file).name
     for pulled in models.all():
-        if pulled.name == name and pulled.source is not None and pulled.source.repo == repo and fits(pulled.source):
+        source = pulled.source
+        if pulled.name != name or source is None or source.repo != model.repo or not fits(source):
+            continue
+        if (pulled.folder / file).is_file():
             return pulled
     return None
 
@@ -115,22 +152,29 @@ def _here(models: LocalModels, name: str, repo: str, fits: Callable[[Source], bo
 @dataclass(frozen=True, slots=True)
 class _File:
     name: str
+    """Its path in the repository."""
     size: int
     git_sha1: str
     """git's object name of the content, or of the pointer to it."""
     sha256: str | None
     """SHA-256 in hex; only large files have one."""
 
+    @property
+    def local(self) -> str:
+        """Its name in the local model folder."""
+        return self.name.rpartition("/")[2]
+
 
 def _look(model: HubModel) -> tuple[dict[str, _File], str]:
-    """The files at the repository's root by name, and the commit. Raises Refused."""
+    """The files at the repository's root, and its GGUF files, by path; and the commit. Raises Refused."""
     from huggingface_hub import HfApi
 
     with _refusals(model):
         info = HfApi(endpoint=_endpoint()).model_info(model.repo, revision=model.revision, files_metadata=True)
     files = {}
     for entry in info.siblings or ():
-        if "/" not in entry.rfilename and entry.size is not None and entry.blob_id is not None:
+        here = "/" not in entry.rfilename or entry.rfilename.endswith(".gguf")
+        if here and entry.size is not None and entry.blob_id is not None:
             sha256 = entry.lfs.sha256 if entry.lfs is not None else None
             files[entry.rfilename] = _File(entry.rfilename, entry.size, entry.blob_id, sha256)
     # The commit becomes part of a path, so a server's answer is checked.
@@ -143,7 +187,7 @@ def _fetch(model: HubModel, file: _File, commit: str, folder: Path) -> str:
     """Download one file, or the rest of it. Returns its SHA-256 in hex. Raises Refused if the checksum differs."""
     from huggingface_hub import try_to_load_from_cache
 
-    path = folder / file.name
+    path = folder / file.local
     with _refusals(model):
         if path.exists() and path.stat().st_nlink > 1:
             # A killed run linked it from the cache, so nothing may be written to it.
@@ -221,7 +265,7 @@ def _take(cached: Path, path: Path, file: _File) -> str | None:
 
 def _fetched(files: list[_File], folder: Path) -> int:
     """The bytes of the files that are in the folder by now."""
-    return sum((folder / file.name).stat().st_size for file in files if (folder / file.name).exists())
+    return sum((folder / file.local).stat().st_size for file in files if (folder / file.local).exists())
 
 
 def _check_room(model: HubModel, files: list[_File], folder: Path) -> None:

@@ -36,7 +36,7 @@ WEIGHTS: Final = "model.safetensors"
 #: Files of a model folder, besides weights, that Penstock reads or keeps with them.
 KEPT: Final = re.compile(r"[\w][\w.\-]*\.(json|jinja)|(README|LICENSE|NOTICE)[\w.\-]*", re.ASCII)
 #: Files that weights are read from; each must be in the manifest.
-WEIGHT_FILES: Final = ("*.safetensors", "*.safetensors.index.json")
+WEIGHT_FILES: Final = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
 #: Files hashed at a time. Hashing releases the GIL; more threads would only make a disk seek.
 THREADS: Final = 8
 SHARD: Final = re.compile(r"[\w][\w.\-]*\.safetensors", re.ASCII)
@@ -133,15 +133,14 @@ class LocalModels:
         return _pulled(version)
 
     def copy(self, name: str, folder: Path) -> Pulled:
-        """Copy a model from a user's folder.
+        """Copy a model from a user's folder, or a GGUF file.
 
         Raises Refused if the folder holds no model, lacks a file, differs from its own manifest.json, or the disk is
         full.
         """
         try:
-            names = {path.name for path in folder.iterdir() if path.is_file()}
-            index = own_file(folder, INDEX).read_bytes() if INDEX in names else None
-            files = needed(str(folder), names, index)
+            files = _files_to_copy(folder)
+            folder = folder if folder.is_dir() else folder.parent
             digests = {file: sha256_of(own_file(folder, file)) for file in files}
         except OSError as error:
             raise Refused(f"cannot read {error.filename or folder}: {error.strerror or error}") from error
@@ -161,6 +160,21 @@ class LocalModels:
             finally:
                 shutil.rmtree(workplace, ignore_errors=True)
                 workplace.with_suffix(".lock").unlink(missing_ok=True)
+
+
+def _files_to_copy(folder: Path) -> list[str]:
+    from engine.errors import ModelError
+    from engine.text.gguf import GgufFile, gguf_of
+
+    try:
+        gguf = gguf_of(folder)
+        if gguf is not None:
+            return [path.name for path in GgufFile(gguf).parts]
+    except ModelError as error:
+        raise Refused(str(error)) from error
+    names = {path.name for path in folder.iterdir() if path.is_file()}
+    index = own_file(folder, INDEX).read_bytes() if INDEX in names else None
+    return needed(str(folder), names, index)
 
 
 def write_manifest(folder: Path, digests: Mapping[str, str] | None = None) -> bytes:
@@ -211,7 +225,9 @@ def needed(whose: str, names: set[str], index: bytes | None) -> list[str]:
     """
     for name, use in {"config.json": "transformers model", "tokenizer.json": "fast tokenizer"}.items():
         if name not in names:
-            raise Refused(f"{whose} has no {name}: Penstock needs a {use}")
+            files = sorted(name for name in names if name.endswith(".gguf"))
+            other = f", or one of its GGUF files, as {whose.partition('@')[0]}/{files[0]}" if files else ""
+            raise Refused(f"{whose} has no {name}: Penstock needs a {use}{other}")
     weights = {WEIGHTS} if index is None else _shards(whose, index)
     missing = sorted(weights - names)
     if missing:

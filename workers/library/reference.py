@@ -26,7 +26,7 @@ class ResolvedModel:
 
     name: str
     folder: Path
-    """Absolute path."""
+    """Absolute path; of a GGUF file, where the model is one."""
 
     @property
     def reference(self) -> str:
@@ -34,16 +34,12 @@ class ResolvedModel:
         return f"{self.name}={self.folder}"
 
 
-#: How a GGUF file begins.
-GGUF: Final = b"GGUF"
-
-
 def find_model(reference: str, say: Callable[[str], None] = lambda line: None, *, quiet: bool = False) -> ResolvedModel:
     """The model that a reference names; a hub's model is pulled first if needed. `say` gets messages about that;
     `quiet`: no progress is shown.
 
-    A reference is a folder with a config.json, the name of a bundled or pulled model, or hf://OWNER/NAME[@REVISION];
-    NAME= before it gives the model another name. Raises Refused.
+    A reference is a folder with a config.json, a GGUF file, the name of a bundled or pulled model, or
+    hf://OWNER/NAME[/FILE.gguf][@REVISION]; NAME= before it gives the model another name. Raises Refused.
     """
     name, location = _split(reference)
     if location.startswith(HUB):
@@ -53,7 +49,7 @@ def find_model(reference: str, say: Callable[[str], None] = lambda line: None, *
         name = checked_name(name or hub_model.name, reference)
         return ResolvedModel(name, pull(hub_model, LocalModels.default(), name, say, quiet=quiet).folder)
     folder = _local(location)
-    return ResolvedModel(checked_name(name or folder.name, reference), folder)
+    return ResolvedModel(checked_name(name or _own_name(folder), reference), folder)
 
 
 def name_of(reference: str) -> str:
@@ -63,7 +59,14 @@ def name_of(reference: str) -> str:
         from workers.library.hub import HubModel
 
         name = HubModel.parse(location).name
-    return name or Path(location).resolve().name
+    return name or _own_name(Path(location).resolve())
+
+
+def _own_name(folder: Path) -> str:
+    """The folder's name, or that of a GGUF file without its ending."""
+    from engine.text.gguf import SUFFIX, model_name
+
+    return model_name(folder) if folder.name.endswith(SUFFIX) and not folder.is_dir() else folder.name
 
 
 def available() -> dict[str, Path]:
@@ -92,33 +95,34 @@ def _local(location: str) -> Path:
     if location in models:
         return models[location]
     shown = location if len(location) <= 200 else f"{location[:200]}..."
-    if gguf := _gguf(location):
-        raise Refused(
-            f"{gguf} is a GGUF file, which Penstock does not read: give a folder as Hugging Face has it (config.json, "
-            "*.safetensors, tokenizer.json), or hf://OWNER/NAME of the model that the file was made from"
-        )
+    if (gguf := _gguf(location)) is not None:
+        return gguf
     name, equals, other = location.partition("=")
     if equals and (other in models or os.path.isdir(other)):
         raise Refused(f"{name[:200]!r} cannot be a model's name: use letters, digits, '.', '_' and '-' alone")
     raise Refused(
-        f"no model {shown!r}: give a folder that holds a config.json, hf://OWNER/NAME, or one of: {', '.join(models)}"
+        f"no model {shown!r}: give a folder that holds a config.json, a GGUF file, hf://OWNER/NAME, or one of: "
+        f"{', '.join(models)}"
     )
 
 
-def _gguf(location: str) -> str | None:
-    """The path of a GGUF file, or of one in a folder without a config.json; None for anything else."""
+def _gguf(location: str) -> Path | None:
+    """The path of a GGUF file (of the first part of one), or of a folder that holds one; None for anything else.
+
+    Links are kept: the parts of a file lie beside its link. Raises Refused.
+    """
+    from engine.errors import ModelError
+    from engine.text.gguf import gguf_of, parts_of
+
     try:
-        folder = os.path.isdir(location)
-        paths = (
-            sorted(Path(location).glob("*.gguf")) if folder else [Path(location)] if os.path.isfile(location) else []
-        )
-        for path in paths:
-            with open(path, "rb") as file:
-                if file.read(len(GGUF)) == GGUF:
-                    return str(path)
+        file = gguf_of(location)
+        if file is None:
+            return None
+        return Path(location).resolve() if os.path.isdir(location) else parts_of(file)[0].absolute()
+    except ModelError as error:
+        raise Refused(str(error)) from error
     except (OSError, ValueError):  # it cannot be read, or is no path
         return None
-    return None
 
 
 def checked_name(name: str, reference: str) -> str:

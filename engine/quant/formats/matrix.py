@@ -78,6 +78,10 @@ class Matrix(Quantised):
             return Int4Weight.pack(self.q, self.scales, self.zeros, self.group)
         return Int8Weight.pack((self.q.to(torch.int16) - 128).to(torch.int8), self.scales, self.group)
 
+    def widened(self) -> Matrix:
+        """The same weights with 8 bits. Only for matrices without zero points."""
+        return self if self.bits == 8 else replace(self, bits=8, q=self.q + (128 - 8))
+
     def dequantise(self) -> Tensor:
         grouped = self.q.float().view(len(self.q), -1, self.group)
         zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros.T.float()[..., None]
@@ -110,7 +114,10 @@ class Matrix(Quantised):
 
 
 def stacked(parts: Sequence[Quantised]) -> Quantised | None:
-    """Stack matrices into one. None if they are not quantised alike."""
+    """Stack matrices into one. None if they are not quantised alike. Of symmetric matrices with 4 and with 8 bits,
+    those with 4 get 8, which changes no weight."""
+    if len({part.bits for part in parts if isinstance(part, Matrix)}) > 1:
+        parts = [part.widened() if isinstance(part, Matrix) and part.zeros is None else part for part in parts]
     return parts[0].stacked_on(parts[1:])
 
 

@@ -7,8 +7,10 @@ from typing import Any, Literal
 
 from engine.errors import ModelError
 from engine.text.config import Config, is_of_head
+from engine.text.gguf import TYPES
+from engine.text.tensors import BLOCKS, KEPT_GROUP
 
-Form = Literal["gptq", "awq", "packed", "int8", "fp8"]
+Form = Literal["gptq", "awq", "packed", "int8", "fp8", "gguf"]
 
 _WITHIN = "quantization_config's "
 _METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
@@ -49,6 +51,9 @@ class Scheme:
 
 def read_scheme(config: Config) -> Scheme | None:
     """Read the scheme. None if the checkpoint is not quantised. Raises ModelError naming an unsupported setting."""
+    types = config.get(TYPES)
+    if isinstance(types, dict) and types.keys() & BLOCKS.keys():
+        return Scheme("gguf", 8, KEPT_GROUP)
     if "quantization_config" not in config:
         return None
     value = config.get("quantization_config")

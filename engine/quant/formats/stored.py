@@ -12,9 +12,11 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.kernels import Kernels, PreparedLinear
+from engine.kernels.packed import MIDDLE
+from engine.quant.formats.gguf import unpacked as unpacked_blocks
 from engine.quant.formats.matrix import Matrix, Quantised, grouped_order
 from engine.quant.formats.scheme import Form, Scheme
-from engine.text.tensors import StoredTensor
+from engine.text.tensors import BLOCKS, EXACT, FOUR_BITS, KEPT_GROUP, StoredTensor
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: The place of each of 8 outputs in its word.
@@ -290,12 +292,49 @@ class Fp8Stored(Stored):
         return Fp8Matrix(self.places["weight"], scales.contiguous(), block)
 
 
+class GgufMatrix(Stored):
+    """A matrix of a GGUF file: rows of blocks (gguf.py), uint8 [outputs, bytes].
+
+    Types without minima in groups of 32 or more keep their integers. Others are rounded to 8 bits in groups of 32.
+    """
+
+    #: The numbers that are unpacked at one time.
+    _AT_ONCE = 1 << 22
+
+    def empty_tensors(self) -> dict[str, Tensor]:
+        self._kind = self.headers["weight"].dtype
+        numbers, size = BLOCKS[self._kind]
+        if self.inputs % numbers:
+            raise ModelError(f"{self.name} has {self.inputs} inputs; {self._kind} packs multiples of {numbers}")
+        return {"weight": self.empty(self.outputs, self.inputs // numbers * size, dtype=torch.uint8)}
+
+    def read(self) -> Matrix:
+        rows = self.places["weight"]
+        parts = [self._read(part) for part in rows.split(max(1, self._AT_ONCE // self.inputs))]  # type: ignore[no-untyped-call]
+        q, scales = (torch.cat(each) for each in zip(*parts, strict=True))
+        if not scales.is_meta and not bool(torch.isfinite(scales).all()):
+            raise ModelError(f"{self.name}.weight has scales that are no finite numbers")
+        return Matrix(4 if self._kind in FOUR_BITS else 8, q, scales.T.contiguous(), None, None)
+
+    def _read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """q as Matrix has it, uint8 [rows, inputs], and scales, fp32 [rows, groups]."""
+        groups = unpacked_blocks(self._kind, rows)
+        middle = MIDDLE if self._kind in FOUR_BITS else 128
+        if self._kind in EXACT:
+            return (groups.q + middle).to(torch.uint8).flatten(1), groups.scales
+        weights = groups.weights().view(len(rows), -1, KEPT_GROUP)
+        scales = weights.abs().amax(-1) / 127
+        q = (weights / torch.where(scales > 0, scales, 1)[..., None]).round() + middle
+        return q.to(torch.uint8).flatten(1), scales
+
+
 _FORMS: Final[dict[Form, type[Stored]]] = {
     "gptq": GptqMatrix,
     "awq": AwqMatrix,
     "packed": PackedMatrix,
     "int8": Int8Matrix,
     "fp8": Fp8Stored,
+    "gguf": GgufMatrix,
 }
 #: Maps the tensor names that only quantised matrices have to the formats that use them.
 _NAMES: Final[dict[str, tuple[Form, ...]]] = {"qweight": ("gptq", "awq"), "weight_packed": ("packed",)}
@@ -322,7 +361,9 @@ def stored_as(
             raise ModelError(
                 f"{name}.{end} is of another form than config.json's quantization_config says, {scheme.form}"
             )
-    if scheme.form in _DTYPES:
+    if scheme.form == "gguf":
+        quantised = "weight" in headers and headers["weight"].dtype in BLOCKS
+    elif scheme.form in _DTYPES:
         quantised = "weight" in headers and headers["weight"].dtype == _DTYPES[scheme.form]
     else:
         quantised = any(end in headers for end, forms in _NAMES.items() if scheme.form in forms)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from engine.errors import ModelError
@@ -18,11 +17,12 @@ from engine.kernels.native import load_library
 from engine.layers import Experts, Linear
 from engine.models import load_model
 from engine.models.decoder import Decoder
-from engine.models.loader import read, separate
+from engine.models.loader import opened_file, read, separate
 from engine.quant.formats import Matrix
 from engine.quant.make.folder import Writer, packed_tensors, quantization_config
 from engine.quant.make.rounding import Grid, compensated, input_hessian, nearest
 from engine.quant.make.walk import Walk
+from engine.text import gguf
 from engine.text.config import read_config
 from engine.text.tensors import LocatedTensor, locate
 
@@ -173,7 +173,8 @@ class _Making:
         self._done.add(name)
 
     def _dtype(self, name: str) -> torch.dtype:
-        return _DTYPES[self._stored[name].stored.dtype]
+        # What GGUF has quantised is computed in the model's dtype.
+        return _DTYPES.get(self._stored[name].stored.dtype, self._model.dtype)
 
     def _finite(self, name: str) -> Tensor:
         """Read a tensor as fp32. Raises ModelError if it is not finite."""
@@ -186,12 +187,13 @@ class _Making:
         """Write what is not quantised, and config.json: `settings` with the description of what is."""
         unchanged = {name: located for name, located in self._stored.items() if name not in self._done}
         for name, located in unchanged.items():
-            self._writer.put(name, _read(located, torch.device("cpu")))
+            self._writer.put(name, _read(located, torch.device("cpu")).to(self._dtype(name)))
         recipe = self._recipe
         others = {name.removesuffix(".weight") for name, located in unchanged.items() if _may_be_matrix(name, located)}
         ignored = others if recipe.head is not None else {"lm_head"} | others
         config = quantization_config(recipe.bits, recipe.group, sorted(ignored), recipe.head)
-        self._writer.finish(settings | {"quantization_config": config})
+        kept = {name: value for name, value in settings.items() if name != gguf.TYPES}
+        self._writer.finish(kept | {"quantization_config": config})
 
 
 def _bias(run: PreparedLinear, x: Tensor) -> Tensor:
@@ -247,7 +249,7 @@ def rows_of(expert: int, logits: Tensor, chosen: Tensor, least: int) -> Tensor:
 
 
 def _read(located: LocatedTensor, device: torch.device) -> Tensor:
-    with safe_open(located.path, framework="pt") as file:
+    with opened_file(located) as file:
         return read(file, located).to(device)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from engine.text import ModelCard
+from tests.engine.gguf_files import write_gguf
 from tests.engine.random_models import FAMILIES, write_model
 from tests.workers.cli.conftest import Run
 from workers.library import LocalModels
@@ -71,6 +72,17 @@ class TestShow:
         assert shown["shape"]["num_hidden_layers"] == 4
         assert shown["files"] == {path.name: path.stat().st_size for path in TINY.iterdir()}
         assert shown["dtype"] == "bfloat16"
+
+    def test_says_of_a_gguf_file_what_its_weights_take(self, run: Run, tmp_path: Path) -> None:
+        file = write_gguf(write_model(tmp_path / "model"), tmp_path / "a.gguf", "Q4_0", {"token_embd": "Q8_0"})
+        said = run("models", "show", str(file))
+        assert re.search(r"stored as +Q4_0 \(7\d%\) as it is, Q8_0 \(2\d%\) as it is: 0\.1 MB in memory", said.out), (
+            said
+        )
+        shown = json.loads(run("models", "show", str(file), "--json").out)
+        assert shown["name"] == "a"
+        assert shown["files"] == {"a.gguf": file.stat().st_size}
+        assert shown["gguf_types"].keys() == {"Q4_0", "Q8_0", "F32"}
 
     def test_is_readable(self, run: Run, tmp_path: Path) -> None:
         said = run("models", "show", "tiny").out
@@ -150,7 +162,7 @@ class TestPull:
             ((str(TINY),), "is the name of a bundled model; give another with --name"),
             ((str(TINY), "--name", "a b"), "cannot be part of a queue"),
             ((str(TINY.parent),), "has no config.json"),
-            (("nowhere",), "is not a folder; a hub's model is written hf://OWNER/NAME"),
+            (("nowhere",), "is neither a folder nor a GGUF file; a hub's model is written hf://OWNER/NAME"),
             (("hf://a/b/c",), "it must be hf://OWNER/NAME"),
         ],
     )

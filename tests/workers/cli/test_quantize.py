@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.text import ModelCard
+from tests.engine.gguf_files import write_gguf
 from tests.engine.random_models import write_model
 from tests.exhaustive import few
 from tests.workers.cli.conftest import invoke
@@ -53,6 +54,27 @@ def test_a_folder_is_made_that_is_whole_and_says_what_changed(folder: Path, tmp_
     (out / "tokenizer.json").write_bytes(b"{}")
     with pytest.raises(Refused, match="damaged"):
         verify(out)
+
+
+def test_a_gguf_file_becomes_a_folder(folder: Path, tmp_path: Path) -> None:
+    file = write_gguf(folder, tmp_path / "small.gguf", "Q8_0")
+    told = [
+        "--bits",
+        "8",
+        "--method",
+        "nearest",
+        "--calibration",
+        folder.parent / "text.py",
+        "--threads",
+        "1",
+        "--json",
+    ]
+    report = json.loads(quantize(file, tmp_path / "out", *told))
+    assert report["of"]["name"] == "small"
+    assert report["of"]["bytes"] == file.stat().st_size
+    assert 0 < report["divergence"] < 0.01
+    card, original = ModelCard.from_folder(tmp_path / "out"), ModelCard.from_folder(file)
+    assert (card.parameters, card.eos_token_ids) == (original.parameters, original.eos_token_ids)
 
 
 FIELDS = "---\nlicense: apache-2.0\n---\n"

@@ -74,9 +74,9 @@ def running_hub(hub: Hub) -> Iterator[Hub]:
                 self.tell(hub.status, b'{"error": "the hub is having a bad day"}')
             elif match := re.fullmatch(r"/api/models/(.+)/(revision|tree)/([^/]+)", path):
                 self.api(*match.groups())
-            elif match := re.fullmatch(r"/(.+)/resolve/([^/]+)/([^/]+)", path):
+            elif match := re.fullmatch(r"/(.+?)/resolve/([^/]+)/(.+)", path):
                 self.resolve(*match.groups())
-            elif match := re.fullmatch(r"/storage/(.+)/([^/]+)", path):
+            elif match := re.fullmatch(r"/storage/([^/]+/[^/]+)/(.+)", path):
                 self.storage(*match.groups())
             else:
                 self.refuse(404, "EntryNotFound", "Entry not found")

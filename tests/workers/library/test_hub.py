@@ -14,11 +14,14 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
+from engine.text import ModelCard
 from engine.text.checkpoint import model_version
+from tests.engine.gguf_files import write_gguf
+from tests.engine.random_models import write_model
 from tests.waiting import until
 from tests.workers.library.hub_server import COMMIT, Hub, Repo, running_hub
 from workers.errors import Refused
-from workers.library import LocalModels, find_model
+from workers.library import LocalModels, find_model, verify
 from workers.library.hub import HubModel, pull
 from workers.library.local_models import sha256_of
 from workers.progress import bytes_bar
@@ -68,6 +71,8 @@ class TestReference:
             ("hf://a/b@v1.0", "a/b", "v1.0", "b"),
             ("hf://a/b@refs/pr/3", "a/b", "refs/pr/3", "b"),
             (f"hf://a/b@{COMMIT}", "a/b", COMMIT, "b"),
+            ("hf://a/b/c-Q4_K_M.gguf", "a/b", "main", "c-Q4_K_M"),
+            ("hf://a/b/Q8/c-00002-of-00003.gguf@v1", "a/b", "v1", "c"),
         ],
     )
     def test_is_a_repository_and_a_revision(self, text: str, repo: str, revision: str, name: str) -> None:
@@ -75,7 +80,18 @@ class TestReference:
         assert (model.repo, model.revision, model.name) == (repo, revision, name)
 
     @pytest.mark.parametrize(
-        "text", ["hf://", "hf://a/b/c", "hf://a b", "hf://a/b@", "hf://a/b@x y", "hf:/a/b", "hf://é/b"]
+        "text",
+        [
+            "hf://",
+            "hf://a/b/c",
+            "hf://a/b/../c.gguf",
+            "hf://b/c/.gguf/d",
+            "hf://a b",
+            "hf://a/b@",
+            "hf://a/b@x y",
+            "hf:/a/b",
+            "hf://é/b",
+        ],
     )
     def test_that_is_none_is_refused(self, text: str) -> None:
         with pytest.raises(Refused, match="hf://OWNER/NAME"):
@@ -123,6 +139,50 @@ class TestPull:
         folder = bring(models)
         assert set(hub.fetched()) == {*FILES, *shards.values(), *index} - {"model.safetensors"}
         assert (folder / shards["b"]).read_bytes() == shards["b"].encode()
+
+    def test_of_a_gguf_file_takes_its_parts_and_the_licence(
+        self, models: LocalModels, hub: Hub, tmp_path: Path
+    ) -> None:
+        write_gguf(write_model(tmp_path / "model"), tmp_path / "a.gguf", split_max_tensors=8)
+        parts = {f"Q8/{path.name}": path.read_bytes() for path in tmp_path.glob("a-*.gguf")}
+        hub.repos[REPO].files |= parts | {"Q8/other.gguf": b"GGUF", "LICENSE": b"free"}
+        hub.repos[REPO].lfs |= {*parts}
+        reference = f"hf://{REPO}/Q8/a-00001-of-00003.gguf"
+        folder = find_model(reference).folder
+        assert len(parts) == 3
+        assert folder.parent == models.root / "a"
+        names = {name.partition("/")[2]: content for name, content in parts.items()}
+        expected = names | {"LICENSE": b"free", "README.md": FILES["README.md"]}
+        assert {
+            path.name: path.read_bytes() for path in folder.glob("[!.]*") if path.name != "manifest.json"
+        } == expected
+        verify(folder)
+        assert ModelCard.from_folder(folder).version == folder.name
+        before = len(hub.fetched())
+        assert find_model(reference).folder == folder
+        assert len(hub.fetched()) == before
+        (folder / sorted(names)[1]).write_bytes(b"GGUF")
+        with pytest.raises(Refused, match="is damaged"):
+            verify(folder)
+
+    def test_of_another_file_of_the_commit_is_another_model(
+        self, models: LocalModels, hub: Hub, tmp_path: Path
+    ) -> None:
+        for seed, name in enumerate("ab"):
+            file = write_gguf(write_model(tmp_path / name, seed=seed), tmp_path / f"{name}.gguf")
+            hub.repos[REPO].files[file.name] = file.read_bytes()
+        first, second = (bring(models, f"hf://{REPO}/{name}.gguf", "same") for name in "ab")
+        assert first != second
+        assert (second / "b.gguf").exists()
+        assert bring(models, f"hf://{REPO}/a.gguf", "same") == first
+
+    def test_of_a_gguf_file_that_is_not_there_says_which_are(self, models: LocalModels, hub: Hub) -> None:
+        hub.repos[REPO].files |= {"a-Q8_0.gguf": b"GGUF"}
+        with pytest.raises(Refused, match=r"has no a-Q4_0\.gguf; it has a-Q8_0\.gguf"):
+            bring(models, f"hf://{REPO}/a-Q4_0.gguf")
+        del hub.repos[REPO].files["config.json"]
+        with pytest.raises(Refused, match=rf"or one of its GGUF files, as hf://{REPO}/a-Q8_0\.gguf"):
+            bring(models)
 
     def test_of_the_same_commit_downloads_nothing(self, models: LocalModels, hub: Hub) -> None:
         first = bring(models)

@@ -12,6 +12,8 @@ import pytest
 
 from engine.text import ModelCard
 from engine.text.checkpoint import model_version
+from tests.engine.gguf_files import write_gguf
+from tests.engine.random_models import write_model
 from workers.errors import Refused
 from workers.library import LocalModels
 from workers.library.local_models import Source, needed, sha256_of
@@ -48,6 +50,15 @@ class TestCopy:
         names = {path.name for path in pulled.folder.iterdir()}
         assert names == {path.name for path in TINY.iterdir()} | {"manifest.json"}
         assert ModelCard.from_folder(pulled.folder, "mine").version == pulled.version == pulled.folder.name
+
+    def test_of_a_gguf_file_has_its_parts_alone(self, models: LocalModels, tmp_path: Path) -> None:
+        file = write_gguf(write_model(tmp_path / "model"), tmp_path / "a.gguf")
+        pulled = models.copy("mine", file)
+        assert {path.name for path in pulled.folder.iterdir()} == {"a.gguf", "manifest.json"}
+        assert ModelCard.from_folder(pulled.folder, "mine").version == pulled.version
+        (tmp_path / "a.gguf").write_bytes(file.read_bytes()[:-1000])
+        with pytest.raises(Refused, match=r"a\.gguf is truncated"):
+            models.copy("mine", file)
 
     def test_of_the_same_files_is_the_same_version_and_does_not_change_with_them(
         self, models: LocalModels, own: Path

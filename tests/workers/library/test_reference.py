@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from workers.errors import Refused
-from workers.library import LocalModels, find_model, name_of
+from workers.library import LocalModels, ResolvedModel, find_model, name_of
 from workers.library.reference import BUNDLED, available
 
 TINY = BUNDLED / "tiny"
@@ -82,13 +82,32 @@ def test_a_name_is_known_without_a_look(reference: str, name: str) -> None:
     assert name_of(reference) == name
 
 
-def test_a_gguf_file_is_said_to_be_one_and_what_to_give(tmp_path: Path) -> None:
+def test_a_gguf_file_is_a_model_with_the_files_name(tmp_path: Path) -> None:
     folder = tmp_path / "smol"
     folder.mkdir()
-    (folder / "smol-q8.gguf").write_bytes(b"GGUF\x03\0\0\0")
-    for reference in (str(folder), str(folder / "smol-q8.gguf"), f"smol={folder}", "smol/smol-q8.gguf"):
-        with pytest.raises(Refused, match=r"smol-q8.gguf is a GGUF file, .* give a folder .*config.json"):
-            find_model(reference)
-    (folder / "smol-q8.gguf").write_bytes(b"else")
+    file = folder / "smol-q8.gguf"
+    file.write_bytes(b"GGUF\x03\0\0\0")
+    for reference, name, model in (
+        (str(folder), "smol", folder),
+        (str(file), "smol-q8", file),
+        (f"other={file}", "other", file),
+        ("smol/smol-q8.gguf", "smol-q8", file),
+    ):
+        assert find_model(reference) == ResolvedModel(name, model)
+        assert name_of(reference) == name
+    (folder / "more.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    with pytest.raises(Refused, match="several models: more, smol-q8; give one of their files"):
+        find_model(str(folder))
+    for path in (file, folder / "more.gguf"):
+        path.write_bytes(b"else")
     with pytest.raises(Refused, match="no model"):
         find_model(str(folder))
+
+
+def test_a_part_of_a_gguf_file_is_the_whole_model(tmp_path: Path) -> None:
+    parts = [tmp_path / f"big-0000{i}-of-00002.gguf" for i in (1, 2)]
+    parts[1].write_bytes(b"GGUF")
+    with pytest.raises(Refused, match=r"big-00001-of-00002\.gguf is missing"):
+        find_model(str(parts[1]))
+    parts[0].write_bytes(b"GGUF")
+    assert find_model(str(parts[1])) == ResolvedModel("big", parts[0])
