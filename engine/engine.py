@@ -116,11 +116,13 @@ class Engine(StepLoop):
         config: EngineConfig | None = None,
         *,
         loaded: Callable[[str], None] = lambda phase: None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Engine:
         """Load the Hugging Face folder or GGUF file at `path`. Raises ModelError about these, EngineError about the
         rest.
 
         `loaded` is called with "weights" when these are read, and on a GPU with "compile" when it can compute.
+        `progress` is called while they are read, with the bytes of its weights that were read so far, and of all.
         """
         config = config or EngineConfig()
         if device_named(config.device).type == "cpu":
@@ -134,6 +136,7 @@ class Engine(StepLoop):
             config.quantization,
             config.deterministic,
             config.kv_cache_dtype,
+            progress,
         )
         draft = None
         if config.draft_model is not None:

@@ -34,6 +34,8 @@ _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 #: Fills tensors, by the model's names.
 Fill = Callable[[Mapping[str, Tensor]], None]
+#: Gets the bytes of a checkpoint's tensors that were read so far, and those of all that are to be read.
+Progress = Callable[[int, int], None]
 
 
 def match(
@@ -84,21 +86,26 @@ def match(
 
 @contextmanager
 def weights_of(
-    located: Mapping[str, LocatedTensor], dtype: torch.dtype, exact: Collection[str] = frozenset()
+    located: Mapping[str, LocatedTensor],
+    dtype: torch.dtype,
+    exact: Collection[str] = frozenset(),
+    progress: Progress = lambda done, total: None,
 ) -> Iterator[Fill]:
     """Open a checkpoint's files. Yields a function that fills tensors with the tensors that `match` has located.
 
     The tensors named in `exact` are copied as stored, the others are rounded to `dtype` on the way. Files are
-    memory-mapped: each tensor goes from the page cache to its place, without a second copy of the model. Raises
-    ModelError naming a malformed file.
+    memory-mapped: each tensor goes from the page cache to its place, without a second copy of the model. `progress` is
+    called after each tensor. Raises ModelError naming a malformed file.
     """
     files = {}
+    done, total = 0, sum(tensor.stored.nbytes for tensor in located.values())
     with ExitStack() as opened:
         for tensor in located.values():
             if tensor.path not in files:
                 files[tensor.path] = opened.enter_context(opened_file(tensor))
 
         def fill(places: Mapping[str, Tensor]) -> None:
+            nonlocal done
             with _threads_restored(torch.get_num_threads()) as threads:
                 for name, destination in places.items():
                     torch.set_num_threads(1 if destination.numel() < _FEW else threads)
@@ -107,6 +114,8 @@ def weights_of(
                             # The place may be wider than dtype (on a CPU without bf16). The values are rounded to
                             # dtype all the same.
                             place.copy_(part if part.dtype == dtype or name in exact else part.to(dtype))
+                    done += located[name].stored.nbytes
+                    progress(done, total)
 
         yield fill
 

@@ -23,7 +23,7 @@ from engine.models.decoder import Decoder
 from engine.models.encoder import Encoder
 from engine.models.encoders import ENCODERS, FUSED
 from engine.models.families import FAMILIES
-from engine.models.loader import Fill, match, separate, split_fused, weights_of
+from engine.models.loader import Fill, Progress, match, separate, split_fused, weights_of
 from engine.quant.formats import Scheme, Stored, read_scheme, stored_as
 from engine.text.config import Config, architectures, read_config
 from engine.text.gguf import TYPES, in_memory
@@ -104,6 +104,7 @@ def load_model(
     quantization: str = "none",
     deterministic: bool = False,
     kv_cache_dtype: str = "auto",
+    progress: Progress = lambda done, total: None,
     *,
     headless: bool = False,
 ) -> Model:
@@ -112,8 +113,8 @@ def load_model(
     and its architecture's lack a part.
 
     `kernels`: a function that makes a kernel set, or a name for `engine.kernels.select`, which chooses a set by
-    `quantization`, `deterministic` and `kv_cache_dtype`. Raises ModelError about the folder, and EngineError if the set
-    does not support `device`.
+    `quantization`, `deterministic` and `kv_cache_dtype`. `progress` is called as weights are read. Raises ModelError
+    about the folder, and EngineError if the set does not support `device`.
     """
     path = Path(folder)
     make, config, weight_dtype = _read(path, dtype, headless=headless)
@@ -126,7 +127,8 @@ def load_model(
     located = separate(locate(path))
     if headless and not any(name.startswith("model.") for name in located):
         located = {f"model.{name}": tensor for name, tensor in located.items()}
-    return _filled(path, located, partial(make, kernel_set, weight_dtype), config, scheme, weight_dtype, device)
+    made = partial(make, kernel_set, weight_dtype)
+    return _filled(path, located, made, config, scheme, weight_dtype, device, progress)
 
 
 def load_encoder(
@@ -135,6 +137,7 @@ def load_encoder(
     device: torch.device,
     kernels: Callable[[torch.dtype], Kernels] | str = "auto",
     deterministic: bool = False,
+    progress: Progress = lambda done, total: None,
 ) -> Encoder:
     """Load the encoder in `folder`, as `load_model` loads a model that generates. Raises ModelError and EngineError."""
     path = Path(folder)
@@ -155,7 +158,7 @@ def load_encoder(
         else kernels(weight_dtype)
     )
     make = partial(Encoder, family, config, kernel_set, weight_dtype)
-    return _filled(path, split_fused(locate(path), FUSED), make, config, scheme, weight_dtype, device)
+    return _filled(path, split_fused(locate(path), FUSED), make, config, scheme, weight_dtype, device, progress)
 
 
 class Loadable(Protocol):
@@ -179,6 +182,7 @@ def _filled(
     scheme: Scheme | None,
     dtype: torch.dtype,
     device: torch.device,
+    progress: Progress,
 ) -> M:
     """The model that `make` makes for a device, with the weights of the checkpoint in `path`. Raises ModelError."""
     for name, counted in _PARTS.items():
@@ -199,7 +203,7 @@ def _filled(
     model = make(device)
     if scheme is not None:
         adopt(path, model, scheme, located)
-    with weights_of(matched, dtype, frozenset() if kept is None else kept.exact) as fill:
+    with weights_of(matched, dtype, frozenset() if kept is None else kept.exact, progress) as fill:
         model.pack(fill)
     return model
 

@@ -100,8 +100,10 @@ class PoolingEngine(StepLoop):
         config: EngineConfig | None = None,
         *,
         loaded: Callable[[str], None] = lambda phase: None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> PoolingEngine:
-        """Load the Hugging Face or Sentence-Transformers folder at `path`. Raises as `Engine.load`."""
+        """Load the Hugging Face or Sentence-Transformers folder at `path`. Raises as `Engine.load`, whose `loaded` and
+        `progress` these are."""
         config = config or EngineConfig()
         device = device_named(config.device)
         if device.type == "cpu":
@@ -110,9 +112,9 @@ class PoolingEngine(StepLoop):
         arguments = folder, config.dtype, device, config.kernels
         model: Encoder | DecoderRows
         if any(name in ENCODERS for name in architectures(read_config(folder))):
-            model = load_encoder(*arguments, config.deterministic)
+            model = load_encoder(*arguments, config.deterministic, progress)
         else:
-            decoder = load_model(*arguments, deterministic=config.deterministic, headless=True)
+            decoder = load_model(*arguments, deterministic=config.deterministic, progress=progress, headless=True)
             model = DecoderRows(decoder)
         loaded("weights")
         return cls(model, config, folder=folder, version=model_version(folder.resolve()))

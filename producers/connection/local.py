@@ -90,7 +90,8 @@ def _server_in(data_dir: Path) -> str:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"no server is given, and `penstock up` has not run in this directory ({file} holds no port): give a URL, "
-            "or set BROKER_URL; `penstock url`, where a `penstock up` runs, prints its own"
+            "or set BROKER_URL; `penstock url`, where a `penstock up` runs, prints its own (and commands take its data "
+            "directory: --data-dir)"
         ) from error
 
 

@@ -115,7 +115,7 @@ def listed(
 
 def _row(batch: dict[str, Any]) -> str:
     counts = batch["request_counts"]
-    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(batch["created_at"]))
+    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(batch["created_at"]))
     done = f"{counts['completed']} completed, {counts['failed']} failed of {counts['total']}"
     return f"{batch['id']}  {at}  {batch['status']:<11}  {batch['endpoint']}  {done}"
 

@@ -53,8 +53,7 @@ def root() -> typer.Typer:
         add_completion=False,  # `penstock completion` prints the scripts
         pretty_exceptions_show_locals=False,
         help="Event-driven, serverless LLM inference on a queue.",
-        epilog="Begin with: penstock up -- then, in another terminal: penstock submit tiny 'def fibonacci(n):' "
-        "--stream",
+        epilog="Begin with: penstock up -- then, in another terminal: penstock chat tiny",
     )
     app.callback()(_root)
     return app

@@ -165,6 +165,7 @@ def _make(
     from engine.text.config import Config, read_config
     from workers.library.local_models import write_manifest
 
+    show(f"reading {folder.name} and {texts.source}")
     torch.set_num_threads(threads_for(threads, torch.get_num_threads()))
     torch_device = device_named(device or "auto")
     context = Config.of_model(read_config(folder)).context_length()
@@ -175,7 +176,7 @@ def _make(
     )
     if not learnt or not judged:
         raise Failure(f"{texts.source} is too short to calibrate and judge with: give a text of some pages")
-    recipe = quantise(folder, work, recipe, learnt, torch_device, show)
+    recipe = quantise(folder, work, recipe, learnt, torch_device, lambda part: show(f"{part} is done"))
     _copy_rest(folder, work)
     show("comparing the outputs of both models")
     comparison = compare(decoder(folder, torch_device), decoder(work, torch_device), judged)

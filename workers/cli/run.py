@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -38,6 +38,7 @@ from workers.cli.terminal import TextStream, note_if_empty, prompt_text, text_fr
 
 if TYPE_CHECKING:
     from engine import Engine, Event, Request, SamplingParams
+    from engine.declared import Declared
     from workers.cli.client import Gateway
 
 #: Sampling parameters whose results are not printed.
@@ -61,6 +62,19 @@ TEMPERATURE: Final = 0.7
 MAX_ANSWER: Final = 1024
 
 app = Commands("Start here", RUN_STATUS)
+
+
+def _but(field: Declared, text: str) -> Declared:
+    """A sampling parameter with another help text."""
+    return replace(field, option=None if field.option is None else replace(field.option, help=text))
+
+
+#: The sampling parameters of a chat.
+OF_CHATS: Final = (
+    _but(SAMPLING["max_tokens"], f"Most tokens of an answer. Unset: {MAX_ANSWER:,}, and less near the context's end."),
+    _but(SAMPLING["temperature"], f"Sampling temperature. 0: greedy. Unset: the model's own, else {TEMPERATURE}."),
+    *(SAMPLING[name] for name in ("top_p", "seed", "stop")),
+)
 
 
 @app.shown("penstock run tiny 'Write fibonacci(n).' --max-tokens 64 --temperature 0")
@@ -173,7 +187,7 @@ def _events(engine: Engine, request: Request) -> Iterator[Event]:
 
 
 @app.shown("penstock chat tiny --system 'Answer in Python.'", status=CALLER_STATUS)
-@takes(sampling=[SAMPLING[name] for name in ("max_tokens", "temperature", "top_p", "seed", "stop")])
+@takes(sampling=OF_CHATS)
 def chat(
     context: typer.Context,
     model: Model,
@@ -184,8 +198,7 @@ def chat(
 ) -> None:
     """Chat with a model on the terminal. /help shows the chat's own commands.
 
-    Where no URL is given and no gateway at the default one serves the model, a system is started for this chat. Without
-    --max-tokens an answer has at most 1,024 tokens. Without --temperature it is the model's own, else 0.7.
+    Where no URL is given and no gateway at the default one serves the model, a system is started for this chat.
     """
     with _gateway(model, url, named=is_given(context, "url")) as (gateway, name):
         served = {card["id"]: card for card in gateway.models()}

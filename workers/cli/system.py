@@ -162,7 +162,8 @@ class System:
         missing = self.plan.rules.min * len(self.plan.models) - sum(child.serves for child in workers)
         if missing > 0:
             models = ", ".join(model.name for model in self.plan.models)
-            return f"waiting for {missing} worker(s), which load {models}"
+            starting = "".join(f"; {child.program.name}: {child.starting}" for child in workers if child.starting)
+            return f"waiting for {missing} worker(s), which load {models}{starting}"
         return "waiting for the gateway, which loads the tokenizers"
 
     async def stop(self) -> None:

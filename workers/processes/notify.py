@@ -1,10 +1,10 @@
 """Notifications of a process to the one that started it (sd_notify(3)), on the socket named by NOTIFY_SOCKET.
 
 READY=1                      it serves
-STATUS=TEXT                  before READY=1: a description of its start, for people
+STATUS=TEXT                  a description of its start, for people: with READY=1 of the whole, before it what it is at
 X_PENSTOCK_LEASE=NAME        it is about to take this lease
 
-`notify_ready` and `notify_lease` send them; `Readiness` receives those of a child process.
+`notify_ready`, `notify_start` and `notify_lease` send them; `Readiness` receives those of a child process.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ def notify_ready(status: str = "") -> None:
     _send(f"STATUS={status}\nREADY=1")
 
 
+def notify_start(status: str) -> None:
+    """Tell what this process, which does not serve yet, is at."""
+    _send(f"STATUS={status}")
+
+
 def notify_lease(incarnation: str) -> None:
     """Tell that this process is about to take a lease, which nobody needs any more once the process has ended."""
     _send(f"{LEASE}={incarnation}")
@@ -50,14 +55,21 @@ def _send(lines: str) -> None:
 
 
 class Readiness:
-    """The socket of one child, on this event loop. `on_ready(status)` is called for each process of it that serves.
+    """The socket of one child, on this event loop. `on_ready(status)` is called for each process of it that serves,
+    `on_start(status)` when one says what it is at before.
 
     `leased(name, pid)` gets each lease, and the process that sent it; None if the system does not say: then the
     socket lies in a folder that only this user may enter.
     """
 
-    def __init__(self, on_ready: Callable[[str], None], leased: Callable[[str, int | None], None]) -> None:
+    def __init__(
+        self,
+        on_ready: Callable[[str], None],
+        leased: Callable[[str, int | None], None],
+        on_start: Callable[[str], None] = lambda status: None,
+    ) -> None:
         self._on_ready = on_ready
+        self._on_start = on_start
         self._leased = leased
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -94,14 +106,14 @@ class Readiness:
                     self._take(data.decode(errors="replace"), sender)
 
     def _take(self, message: str, sender: int | None) -> None:
-        status = ""
-        for line in message.split("\n"):
-            name, _, value = line.partition("=")
-            if name == "STATUS":
-                status = value
-            elif line == "READY=1":
-                self._on_ready(status)
-            elif name == LEASE:
+        pairs = [line.partition("=") for line in message.split("\n")]
+        fields = {name: value for name, _, value in pairs}
+        if fields.get("READY") == "1":
+            self._on_ready(fields.get("STATUS", ""))
+        elif "STATUS" in fields:
+            self._on_start(fields["STATUS"])
+        for name, _, value in pairs:
+            if name == LEASE:
                 self._leased(value, sender)
 
 

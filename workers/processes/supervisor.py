@@ -106,6 +106,8 @@ class Child:
         """Whether any of its processes has served, not only the current one."""
         self.status = ""
         """The status line of the last process that served, for people."""
+        self.starting = ""
+        """What a process is at that does not serve yet, for people; empty where it has not said so."""
         self._serves_since: float | None = None
         self.lines: deque[str] = deque(maxlen=LINES)
         """The last lines of its output and of what happened to it."""
@@ -136,7 +138,7 @@ class Child:
     async def start(self) -> None:
         """Start the program. Raises OSError if it cannot be run."""
         if self.program.notifies:
-            self._readiness = Readiness(self._serves, self._leased)
+            self._readiness = Readiness(self._serves, self._leased, self._starts)
             variable = {"NOTIFY_SOCKET": self._readiness.address}
             self.program = replace(self.program, env={**self.program.env, **variable})
         try:
@@ -174,8 +176,11 @@ class Child:
             await asyncio.wait(pending, timeout=1.0)
         return bool(done)
 
+    def _starts(self, status: str) -> None:
+        self.starting = status
+
     def _serves(self, status: str = "") -> None:
-        self.served, self.status = True, status
+        self.served, self.status, self.starting = True, status, ""
         self._serves_since = time.monotonic()
         if not self._spawning:
             self.on_serve()
@@ -257,7 +262,7 @@ class Child:
         return True
 
     async def _spawn(self) -> None:
-        self._serves_since, self.output = None, deque(maxlen=LINES)
+        self._serves_since, self.starting, self.output = None, "", deque(maxlen=LINES)
         ours, theirs = os.pipe()
         self._spawning = True
         try:

@@ -34,7 +34,8 @@ from workers.connect import LOST, check_queues, check_servers, connect
 from workers.errors import Refused
 from workers.flow.probe import check_model
 from workers.library import find_model, verify
-from workers.processes.notify import notify_ready
+from workers.processes.notify import notify_ready, notify_start
+from workers.progress import bytes_bar
 from workers.runtime.aws import SpotNotice, TaskProtection
 from workers.runtime.cold_start import COLD_START
 from workers.runtime.health import Health
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 #: A store that does not take what must be in it before this worker can serve is asked again after this long.
 RETRY_S: Final = 1.0
+#: Time (s) between two notifications of how much of the weights is read.
+READING_S: Final = 0.25
 #: Longest time (s) for which imports keep the load, which needs the interpreter often and for short, from going on.
 TURN_S: Final = 0.0005
 
@@ -223,6 +226,7 @@ def load_engine(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, byt
     COLD_START.mark("imports")
     model_files = find_model(model, say=logger.info)
     folder = model_files.folder
+    notify_start("checking the model's files")
     verify(folder, say=logger.info)
     if "draft_model" in options:
         draft = find_model(options["draft_model"], say=logger.info).folder
@@ -230,13 +234,26 @@ def load_engine(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, byt
         options = options | {"draft_model": str(draft)}
     try:
         kind = Engine if purpose(folder, read_config(folder)) == "generate" else PoolingEngine
-        engine = kind.load(folder, EngineConfig(**options), loaded=COLD_START.mark)
+        reading = _Reading().notify
+        engine = kind.load(folder, EngineConfig(**options), loaded=COLD_START.mark, progress=reading)
     except EngineError as exc:
         raise Refused(f"cannot serve {folder}: {exc}") from exc
     if engine.card is None:
         raise Refused(f"cannot serve {folder}: it has no tokenizer.json")
     engine.card = replace(engine.card, name=model_files.name)
     return engine, ModelCard.tokenizer_files(folder)
+
+
+class _Reading:
+    """Tells those who wait for this worker how much of the weights it has read, now and then."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def notify(self, done: int, total: int) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + READING_S
+            notify_start(f"reading weights {bytes_bar(done, total)}")
 
 
 def pool_of(engine: Any) -> keys.Pool:

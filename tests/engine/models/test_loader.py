@@ -76,6 +76,15 @@ def test_files_beside_the_checkpoint_are_not_part_of_it(tmp_path: Path) -> None:
     assert count_parameters(tmp_path) == parameters
 
 
+def test_what_is_read_is_told_after_each_tensor(tmp_path: Path) -> None:
+    write_model(tmp_path, shards=3)
+    told: list[tuple[int, int]] = []
+    load_model(tmp_path, "auto", CPU, progress=lambda done, total: told.append((done, total)))
+    whole = sum(tensor.stored.nbytes for tensor in locate(tmp_path).values())
+    assert told == sorted(told)
+    assert (told[-1], {total for _, total in told}) == ((whole, whole), {whole})
+
+
 def test_weights_are_rounded_to_the_dtype_also_in_wider_places(tmp_path: Path) -> None:
     write_model(tmp_path)
     targets = places(tmp_path)

@@ -27,7 +27,7 @@ from tests.workers.cli.running_up import lives
 from workers.cli import supervised
 from workers.processes import notify as readinesses
 from workers.processes import supervisor
-from workers.processes.notify import Readiness, notify_lease, notify_ready
+from workers.processes.notify import Readiness, notify_lease, notify_ready, notify_start
 from workers.processes.supervisor import Program
 from workers.runtime import signals
 
@@ -218,6 +218,18 @@ class TestReadiness:
                 notify_ready(status)
                 async with asyncio.timeout(60):
                     assert await heard.get() == status
+        finally:
+            readiness.close()
+
+    async def test_says_before_what_the_program_is_at(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        heard: asyncio.Queue[str] = asyncio.Queue()
+        readiness = Readiness(lambda status: heard.put_nowait(f"ready: {status}"), lambda *_: None, heard.put_nowait)
+        try:
+            monkeypatch.setenv("NOTIFY_SOCKET", readiness.address)
+            notify_start("reading weights")
+            notify_ready("Ready in 2 s")
+            async with asyncio.timeout(60):
+                assert [await heard.get() for _ in range(2)] == ["reading weights", "ready: Ready in 2 s"]
         finally:
             readiness.close()
 

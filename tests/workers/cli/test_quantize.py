@@ -89,7 +89,7 @@ def test_what_a_person_reads_begins_with_what_it_is(
     if before is not None:
         (model / "README.md").write_text(before)
     quantize(model, tmp_path / "out", "--method", "nearest", "--calibration", folder.parent / "text.py")
-    assert re.fullmatch(r"layer (\d+) of \1", progress_texts[-2])
+    assert re.fullmatch(r"layer (\d+) of \1 is done", progress_texts[-2])
     assert progress_texts[-1] == "comparing the outputs of both models"
     said = (tmp_path / "out/README.md").read_text()
     fields = FIELDS if before and before.startswith(FIELDS) else ""

@@ -10,12 +10,13 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from workers.cli.exits import Failure
 from workers.cli.system import Plan, System, conduct, tell_who_follows
+from workers.library import ResolvedModel
 from workers.runtime import signals
 
 
@@ -118,3 +119,16 @@ async def test_an_up_beside_another_says_that_it_scales_nothing(leads: bool, tro
     scaler: Any = SimpleNamespace(leads=leads, unready=lambda: trouble)
     await tell_who_follows(scaler, lambda name, line: said.append(line), after_s=0)
     assert len(said) == told
+
+
+def test_a_start_says_what_its_workers_are_at(tmp_path: Path) -> None:
+    model = ResolvedModel("large", tmp_path)
+    system = System(Plan((model,), tmp_path), lambda name, line: None)
+    assert system.awaited() == "waiting for the server"
+    worker = SimpleNamespace(program=SimpleNamespace(name="worker"), serves=False, starting="")
+    system._services, system._pools = cast(Any, {"gateway": None}), cast(Any, SimpleNamespace(children=[worker]))
+    assert system.awaited() == "waiting for 1 worker(s), which load large"
+    worker.starting = "reading weights [##] 10%"
+    assert system.awaited() == "waiting for 1 worker(s), which load large; worker: reading weights [##] 10%"
+    worker.serves = True
+    assert system.awaited() == "waiting for the gateway, which loads the tokenizers"

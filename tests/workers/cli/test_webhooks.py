@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,6 +18,8 @@ from tests.producers.gateway.conftest import QUEUE, Door
 from tests.receiver import Process, Receiver
 from tests.waiting import until
 from tests.workers.cli.conftest import Run
+from workers.cli import webhooks
+from workers.cli.webhooks import KnownSecrets
 
 PAGE = (Path(__file__).parents[3] / "docs" / "use" / "webhooks.md").read_text("utf-8")
 LOCAL = "127.0.0.0/8"
@@ -105,6 +108,28 @@ def test_a_listener_hears_of_tasks_of_every_tenant_that_is_named_since(
         assert len(listener.events(3)) == 3
         forged = {"webhook-id": "x", "webhook-timestamp": "1", "webhook-signature": "v1,AAAA"}
         assert httpx.post(listener.url, content=b"{}", headers=forged).status_code == 400
+
+
+def test_bad_signatures_have_the_secrets_read_again_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept, reads = [100.0], list[float](), list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    def read() -> list[str]:
+        reads.append(now[0])
+        return ["first", "new"]
+
+    monkeypatch.setattr(webhooks, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    known = KnownSecrets(["first"], read)
+    for _ in range(3):  # all came before the read
+        assert known.read_again() == known.secrets == ["first", "new"]
+    assert (reads, slept) == ([100.0], [0.0])
+    now[0] += 0.25
+    known.read_again()
+    assert (reads, slept) == ([100.0, 101.0], [0.0, 0.75])
+    assert KnownSecrets(["of an endpoint"], None).read_again() == ["of an endpoint"]
 
 
 def test_what_the_page_says_verifies_an_event(
