@@ -29,7 +29,7 @@ from workers.cli.options import (
     complete_model,
     find_models,
     finite,
-    is_given,
+    is_set,
 )
 from workers.cli.terminal import aligned, note, say
 
@@ -66,7 +66,7 @@ app = Commands("Models", PROCESS_STATUS, "models", "List, show, pull, publish an
 @app.shown("penstock models ls --json", "ls")
 def listed(context: typer.Context, as_json: JsonOutput = False, url: Url = DEFAULT_URL) -> None:
     """List bundled and pulled models, and those that a gateway serves: of the default URL only if it answers."""
-    rows = [*_here(), *_served(url, named=is_given(context, "url"))]
+    rows = [*_here(), *_served(url, named=is_set(context, "url"))]
     if as_json:
         typer.echo(json.dumps(rows))
         return

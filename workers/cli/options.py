@@ -359,7 +359,7 @@ def _bias(text: str) -> tuple[int, float]:
         raise Failure(f"--logit-bias is {text!r}; it must be ID=NUMBER, such as 318=-100") from None
 
 
-def is_given(context: typer.Context, name: str) -> bool:
+def is_set(context: typer.Context, name: str) -> bool:
     """Whether a parameter of the command is on its line or in the environment."""
     source = context.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"

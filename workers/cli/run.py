@@ -31,7 +31,7 @@ from workers.cli.options import (
     Prompt,
     Url,
     find_models,
-    is_given,
+    is_set,
     takes,
 )
 from workers.cli.terminal import TextStream, note_if_empty, prompt_text, text_from
@@ -64,15 +64,17 @@ MAX_ANSWER: Final = 1024
 app = Commands("Start here", RUN_STATUS)
 
 
-def _but(field: Declared, text: str) -> Declared:
+def _with_help(field: Declared, text: str) -> Declared:
     """A sampling parameter with another help text."""
     return replace(field, option=None if field.option is None else replace(field.option, help=text))
 
 
 #: The sampling parameters of a chat.
 OF_CHATS: Final = (
-    _but(SAMPLING["max_tokens"], f"Most tokens of an answer. Unset: {MAX_ANSWER:,}, and less near the context's end."),
-    _but(SAMPLING["temperature"], f"Sampling temperature. 0: greedy. Unset: the model's own, else {TEMPERATURE}."),
+    _with_help(
+        SAMPLING["max_tokens"], f"Most tokens of an answer. Unset: {MAX_ANSWER:,}, less near the context's end."
+    ),
+    _with_help(SAMPLING["temperature"], f"Sampling temperature. 0: greedy. Unset: the model's, else {TEMPERATURE}."),
     *(SAMPLING[name] for name in ("top_p", "seed", "stop")),
 )
 
@@ -200,7 +202,7 @@ def chat(
 
     Where no URL is given and no gateway at the default one serves the model, a system is started for this chat.
     """
-    with _gateway(model, url, named=is_given(context, "url")) as (gateway, name):
+    with _gateway(model, url, named=is_set(context, "url")) as (gateway, name):
         served = {card["id"]: card for card in gateway.models()}
         if name not in served:
             raise Failure(f"{gateway.url} serves no model {name!r}; it has: {', '.join(sorted(served)) or 'none'}")

@@ -321,7 +321,7 @@ def listen(
         secrets = [checked_secret(secret, SECRET)] if secret else read()
     except InvalidTask as error:
         raise Failure(str(error)) from None
-    known = KnownSecrets(secrets, None if secret or tenant is not None else read)
+    signing = SigningSecrets(secrets, None if secret or tenant is not None else read)
 
     def verified(body: bytes, headers: dict[str, str], secrets: list[str]) -> Any:
         for key in secrets:
@@ -331,9 +331,9 @@ def listen(
 
     def received(body: bytes, headers: dict[str, str]) -> None:
         try:
-            event = verified(body, headers, known.secrets)
+            event = verified(body, headers, signing.secrets)
         except WebhookVerificationError:
-            event = verified(body, headers, known.read_again())
+            event = verified(body, headers, signing.read_again())
         line = json.dumps(event) if as_json else f"{event['type']}  {event['data']['id']}  {event['id']}  verified"
         typer.echo(line)
 
@@ -403,7 +403,7 @@ def _say_line(line: str) -> None:
     say(line.replace("\n", " "))
 
 
-class KnownSecrets:
+class SigningSecrets:
     """The secrets that webhooks are verified with. `read` gives those of all tenants; None: they stay as they are.
 
     Anybody may send bad signatures, and reading takes the store's time: it is done once in REREAD_S at most, for all

@@ -19,7 +19,7 @@ from tests.receiver import Process, Receiver
 from tests.waiting import until
 from tests.workers.cli.conftest import Run
 from workers.cli import webhooks
-from workers.cli.webhooks import KnownSecrets
+from workers.cli.webhooks import SigningSecrets
 
 PAGE = (Path(__file__).parents[3] / "docs" / "use" / "webhooks.md").read_text("utf-8")
 LOCAL = "127.0.0.0/8"
@@ -122,14 +122,14 @@ def test_bad_signatures_have_the_secrets_read_again_once_in_a_while(monkeypatch:
         return ["first", "new"]
 
     monkeypatch.setattr(webhooks, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    known = KnownSecrets(["first"], read)
+    secrets = SigningSecrets(["first"], read)
     for _ in range(3):  # all came before the read
-        assert known.read_again() == known.secrets == ["first", "new"]
+        assert secrets.read_again() == secrets.secrets == ["first", "new"]
     assert (reads, slept) == ([100.0], [0.0])
     now[0] += 0.25
-    known.read_again()
+    secrets.read_again()
     assert (reads, slept) == ([100.0, 101.0], [0.0, 0.75])
-    assert KnownSecrets(["of an endpoint"], None).read_again() == ["of an endpoint"]
+    assert SigningSecrets(["of an endpoint"], None).read_again() == ["of an endpoint"]
 
 
 def test_what_the_page_says_verifies_an_event(
