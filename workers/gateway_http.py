@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from workers.errors import Refused
@@ -34,12 +35,13 @@ class Event(NamedTuple):
 
 
 class EventStream:
-    """The parser of one stream. Lines end with LF, CR or CRLF. Comments, `retry` and unknown fields are passed over,
-    and no byte order mark is looked for."""
+    """The parser of one stream. Lines end with LF, CR or CRLF. `retry` and unknown fields are passed over, and no byte
+    order mark is looked for. `comment` gets the text of each comment."""
 
-    __slots__ = ("_data", "_id", "_kind", "_last", "_partial")
+    __slots__ = ("_comment", "_data", "_id", "_kind", "_last", "_partial")
 
-    def __init__(self) -> None:
+    def __init__(self, comment: Callable[[str], None] = lambda text: None) -> None:
+        self._comment = comment
         self._partial = b""  # the beginning of a line that has not ended
         self._last = b""  # the last byte
         self._kind = self._id = ""
@@ -67,6 +69,8 @@ class EventStream:
             self._kind = value.removeprefix(" ")
         elif name == "id" and "\0" not in value:
             self._id = value.removeprefix(" ")
+        elif not name and line:
+            self._comment(value.removeprefix(" "))
         elif not line:
             kind, data, self._kind, self._data = self._kind, self._data, "", []
             return Event(kind or "message", "\n".join(data), self._id) if data else None

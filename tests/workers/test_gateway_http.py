@@ -50,6 +50,13 @@ def test_events_are_the_same_wherever_the_stream_is_cut(stream: bytes) -> None:
         assert parser.within == (stream in BROKEN)
 
 
+def test_comments_are_told() -> None:
+    comments: list[str] = []
+    parser = EventStream(comments.append)
+    assert parser.feed(b": waits for: a worker\n\n:\n\n: still here\r\n\r\ndata: :x\n\n") == messages(":x")
+    assert comments == ["waits for: a worker", "", "still here"]
+
+
 def test_an_event_is_given_with_the_piece_that_ends_it() -> None:
     parser = EventStream()
     given = [len(parser.feed(piece)) for piece in (b"data: a\r\n\r", b"\n", b"data: b\n", b"\ndata: c", b"\n\n")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
@@ -26,8 +26,14 @@ PATIENCE_S: Final = 30.0
 FINAL: Final = frozenset({"completed", "failed", "cancelled", "incomplete"})
 #: Statuses of a batch that has ended.
 ENDED: Final = frozenset({"completed", "failed", "expired", "cancelled"})
+#: What a comment in a stream begins with that says what the stream waits for.
+WAITS_FOR: Final = "waits for: "
 #: Bytes of a file sent or received at a time.
 PIECE: Final = 1 << 18
+
+
+def ignore(text: str) -> None:
+    """Does nothing with what a stream waits for."""
 
 
 class Unreachable(Failure):
@@ -119,10 +125,13 @@ class Gateway:
             return False
         return True
 
-    def events(self, task_id: str, start: int = 0, patience: float = PATIENCE_S) -> Iterator[dict[str, Any]]:
+    def events(
+        self, task_id: str, start: int = 0, patience: float = PATIENCE_S, waits: Callable[[str], None] = ignore
+    ) -> Iterator[dict[str, Any]]:
         """Events from position `start` on, each with its kind as `event`; the last is `end`.
 
-        A broken stream is resumed, until the gateway has been away for `patience` seconds.
+        A broken stream is resumed, until the gateway has been away for `patience` seconds. `waits`: gets what the task
+        waits for, now and then while nothing comes.
         """
         away_since: float | None = None
         pause = 0.05
@@ -131,7 +140,7 @@ class Gateway:
                 with self._request("GET", path_of("tasks", task_id, f"/events?from={start}")) as response:
                     if response.status == 204:  # the stream ended before `start`
                         return
-                    for event in _events(response):
+                    for event in _events(response, waits):
                         data: dict[str, Any] = json.loads(event.data)
                         if event.kind == "error":
                             raise Refused(404 if data["error"]["code"] == "task_not_found" else 503, data["error"])
@@ -148,14 +157,16 @@ class Gateway:
             time.sleep(pause)
             pause = min(1.0, 2 * pause)
 
-    def chat(self, request: Mapping[str, Any], end: dict[str, Any] | None = None) -> Generator[str]:
+    def chat(
+        self, request: Mapping[str, Any], end: dict[str, Any] | None = None, waits: Callable[[str], None] = ignore
+    ) -> Generator[str]:
         """The answer to `messages` as it comes, from /v1/chat/completions. Closing the generator cancels it.
 
-        `end`: gets the answer's `usage` and `finish_reason`, once they are known."""
+        `end`: gets the answer's `usage` and `finish_reason`, once they are known. `waits`: as of `events`."""
         about = {} if end is None else end
         body = {**request, "stream": True, "stream_options": {"include_usage": True}}
         with self._request("POST", "/v1/chat/completions", body) as response:
-            for event in _events(response):
+            for event in _events(response, waits):
                 if event.data == "[DONE]":
                     return
                 chunk: dict[str, Any] = json.loads(event.data)
@@ -252,9 +263,15 @@ class Gateway:
             connection.close()
 
 
-def _events(response: HTTPResponse) -> Iterator[Event]:
-    """The events of an answer as they come. Raises ValueError for a stream that ends within one."""
-    stream = EventStream()
+def _events(response: HTTPResponse, waits: Callable[[str], None]) -> Iterator[Event]:
+    """The events of an answer as they come. `waits`: gets what it waits for, as its comments say it. Raises ValueError
+    for a stream that ends within an event."""
+
+    def comment(text: str) -> None:
+        if text.startswith(WAITS_FOR):
+            waits(text.removeprefix(WAITS_FOR))
+
+    stream = EventStream(comment)
     while piece := response.read1():
         yield from stream.feed(piece)
     if stream.within:

@@ -34,7 +34,7 @@ from workers.cli.options import (
     is_set,
     takes,
 )
-from workers.cli.terminal import TextStream, note_if_empty, prompt_text, text_from
+from workers.cli.terminal import TextStream, WaitNotes, note_if_empty, prompt_text, text_from
 
 if TYPE_CHECKING:
     from engine import Engine, Event, Request, SamplingParams
@@ -363,17 +363,17 @@ class Chat:
         `Gateway.chat`."""
         from workers.cli.client import Refused
 
-        request = {**self.fields, "messages": messages}
+        request, waits = {**self.fields, "messages": messages}, WaitNotes().show
         if "max_tokens" not in request:
             try:
-                yield from self.gateway.chat({**request, "max_tokens": MAX_ANSWER}, end)
+                yield from self.gateway.chat({**request, "max_tokens": MAX_ANSWER}, end, waits)
             except Refused as refused:
                 if refused.error.get("param") != "max_tokens":
                     raise
             else:
                 return
         # There is less room than MAX_ANSWER, or it was set: the gateway's own limit is what is left.
-        yield from self.gateway.chat(request, end)
+        yield from self.gateway.chat(request, end, waits)
 
 
 def _about(end: dict[str, Any], took_s: float) -> str:

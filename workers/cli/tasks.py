@@ -12,11 +12,22 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from workers.cli.client import FINAL, Gateway, Refused
+from workers.cli.client import FINAL, Gateway, Refused, ignore
 from workers.cli.commands import Commands
 from workers.cli.exits import CALLER_STATUS, Exit, Failure
 from workers.cli.options import DEFAULT_URL, SAMPLING, AsChat, OpenObjects, Prompt, Url, takes
-from workers.cli.terminal import JsonLines, TextStream, choices, note, note_if_empty, prompt_text, say, text_from
+from workers.cli.terminal import (
+    JsonLines,
+    TextStream,
+    WaitNotes,
+    choices,
+    note,
+    note_if_empty,
+    prompt_text,
+    say,
+    text_from,
+)
+from workers.progress import Progress
 
 TaskId = Annotated[str, typer.Argument(metavar="ID", help="The task's id, as `penstock submit` printed it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON: one object, or one event a line for a stream.")]
@@ -150,14 +161,16 @@ def result(
     gateway = Gateway(url)
     give_up = None if timeout is None else time.monotonic() + timeout
     pause = 0.02
-    while (task := gateway.task(task_id))["status"] not in FINAL:
-        remaining = pause if give_up is None else give_up - time.monotonic()
-        if remaining <= 0:
-            raise Failure(
-                f"task {task_id} is still {task['status']} after {timeout:g} s; it was not cancelled", Exit.TIMEOUT
-            )
-        time.sleep(min(pause, remaining))
-        pause = min(0.5, 1.5 * pause)
+    with Progress(quiet=as_json) as progress:
+        while (task := gateway.task(task_id))["status"] not in FINAL:
+            progress.show(f"{task['status']} (why: penstock explain {task_id})")
+            remaining = pause if give_up is None else give_up - time.monotonic()
+            if remaining <= 0:
+                raise Failure(
+                    f"task {task_id} is still {task['status']} after {timeout:g} s; it was not cancelled", Exit.TIMEOUT
+                )
+            time.sleep(min(pause, remaining))
+            pause = min(0.5, 1.5 * pause)
     say(json.dumps(task) if as_json else choices(task["choices"]))
     if not as_json and task["status"] not in ("failed", "cancelled"):
         note_if_empty(output["text"] for output in task["choices"])
@@ -291,7 +304,7 @@ def _follow(gateway: Gateway, task: dict[str, Any], start: int, as_json: bool) -
     last: dict[str, Any] = {"event": "none", "position": start - 1}
     is_empty = start == 0
     try:
-        for last in gateway.events(task["id"], start):
+        for last in gateway.events(task["id"], start, waits=ignore if as_json else WaitNotes().show):
             shown.show(last)
             is_empty = is_empty and not last.get("text")
     except KeyboardInterrupt:

@@ -45,6 +45,18 @@ def note_if_empty(texts: Iterable[str]) -> None:
         note("(the model ended without any text)")
 
 
+class WaitNotes:
+    """Prints what a stream waits for on standard error, each reason once."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def show(self, text: str) -> None:
+        if text != self._last:
+            self._last = text
+            note(f"(waits for: {printable(text, terminal=True)})")
+
+
 def relayed(name: str, line: str) -> None:
     """Print a line of a child process. Where nobody reads the output any more, this process goes on serving."""
     with suppress(OSError):

@@ -55,6 +55,16 @@ class TestStream:
         assert positions(Gateway(scripted.url)) == [0, 1, 2]
         assert scripted.paths == ["/v1/tasks/t/events?from=0"]
 
+    def test_says_what_it_waits_for_once_a_reason_and_not_with_json(self, run: Run, scripted: Scripted) -> None:
+        comments = ["waits for: a worker\x1b[2J", "waits for: a worker\x1b[2J", "still here", "waits for: its turn"]
+        end = {"position": 0, "status": "completed", "finish_reasons": ["stop"], "usage": {}, "error": None}
+        lines = "".join(f": {comment}\n\n" for comment in comments) + f"event: end\ndata: {json.dumps(end)}\n\n"
+        task = send(200, json.dumps({"id": "t", "n": 1}).encode())
+        scripted.answers = [task, send(200, lines.encode())] * 2
+        ran = run("tail", "t", "--url", scripted.url)
+        assert ran.err.splitlines()[:2] == ["(waits for: a worker\u241b[2J)", "(waits for: its turn)"]
+        assert run("tail", "t", "--url", scripted.url, "--json").err == ""
+
     def test_that_breaks_is_taken_up_where_it_broke(self, scripted: Scripted) -> None:
         away = send(503, b'{"error": {"message": "m", "code": "c", "param": null}}')
         scripted.answers = [
