@@ -226,7 +226,7 @@ def _gateway(model: str, url: str, *, named: bool) -> Iterator[tuple[Gateway, st
     with suppress(Failure):  # none answers there, or it asks for a key
         served = any(card["id"] == name for card in Gateway(url).models())
     if served:
-        typer.echo(f"{name} is served at {url}", err=True)
+        typer.echo(f"{name}, through the gateway at {url}", err=True)
         yield Gateway(url), name
         return
 

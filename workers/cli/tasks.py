@@ -158,19 +158,11 @@ def result(
     url: Url = DEFAULT_URL,
 ) -> None:
     """Wait until a task ends and print its text."""
-    gateway = Gateway(url)
-    give_up = None if timeout is None else time.monotonic() + timeout
-    pause = 0.02
-    with Progress(quiet=as_json) as progress:
-        while (task := gateway.task(task_id))["status"] not in FINAL:
-            progress.show(f"{task['status']} (why: penstock explain {task_id})")
-            remaining = pause if give_up is None else give_up - time.monotonic()
-            if remaining <= 0:
-                raise Failure(
-                    f"task {task_id} is still {task['status']} after {timeout:g} s; it was not cancelled", Exit.TIMEOUT
-                )
-            time.sleep(min(pause, remaining))
-            pause = min(0.5, 1.5 * pause)
+    try:
+        with Progress(quiet=as_json) as progress:
+            task = _ended(Gateway(url), task_id, timeout, progress)
+    except KeyboardInterrupt:
+        raise Failure(f"interrupted; the task goes on: penstock result {task_id}", Exit.INTERRUPTED) from None
     say(json.dumps(task) if as_json else choices(task["choices"]))
     if not as_json and task["status"] not in ("failed", "cancelled"):
         note_if_empty(output["text"] for output in task["choices"])
@@ -285,6 +277,22 @@ def delete(
             typer.echo(json.dumps(answer) if as_json else task_id)
     if refused:
         raise Failure(f"{len(refused)} of {len(task_ids)} tasks are not deleted", refused[-1].status)
+
+
+def _ended(gateway: Gateway, task_id: str, timeout: float | None, progress: Progress) -> dict[str, Any]:
+    """The task, once it has ended. Raises Failure, also after `timeout` seconds."""
+    give_up = None if timeout is None else time.monotonic() + timeout
+    pause = 0.02
+    while (task := gateway.task(task_id))["status"] not in FINAL:
+        progress.show(f"{task['status']} (why: penstock explain {task_id})")
+        remaining = pause if give_up is None else give_up - time.monotonic()
+        if remaining <= 0:
+            raise Failure(
+                f"task {task_id} is still {task['status']} after {timeout:g} s; it was not cancelled", Exit.TIMEOUT
+            )
+        time.sleep(min(pause, remaining))
+        pause = min(0.5, 1.5 * pause)
+    return task
 
 
 def _attempt(attempt: dict[str, Any]) -> str:

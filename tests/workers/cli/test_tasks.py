@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from redis import Redis
@@ -24,6 +26,7 @@ from producers.store import protocol
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door, until
 from tests.workers.cli.conftest import Ran, Run
+from workers.cli import tasks
 
 
 def task_of(valkey: Redis, task_id: str) -> dict[str, object]:
@@ -250,6 +253,18 @@ class TestResult:
         serving = served(worker, "a", "b")
         assert penstock("result", task_id) == Ran(0, "ab\n", "")
         serving.join()
+
+    def test_that_is_interrupted_names_the_command_that_goes_on(
+        self, penstock: Run, monkeypatch: pytest.MonkeyPatch, progress_texts: list[str]
+    ) -> None:
+        def interrupted(seconds: float) -> None:
+            raise KeyboardInterrupt
+
+        task_id = submitted(penstock)
+        monkeypatch.setattr(tasks, "time", SimpleNamespace(monotonic=time.monotonic, sleep=interrupted))
+        ran = penstock("result", task_id)
+        assert (ran.status, progress_texts) == (130, [f"queued (why: penstock explain {task_id})"])
+        assert f"the task goes on: penstock result {task_id}" in ran.err
 
     def test_prints_the_task_as_json(self, penstock: Run, worker: FakeWorker) -> None:
         task_id = submitted(penstock)
