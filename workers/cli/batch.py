@@ -171,12 +171,13 @@ def _wait(
 
 
 def _ended(gateway: Gateway, batch_id: str, timeout: float | None, *, quiet: bool) -> dict[str, Any]:
-    """The batch, once it has ended. Shows its progress. Raises Failure, also after `timeout` seconds."""
+    """The batch, once it has ended. Shows its progress. Raises Failure, also after `timeout` seconds, and at once where
+    no gateway answers at first: one that goes away later is waited for."""
     give_up = None if timeout is None else time.monotonic() + timeout
     pause = 0.1
+    batch = gateway.batch(batch_id)
     with Progress(quiet=quiet) as progress:
         while True:
-            batch = _patiently(lambda: gateway.batch(batch_id))
             progress.show(_progress(batch))
             if batch["status"] in ENDED:
                 return batch
@@ -186,6 +187,7 @@ def _ended(gateway: Gateway, batch_id: str, timeout: float | None, *, quiet: boo
                 raise Failure(message, Exit.TIMEOUT)
             time.sleep(min(pause, remaining))
             pause = min(LOOK_S, 1.5 * pause)
+            batch = _patiently(lambda: gateway.batch(batch_id), progress)
 
 
 def _write(gateway: Gateway, batch: dict[str, Any], output: Path | None, errors: Path | None) -> None:
@@ -263,8 +265,9 @@ def _opened(path: Path) -> BinaryIO:
         return open(path, "wb")
 
 
-def _patiently(call: Callable[[], T]) -> T:
-    """Returns the result of the call, which is repeated while the gateway is away, for PATIENCE_S."""
+def _patiently(call: Callable[[], T], progress: Progress | None = None) -> T:
+    """Returns the result of the call, which is repeated while the gateway is away, for PATIENCE_S. `progress` says
+    so."""
     give_up, pause = time.monotonic() + PATIENCE_S, 0.1
     while True:
         try:
@@ -272,6 +275,8 @@ def _patiently(call: Callable[[], T]) -> T:
         except Unreachable:
             if time.monotonic() > give_up:
                 raise
+            if progress is not None:
+                progress.show("the gateway does not answer: trying again")
         time.sleep(pause)
         pause = min(LOOK_S, 2 * pause)
 

@@ -16,7 +16,8 @@ from producers.contract import keys
 from producers.store import batches, files
 from producers.store.blobs import FolderBlobs
 from tests.producers.gateway.conftest import Door, until
-from tests.workers.cli.conftest import Run
+from tests.workers.cli.conftest import Answer, Run, Scripted, send
+from tests.workers.cli.test_client import broken
 
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "tiny", "prompt": "x"}}
 
@@ -136,6 +137,21 @@ class TestWait:
         ran = penstock("batch", "wait", batch_id)
         assert (ran.status, ran.out) == (1, "some\n")
         assert "has expired, with 1 of 2 requests completed" in ran.err
+
+    def test_waits_for_a_gateway_that_goes_away_and_not_for_one_that_never_was(
+        self, run: Run, scripted: Scripted, progress_texts: list[str]
+    ) -> None:
+        counts = {"completed": 0, "failed": 0, "total": 0}
+        batch = {"id": "b", "request_counts": counts, "output_file_id": None, "error_file_id": None}
+
+        def answer(status: str) -> Answer:
+            return send(200, json.dumps({**batch, "status": status}).encode())
+
+        scripted.answers = [answer("validating"), broken, answer("completed")]
+        ran = run("batch", "wait", "b", "--url", scripted.url)
+        assert (ran.status, ran.err) == (0, "0 of 0 requests completed\n")
+        assert progress_texts == ["validating", "the gateway does not answer: trying again", "completed"]
+        assert run("batch", "wait", "b", "--url", "http://127.0.0.1:1").status == 3
 
     def test_gives_up_in_time(self, penstock: Run, requests: Path) -> None:
         ran = penstock("batch", "wait", submitted(penstock, requests), "--timeout", "0")
