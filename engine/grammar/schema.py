@@ -25,8 +25,11 @@ MARK: Final = "penstock:"
 DIGITS: Final = 15
 DECIMALS: Final = 10
 _MOST: Final = 10**DIGITS - 1
-#: A number is to be a multiple of this: then it has at most DECIMALS decimals, and no exponent.
+#: A number is to be a multiple of this: then it has at most DECIMALS decimals, and no exponent. llguidance reads no finer
+#: power of ten.
 STEP: Final = 1e-10
+#: Where there are fewer steps between the bounds of a number, it may be finer.
+_FEWEST: Final = 10
 #: The widest bounds that llguidance reads, of integers and of numbers.
 _INTEGERS: Final = (-(2**63) + 1024, 2**63 - 1)
 _NUMBERS: Final = (-9 * 10**18, 9 * 10**18)
@@ -175,14 +178,22 @@ class _Facts:
 
     `names`: of the properties -> whether one of its schemas describes it; others are only required. `listed`: whether
     `properties` is given. `open`: whether something says which other properties there may be, or cannot be read.
-    `numeric`: whether a number may be there. `limited`: whether its size or steps are.
+    `kinds`: the types that are named. `items`: whether something says what lists may have. `stepped`: whether numbers are
+    to be multiples. `wide`: whether they may be larger than by default.
     """
 
     names: dict[str, bool] = field(default_factory=dict)
     listed: bool = False
     open: bool = False
-    numeric: bool = False
-    limited: bool = False
+    kinds: set[str] = field(default_factory=set)
+    items: bool = False
+    stepped: bool = False
+    wide: bool = False
+
+    @property
+    def numeric(self) -> bool:
+        """Whether a number may be there."""
+        return not self.kinds.isdisjoint(_NUMERIC)
 
 
 class _Rewriter:
@@ -246,11 +257,21 @@ class _Rewriter:
             return {"$ref": f"#/$defs/penstock.{kind}"}
         return self._node(schema, path, {})
 
-    def _part(self, schema: Any, path: tuple[str, ...], outer: Mapping[str, bool] | None = None) -> Any:
-        """A schema that holds beside others. With `outer` it is closed, for all the properties of its place."""
-        return self._node(schema, path, outer, part=True)
+    def _part(
+        self, schema: Any, path: tuple[str, ...], outer: Mapping[str, bool] | None = None, forced: bool = False
+    ) -> Any:
+        """A schema that holds beside others. With `outer` it is closed, for all the properties of its place; `forced`:
+        also where objects stay open, since another schema of the place forbids further properties."""
+        return self._node(schema, path, outer, part=True, forced=forced)
 
-    def _node(self, schema: Any, path: tuple[str, ...], outer: Mapping[str, bool] | None, part: bool = False) -> Any:
+    def _node(
+        self,
+        schema: Any,
+        path: tuple[str, ...],
+        outer: Mapping[str, bool] | None,
+        part: bool = False,
+        forced: bool = False,
+    ) -> Any:
         if len(path) > _DEPTH:
             raise _TooLarge
         self._count(4)
@@ -277,22 +298,25 @@ class _Rewriter:
                 rewritten[name] = self._value(inner, (*path, name))
         if not part:
             self._fill(rewritten, facts)
-        self._combine(schema, rewritten, facts, path, outer)
+        self._combine(schema, rewritten, facts, path, outer, forced)
         return rewritten
 
     def _fill(self, rewritten: dict[str, Any], facts: _Facts) -> None:
         """Bound what the schema of a value leaves open: its numbers, also those of its items and further members."""
         if {"const", "enum"} & rewritten.keys() or _refers(rewritten):
             return
-        if self._one_document:
-            if _may_be(rewritten, "array") and "items" not in rewritten:
+        combines = _combines(rewritten)
+        if self._one_document and not (combines and _alone(rewritten)):
+            # Of a list whose beginning is described, the schema itself says so.
+            lists = "array" in facts.kinds and not facts.items if combines else _may_be(rewritten, "array")
+            if lists and "items" not in rewritten:
                 rewritten["items"] = self._anything()
-            further = not facts.listed or (self._open and not _combines(rewritten))
-            if _may_be(rewritten, "object") and further and not facts.open:
+            further = not facts.listed or (self._open and not combines)
+            if further and not facts.open and ("object" in facts.kinds if combines else _may_be(rewritten, "object")):
                 rewritten["additionalProperties"] = self._anything()
-        if _combines(rewritten):
-            if facts.numeric and not facts.limited and not _alone(rewritten):
-                _limit(rewritten)
+        if combines:
+            if facts.numeric and not _alone(rewritten):
+                _limit(rewritten, wide=facts.wide, stepped=facts.stepped)
         elif "type" not in rewritten or any(_may_be(rewritten, kind) for kind in _NUMERIC):
             _limit(rewritten)
 
@@ -303,6 +327,7 @@ class _Rewriter:
         facts: _Facts,
         path: tuple[str, ...],
         outer: Mapping[str, bool] | None,
+        forced: bool,
     ) -> None:
         """Rewrite the schemas that hold beside this one (`allOf`, alternatives, references), and close the place:
         by its first group of alternatives, or by the schema itself."""
@@ -313,17 +338,18 @@ class _Rewriter:
         names = {name: listed or (outer or {}).get(name, False) for name, listed in beside.names.items()}
         described: dict[str, bool] = {name: listed for name, listed in names.items() if listed}
         names = described if forbids else {**(outer or {}), **names}
-        closes = (forbids or (outer is not None and not self._open)) and not beside.open
+        forced = forced or forbids
+        closes = (forced or (outer is not None and not self._open)) and not beside.open
         if isinstance(rewritten.get("allOf"), list):
             rewritten["allOf"] = [self._part(one, (*path, f"allOf[{at}]")) for at, one in enumerate(rewritten["allOf"])]
         for name in groups:
             inner = names if closes and name == groups[0] else None
-            alone = outer == {} and _alone(rewritten)
+            alone = outer == {} and _alone(rewritten) and not (forced and self._open)
             rewritten[name] = [
-                self._alternative(name, one, (*path, f"{name}[{at}]"), inner, alone)
+                self._alternative(name, one, (*path, f"{name}[{at}]"), inner, alone, forced)
                 for at, one in enumerate(rewritten[name])
             ]
-        if _refers(rewritten) and outer == {} and not forbids:  # closed where it is defined
+        if _refers(rewritten) and outer == {} and not forced:  # closed where it is defined
             rewritten["$ref"] = self._copied(rewritten["$ref"], part=False)
             return
         if isinstance(rewritten.get("$ref"), str):
@@ -335,7 +361,7 @@ class _Rewriter:
             or {"const", "enum"} & rewritten.keys()
         ):
             return
-        if not (beside.listed or outer or forbids) or not isinstance(rewritten.get("properties", {}), dict):
+        if not (beside.listed or outer or forced) or not isinstance(rewritten.get("properties", {}), dict):
             return
         self._count(len(names))
         properties = dict(rewritten.get("properties", {}))
@@ -347,8 +373,7 @@ class _Rewriter:
 
     def _forbid(self, rewritten: dict[str, Any], facts: _Facts, path: tuple[str, ...]) -> bool:
         """Whether `unevaluatedProperties: false` can be followed, by closing the place to all but its own names."""
-        opened = self._open and any(name in rewritten for name in _ALTERNATIVES)
-        if not opened and (not facts.open or not _combines(rewritten)):
+        if not facts.open or not _combines(rewritten):
             del rewritten["unevaluatedProperties"]
             if facts.open:
                 rewritten.setdefault("additionalProperties", False)
@@ -358,10 +383,16 @@ class _Rewriter:
         return False
 
     def _alternative(
-        self, group: str, schema: Any, path: tuple[str, ...], outer: Mapping[str, bool] | None, alone: bool
+        self,
+        group: str,
+        schema: Any,
+        path: tuple[str, ...],
+        outer: Mapping[str, bool] | None,
+        alone: bool,
+        forced: bool,
     ) -> Any:
         if not alone:
-            return self._part(schema, path, outer)
+            return self._part(schema, path, outer, forced)
         # llguidance tells those of `oneOf` apart by their types, which a reference hides.
         return self._value(schema, path) if group == "anyOf" else self._node(schema, path, {})
 
@@ -430,9 +461,12 @@ class _Rewriter:
                 {"additionalProperties", "patternProperties", "const", "enum", "$dynamicRef"} & node.keys()
             )
             facts.open |= node.get("unevaluatedProperties", False) is not False or "propertyNames" in node
-            facts.numeric |= any(_may_be(node, kind) for kind in _NUMERIC)
+            kinds = node.get("type")
+            facts.kinds |= {kinds} if isinstance(kinds, str) else {*kinds} if _names(kinds) else set()
+            facts.items |= not {"items", "prefixItems", "additionalItems", "unevaluatedItems"}.isdisjoint(node)
             bounds = [node[name] for name in (*_LOW, *_HIGH) if _is_number(node.get(name))]
-            facts.limited |= "multipleOf" in node or any(abs(bound) > _MOST for bound in bounds)
+            facts.stepped |= "multipleOf" in node
+            facts.wide |= any(abs(bound) > _MOST for bound in bounds)
             inner: list[Any] = []
             for name, value in node.items():  # in the order in which properties come
                 if name in _IN_PLACE and isinstance(value, list):
@@ -572,6 +606,10 @@ class _Rewriter:
         if rewritten.get("unevaluatedItems") is False and not _combines(rewritten):
             rewritten.setdefault("items", False)
             del rewritten["unevaluatedItems"]
+        further = rewritten.get("unevaluatedProperties")
+        if isinstance(further, dict) and further and not _combines(rewritten):
+            rewritten.setdefault("additionalProperties", further)
+            del rewritten["unevaluatedProperties"]
         for name in sorted(UNSUPPORTED & rewritten.keys()):
             if _says_nothing(name, rewritten[name], rewritten):
                 del rewritten[name]
@@ -613,17 +651,20 @@ class _Rewriter:
 # ---- numbers
 
 
-def _limit(rewritten: dict[str, Any]) -> dict[str, Any]:
-    """Bound the digits of a schema's numbers where it does not. Returns it."""
+def _limit(rewritten: dict[str, Any], *, wide: bool = False, stepped: bool = False) -> dict[str, Any]:
+    """Bound the digits of a schema's numbers where it does not. Returns it. `wide`, `stepped`: other schemas in its place
+    say that numbers may be larger, or that they are multiples."""
     integer = _may_be(rewritten, "integer") and not _may_be(rewritten, "number")
     lowest, highest = _INTEGERS if integer else _NUMBERS
     low = max((rewritten[name] for name in _LOW if _is_number(rewritten.get(name))), default=None)
     high = min((rewritten[name] for name in _HIGH if _is_number(rewritten.get(name))), default=None)
     if low is None:
-        low = rewritten["minimum"] = -_MOST if high is None or high > -_MOST else max(lowest, math.floor(high) * 1000)
+        least = lowest if wide else -_MOST
+        low = rewritten["minimum"] = least if high is None or high > least else max(lowest, math.floor(high) * 1000)
     if high is None:
-        high = rewritten["maximum"] = _MOST if low < _MOST else min(highest, math.ceil(low) * 1000)
-    if not integer and "multipleOf" not in rewritten and high - low > STEP * 1000:
+        most = highest if wide else _MOST
+        high = rewritten["maximum"] = most if low < most else min(highest, math.ceil(low) * 1000)
+    if not integer and not stepped and "multipleOf" not in rewritten and high - low > STEP * _FEWEST:
         rewritten["multipleOf"] = STEP
     return rewritten
 

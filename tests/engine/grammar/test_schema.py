@@ -79,6 +79,34 @@ def test_a_number_has_some_decimals_and_no_exponent() -> None:
     assert not accepts(number, "1e5")
 
 
+@pytest.mark.parametrize(
+    ("schema", "around"),
+    [
+        ({"allOf": [{"type": "object"}, {"minProperties": 0}]}, '{{"k":{}}}'),
+        ({"allOf": [{"type": "array"}, {"minItems": 1}]}, "[[{}]]"),
+        ({"$ref": "#/$defs/A", "minItems": 1, "$defs": {"A": {"allOf": [{"type": "array"}]}}}, "[{}]"),
+        ({"allOf": [{"type": "number"}, {"minimum": 10**16}]}, "{}"),
+    ],
+)
+def test_what_schemas_combine_has_no_exponents_either(schema: dict[str, Any], around: str) -> None:
+    huge = str(10**16)
+    assert accepts(schema, around.format(huge[:15] if "minimum" not in str(schema) else huge))
+    assert not accepts(schema, around.format("1e5"))
+    assert not accepts(schema, around.format(huge + "." + "1" * (DECIMALS + 1)))
+
+
+def test_multiples_that_schemas_combine_end() -> None:
+    schema = {"allOf": [{"type": "number", "multipleOf": 3}, {"type": "number", "multipleOf": 2}]}
+    assert accepts(schema, "12")
+    assert not accepts(schema, "6" + "0" * 40)
+
+
+def test_bounds_that_are_close_have_decimals_that_end() -> None:
+    close = {"type": "number", "minimum": 5, "maximum": 5.00000001}
+    assert accepts(close, "5.000000005")
+    assert not accepts(close, "5." + "0" * 60)
+
+
 def test_a_schema_may_have_larger_or_finer_numbers() -> None:
     assert accepts({"type": "integer", "maximum": 10**17}, "1" + "0" * 17)
     assert accepts({"type": "number", "minimum": -(10**17)}, "-1" + "0" * 17)
@@ -141,6 +169,11 @@ def test_a_format_that_is_not_known_only_describes(name: Any) -> None:
             ['{"x":1,"z":1}'],
         ),
         ({**X, "unevaluatedProperties": False, "allOf": [Y]}, ['{"x":1,"y":1}'], ['{"x":1,"y":1,"z":1}']),
+        (
+            {**X, "unevaluatedProperties": {"type": "boolean"}},
+            ['{"x":1}', '{"x":1,"z":true}'],
+            ['{"x":1,"z":1}', '{"x":true}'],
+        ),
         ({"items": X, "type": "array"}, ['[{"x":1}]'], ['[{"x":1,"z":1}]']),
         (
             {"type": "object", "properties": {"of": {"type": "array", "items": {"$ref": "#"}}}},
@@ -179,6 +212,22 @@ def test_all_objects_may_be_opened() -> None:
     assert accepts(inner, '{"in":{"x":1,"z":1},"z":1}', open_objects=True)
     assert not accepts(inner, '{"z":' + ONES + "}", open_objects=True), "numbers still end"
     assert not accepts({**X, "additionalProperties": False}, '{"x":1,"z":1}', open_objects=True)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [X, Y], "unevaluatedProperties": False},
+        {"type": "object", "properties": {"x": {"type": "integer"}}, "anyOf": [Y, X], "unevaluatedProperties": False},
+        {"anyOf": [{"$ref": "#/$defs/X"}, Y], "unevaluatedProperties": False, **DEFINED},
+        {"anyOf": [{"anyOf": [X, {"$ref": "#/$defs/X"}]}, Y], "unevaluatedProperties": False, **DEFINED},
+    ],
+)
+def test_what_a_schema_forbids_stays_closed_where_all_objects_are_open(schema: dict[str, Any]) -> None:
+    assert accepts(schema, '{"x":1}', open_objects=True)
+    assert not accepts(schema, '{"x":1,"z":1}', open_objects=True)
+    inner = {"type": "object", "properties": {"in": {**X, "$defs": {}}}, "anyOf": [{"required": ["in"]}]}
+    assert accepts({**inner, "unevaluatedProperties": False}, '{"in":{"x":1,"z":1}}', open_objects=True), "but inside"
 
 
 def test_what_the_rules_have_made_they_leave() -> None:
