@@ -43,7 +43,7 @@ TINY = {
     "tests.bench.files": ["--lines 1000"],
     "tests.bench.full_store": ["--seconds 1 --streams 2 --tokens 20"],
     "tests.bench.flame": ["STACKS --title Steps --out OUT"],
-    "tests.bench.forms": ["MODEL --sequences 1 2 --rounds 1 --threads 1"],
+    "tests.bench.forms": ["MODEL --sequences 1 2 --rounds 1 --threads 1", "--rules --rounds 1"],
     "tests.bench.hostile": ["--attacks nowhere --seconds 1"],
     "tests.bench.keys": ["--tasks 16", "--tasks 16 --limits"],
     "tests.bench.knee": ["--most 4 --repeats 1"],

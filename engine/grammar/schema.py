@@ -9,83 +9,55 @@ names the version of these rules, and stands in the task's record: an output tha
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 from urllib.parse import unquote
 
+from engine.grammar.keywords import (
+    ALTERNATIVES,
+    ANNOTATIONS,
+    BY_NAME,
+    COUNTS,
+    DEFINITIONS,
+    FORMATS,
+    HIGH,
+    IN_PLACE,
+    KNOWN,
+    LEAF,
+    LOOK_AROUND,
+    LOW,
+    MOST,
+    NUMERIC,
+    PLAIN,
+    TYPES,
+    UNSUPPORTED,
+    are_names,
+    clamp_bounds,
+    has_address,
+    has_others,
+    intersects,
+    is_leaf_type,
+    is_number,
+    is_reference,
+    kinds_of,
+    limit_numbers,
+    may_be,
+    name_members,
+    only_alternatives,
+    says_nothing,
+    schemas_of,
+    values_of,
+    without_look_around,
+)
+
 #: The version of these rules. A schema with this as its `$comment` has been bounded, or is to be followed to the letter
 #: (version 0).
 VERSION: Final = 1
 MARK: Final = "penstock:"
-#: The most digits of a number before its point, unless its schema has wider bounds, and after it.
-DIGITS: Final = 15
-DECIMALS: Final = 10
-_MOST: Final = 10**DIGITS - 1
-#: A number is to be a multiple of this: then it has at most DECIMALS decimals, and no exponent. llguidance reads no finer
-#: power of ten.
-STEP: Final = 1e-10
-#: Where there are fewer steps between the bounds of a number, it may be finer.
-_FEWEST: Final = 10
-#: The widest bounds that llguidance reads, of integers and of numbers.
-_INTEGERS: Final = (-(2**63) + 1024, 2**63 - 1)
-_NUMBERS: Final = (-9 * 10**18, 9 * 10**18)
-#: The formats that llguidance follows. Any other only describes.
-FORMATS: Final = frozenset(
-    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-)
-#: Keywords that constrain a value, and that llguidance cannot follow.
-UNSUPPORTED: Final = frozenset(
-    {
-        *("not", "if", "then", "else", "dependentSchemas", "dependentRequired", "dependencies", "propertyNames"),
-        *("contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems", "unevaluatedProperties"),
-        *("$dynamicRef", "$recursiveRef"),
-    }
-)
-#: Keywords with schemas that hold for the same value.
-_ALTERNATIVES: Final = ("anyOf", "oneOf")
-_IN_PLACE: Final = ("allOf", *_ALTERNATIVES)
-_LOW: Final = ("minimum", "exclusiveMinimum")
-_HIGH: Final = ("maximum", "exclusiveMaximum")
-#: Keywords with schemas by names of the caller's own.
-_DEFINITIONS: Final = frozenset({"$defs", "definitions"})
-_BY_NAME: Final = ("properties", "patternProperties", *sorted(_DEFINITIONS))
-_TYPES: Final = frozenset({"null", "boolean", "number", "integer", "string", "array", "object"})
-#: Keywords that constrain nothing, of those that llguidance knows.
-_ANNOTATIONS: Final = frozenset(
-    {
-        *("title", "description", "default", "examples", "$comment", "readOnly", "writeOnly", "deprecated"),
-        *("contentMediaType", "contentEncoding", "contentSchema", "discriminator", "example", "$schema"),
-    }
-)
-#: The keywords that llguidance knows. Beside a reference or alternatives it takes any other for a further schema.
-_KNOWN: Final = UNSUPPORTED | {
-    *("type", "const", "enum", "format", "pattern", "nullable", "required", "$ref", "multipleOf", *_IN_PLACE),
-    *("items", "prefixItems", "additionalItems", "additionalProperties", "$dynamicAnchor", "$recursiveAnchor"),
-    *("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", *_BY_NAME, *_LOW, *_HIGH),
-    *("$anchor", "$schema", "$id", "id", "$comment", "title", "description", "default", "examples"),
-    *("readOnly", "writeOnly", "contentMediaType", "contentEncoding", "x-guidance"),  # the last is refused later
-}
-_COUNTS: Final = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
-_NUMERIC: Final = ("number", "integer")
 _NULL: Final = {"type": "null"}
-_LOOK_AROUND: Final = re.compile(r"\(\?(?:[=!]|<[=!])")
-#: The beginning of the patterns that pydantic writes for a Decimal, and their ends.
-_DECIMAL: Final = r"^(?!^[-+.]*$)[+-]?0*"
-_DECIMAL_ENDS: Final = (
-    re.compile(r"\\d\*\\\.\?\\d(?:\*|\{0,(?P<decimals>\d+)\}0\*)\$"),
-    re.compile(r"\(\?:\\d\{0,(?P<whole>\d+)\}\|\(\?=.{1,30}0\*\$\)\\d\{0,\d+\}\\\.\\d\{0,(?P<decimals>\d+)\}0\*\$\)"),
-    re.compile(r"\(\?:\\d\{0,(?P<digits>\d+)\}\|\(\?=.{1,30}0\*\$\)\\d\*\\\.\\d\*0\*\$\)"),
-)
-#: Other generators' patterns with look-around -> a part of what they allow, without.
-_REWRITTEN: Final = {  # zod's email
-    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
-        r"^[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
-    )
-}
 #: The deepest schema that is read, in schemas within schemas: llguidance takes no deeper one. And the most steps of
 #: looking at what holds in one place, for all schemas of a request. Beyond, a schema is left as it is.
 _DEPTH: Final = 128
@@ -93,11 +65,6 @@ _DEPTH: Final = 128
 _STEPS: Final = 20_000
 #: The steps that each character of a schema gives it more.
 _FREE: Final = 2
-#: The keywords of a schema in which there is nothing to bound, close or leave out, with these types.
-_LEAF: Final = frozenset({"type", "const", "enum", "minLength", "maxLength", "title", "description", "default"})
-#: The keywords of a schema with no others within.
-_PLAIN: Final = _LEAF | {"format", "pattern", "minItems", "maxItems", "multipleOf", *_LOW, *_HIGH}
-_LEAF_TYPES: Final = frozenset({"string", "boolean", "null"})
 _ANY: Final = "penstock.any"
 #: References to definitions, which stay where they are.
 _DEFINED: Final = re.compile(r"#/(\$defs|definitions)/[^/]*")
@@ -178,8 +145,8 @@ class _Facts:
 
     `names`: of the properties -> whether one of its schemas describes it; others are only required. `listed`: whether
     `properties` is given. `open`: whether something says which other properties there may be, or cannot be read.
-    `kinds`: the types that are named. `items`: whether something says what lists may have. `stepped`: whether numbers are
-    to be multiples. `wide`: whether they may be larger than by default.
+    `kinds`: the types that are named. `items`: whether something says what lists may have. `stepped`: whether numbers
+    are to be multiples. `wide`: whether they may be larger than by default.
     """
 
     names: dict[str, bool] = field(default_factory=dict)
@@ -193,7 +160,7 @@ class _Facts:
     @property
     def numeric(self) -> bool:
         """Whether a number may be there."""
-        return not self.kinds.isdisjoint(_NUMERIC)
+        return not self.kinds.isdisjoint(NUMERIC)
 
 
 class _Rewriter:
@@ -215,11 +182,11 @@ class _Rewriter:
         self._waiting: list[tuple[str, Any, bool]] = []
         self._steps = steps
         self.taken = 0
-        everything = list(_schemas(root))
+        everything = list(schemas_of(root))
         #: In a schema with an address of its own "#/..." leads elsewhere.
-        self._one_document = not any(map(_has_address, everything[1:]))
+        self._one_document = not any(map(has_address, everything[1:]))
         self._addresses = {"", *(node["$id"] for node in everything if isinstance(node.get("$id"), str))}
-        self._intersects = any(map(_intersects, everything))
+        self._intersects = any(map(intersects, everything))
         #: Properties that tell the alternatives of a `oneOf` apart, by the id of the object of properties.
         self._telling: dict[int, str] = {}
         #: By the id of a schema: the texts that it lists, and those of its properties.
@@ -249,11 +216,11 @@ class _Rewriter:
         self._count(2)
         if not self._one_document or not isinstance(schema, dict | bool) or schema is False:
             return self._node(schema, path, {})
-        if schema is True or schema.keys() <= _ANNOTATIONS:
+        if schema is True or schema.keys() <= ANNOTATIONS:
             return self._anything()
         kind = schema.get("type")
-        if kind in _NUMERIC and schema.keys() - _ANNOTATIONS == {"type"}:
-            self._made.setdefault(f"penstock.{kind}", _limit({"type": kind}))
+        if kind in NUMERIC and schema.keys() - ANNOTATIONS == {"type"}:
+            self._made.setdefault(f"penstock.{kind}", limit_numbers({"type": kind}))
             return {"$ref": f"#/$defs/penstock.{kind}"}
         return self._node(schema, path, {})
 
@@ -275,19 +242,19 @@ class _Rewriter:
         if len(path) > _DEPTH:
             raise _TooLarge
         self._count(4)
-        if not isinstance(schema, dict) or (_leaf_type(schema) and schema.keys() <= _LEAF):
+        if not isinstance(schema, dict) or (is_leaf_type(schema) and schema.keys() <= LEAF):
             return schema
         self._count(20)
         if schema.get("nullable") is True and "type" not in schema:
-            value = {name: part for name, part in schema.items() if name not in _DEFINITIONS | {"nullable"}}
-            schema = {"anyOf": [value, _NULL]} | {name: schema[name] for name in _DEFINITIONS & schema.keys()}
+            value = {name: part for name, part in schema.items() if name not in DEFINITIONS | {"nullable"}}
+            schema = {"anyOf": [value, _NULL]} | {name: schema[name] for name in DEFINITIONS & schema.keys()}
         rewritten = self._keywords(schema, path)
-        if rewritten.keys() <= _PLAIN:
+        if rewritten.keys() <= PLAIN:
             if not part:
                 self._fill(rewritten, _Facts())
             return rewritten
         facts = self._facts(schema)
-        for name in _BY_NAME:
+        for name in BY_NAME:
             if isinstance(schemas := rewritten.get(name), dict):
                 rewritten[name] = {key: self._value(one, (*path, f"{name}.{key}")) for key, one in schemas.items()}
         for name in ("items", "prefixItems", "additionalItems", "additionalProperties"):
@@ -303,22 +270,22 @@ class _Rewriter:
 
     def _fill(self, rewritten: dict[str, Any], facts: _Facts) -> None:
         """Bound what the schema of a value leaves open: its numbers, also those of its items and further members."""
-        if {"const", "enum"} & rewritten.keys() or _refers(rewritten):
+        if {"const", "enum"} & rewritten.keys() or is_reference(rewritten):
             return
-        combines = _combines(rewritten)
-        if self._one_document and not (combines and _alone(rewritten)):
+        combines = has_others(rewritten)
+        if self._one_document and not (combines and only_alternatives(rewritten)):
             # Of a list whose beginning is described, the schema itself says so.
-            lists = "array" in facts.kinds and not facts.items if combines else _may_be(rewritten, "array")
+            lists = "array" in facts.kinds and not facts.items if combines else may_be(rewritten, "array")
             if lists and "items" not in rewritten:
                 rewritten["items"] = self._anything()
             further = not facts.listed or (self._open and not combines)
-            if further and not facts.open and ("object" in facts.kinds if combines else _may_be(rewritten, "object")):
+            if further and not facts.open and ("object" in facts.kinds if combines else may_be(rewritten, "object")):
                 rewritten["additionalProperties"] = self._anything()
         if combines:
-            if facts.numeric and not _alone(rewritten):
-                _limit(rewritten, wide=facts.wide, stepped=facts.stepped)
-        elif "type" not in rewritten or any(_may_be(rewritten, kind) for kind in _NUMERIC):
-            _limit(rewritten)
+            if facts.numeric and not only_alternatives(rewritten):
+                limit_numbers(rewritten, wide=facts.wide, stepped=facts.stepped)
+        elif "type" not in rewritten or any(may_be(rewritten, kind) for kind in NUMERIC):
+            limit_numbers(rewritten)
 
     def _combine(
         self,
@@ -333,7 +300,7 @@ class _Rewriter:
         by its first group of alternatives, or by the schema itself."""
         self._count(len(outer or ()))
         forbids = schema.get("unevaluatedProperties") is False and self._forbid(rewritten, facts, path)
-        groups = [name for name in _ALTERNATIVES if isinstance(rewritten.get(name), list)]
+        groups = [name for name in ALTERNATIVES if isinstance(rewritten.get(name), list)]
         beside = self._facts(schema, but=groups[:1])
         names = {name: listed or (outer or {}).get(name, False) for name, listed in beside.names.items()}
         described: dict[str, bool] = {name: listed for name, listed in names.items() if listed}
@@ -344,12 +311,12 @@ class _Rewriter:
             rewritten["allOf"] = [self._part(one, (*path, f"allOf[{at}]")) for at, one in enumerate(rewritten["allOf"])]
         for name in groups:
             inner = names if closes and name == groups[0] else None
-            alone = outer == {} and _alone(rewritten) and not (forced and self._open)
+            alone = outer == {} and only_alternatives(rewritten) and not (forced and self._open)
             rewritten[name] = [
                 self._alternative(name, one, (*path, f"{name}[{at}]"), inner, alone, forced)
                 for at, one in enumerate(rewritten[name])
             ]
-        if _refers(rewritten) and outer == {} and not forced:  # closed where it is defined
+        if is_reference(rewritten) and outer == {} and not forced:  # closed where it is defined
             rewritten["$ref"] = self._copied(rewritten["$ref"], part=False)
             return
         if isinstance(rewritten.get("$ref"), str):
@@ -357,7 +324,7 @@ class _Rewriter:
         if (
             groups
             or not closes
-            or not _may_be(rewritten, "object", default=True)
+            or not may_be(rewritten, "object", default=True)
             or {"const", "enum"} & rewritten.keys()
         ):
             return
@@ -373,7 +340,7 @@ class _Rewriter:
 
     def _forbid(self, rewritten: dict[str, Any], facts: _Facts, path: tuple[str, ...]) -> bool:
         """Whether `unevaluatedProperties: false` can be followed, by closing the place to all but its own names."""
-        if not facts.open or not _combines(rewritten):
+        if not facts.open or not has_others(rewritten):
             del rewritten["unevaluatedProperties"]
             if facts.open:
                 rewritten.setdefault("additionalProperties", False)
@@ -419,7 +386,7 @@ class _Rewriter:
         if name is None:
             name = self._copies[reference, part] = f"penstock.{'part' if part else 'value'}{len(self._copies)}"
             if isinstance(target, dict):
-                target = {key: value for key, value in target.items() if key not in _DEFINITIONS}
+                target = {key: value for key, value in target.items() if key not in DEFINITIONS}
             self._waiting.append((name, target, part))
         return f"#/$defs/{name}"
 
@@ -430,9 +397,9 @@ class _Rewriter:
         if _ANY not in self._made:
             inner: Any = True if self._intersects else reference
             for level in range(_LEVELS if self._intersects else 0, 0, -1):
-                self._made[f"{_ANY}{level}"] = _limit({"items": inner, "additionalProperties": inner})
+                self._made[f"{_ANY}{level}"] = limit_numbers({"items": inner, "additionalProperties": inner})
                 inner = {"$ref": f"#/$defs/{_ANY}{level}"}
-            self._made[_ANY] = _limit({"items": inner, "additionalProperties": inner})
+            self._made[_ANY] = limit_numbers({"items": inner, "additionalProperties": inner})
         return reference
 
     # ---- what holds in one place
@@ -462,14 +429,15 @@ class _Rewriter:
             )
             facts.open |= node.get("unevaluatedProperties", False) is not False or "propertyNames" in node
             kinds = node.get("type")
-            facts.kinds |= {kinds} if isinstance(kinds, str) else {*kinds} if _names(kinds) else set()
+            kinds = [kinds] if isinstance(kinds, str) else kinds
+            facts.kinds |= set(kinds) if isinstance(kinds, list) and are_names(kinds) else set()
             facts.items |= not {"items", "prefixItems", "additionalItems", "unevaluatedItems"}.isdisjoint(node)
-            bounds = [node[name] for name in (*_LOW, *_HIGH) if _is_number(node.get(name))]
+            bounds = [node[name] for name in (*LOW, *HIGH) if is_number(node.get(name))]
             facts.stepped |= "multipleOf" in node
-            facts.wide |= any(abs(bound) > _MOST for bound in bounds)
+            facts.wide |= any(abs(bound) > MOST for bound in bounds)
             inner: list[Any] = []
             for name, value in node.items():  # in the order in which properties come
-                if name in _IN_PLACE and isinstance(value, list):
+                if name in IN_PLACE and isinstance(value, list):
                     inner += value
                 elif name in ("then", "else"):
                     inner.append(value)
@@ -517,7 +485,7 @@ class _Rewriter:
         if not all(isinstance(branch, dict) for branch in branches) or len({*map(id, branches)}) < len(branches):
             return
         values = [self._listed(branch) for branch in branches]
-        types = [_kinds(branch) for branch in branches]
+        types = [kinds_of(branch) for branch in branches]
         if self._disjoint(values) or self._disjoint(types):
             self._apart.add(id(alternatives))
             return
@@ -556,11 +524,11 @@ class _Rewriter:
         return texts
 
     def _listed(self, schema: Any) -> set[Any] | None:
-        """`_values`, found out once for each schema."""
+        """`values_of`, found out once for each schema."""
         if not isinstance(schema, dict):
             return None
         if id(schema) not in self._values:
-            self._values[id(schema)] = _values(schema)
+            self._values[id(schema)] = values_of(schema)
         return self._values[id(schema)]
 
     def _disjoint(self, sets: Sequence[set[Any] | None]) -> bool:
@@ -582,10 +550,10 @@ class _Rewriter:
 
     def _keywords(self, schema: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
         """The schema's keywords as llguidance has them."""
-        rewritten = {name: value for name, value in schema.items() if name in _KNOWN}
+        rewritten = {name: value for name, value in schema.items() if name in KNOWN}
         if "format" in rewritten and not (isinstance(rewritten["format"], str) and rewritten["format"] in FORMATS):
             del rewritten["format"]
-        for name in _COUNTS & rewritten.keys():  # JSON Schema's integers may be written as 2.0
+        for name in COUNTS & rewritten.keys():  # JSON Schema's integers may be written as 2.0
             if isinstance(rewritten[name], float) and rewritten[name].is_integer():
                 rewritten[name] = int(rewritten[name])
         if rewritten.pop("nullable", False) is True and isinstance(rewritten["type"], str | list):
@@ -594,24 +562,24 @@ class _Rewriter:
             if isinstance(rewritten.get("enum"), list) and None not in rewritten["enum"]:
                 rewritten["enum"] = [*rewritten["enum"], None]
         telling = self._telling.get(id(rewritten.get("properties")))
-        if telling is not None and _names(rewritten.get("required", [])):
+        if telling is not None and are_names(rewritten.get("required", [])):
             rewritten["required"] = list(dict.fromkeys([*rewritten.get("required", []), telling]))
-        if isinstance(pattern := rewritten.get("pattern"), str) and _LOOK_AROUND.search(pattern):
+        if isinstance(pattern := rewritten.get("pattern"), str) and LOOK_AROUND.search(pattern):
             plain = without_look_around(pattern)
             if plain is not None:
                 rewritten["pattern"] = plain
             elif self._drop:
                 self._leave_out(rewritten, path, "pattern")
-        _name_members(rewritten)
-        if rewritten.get("unevaluatedItems") is False and not _combines(rewritten):
+        name_members(rewritten)
+        if rewritten.get("unevaluatedItems") is False and not has_others(rewritten):
             rewritten.setdefault("items", False)
             del rewritten["unevaluatedItems"]
         further = rewritten.get("unevaluatedProperties")
-        if isinstance(further, dict) and further and not _combines(rewritten):
+        if isinstance(further, dict) and further and not has_others(rewritten):
             rewritten.setdefault("additionalProperties", further)
             del rewritten["unevaluatedProperties"]
         for name in sorted(UNSUPPORTED & rewritten.keys()):
-            if _says_nothing(name, rewritten[name], rewritten):
+            if says_nothing(name, rewritten[name], rewritten):
                 del rewritten[name]
             elif self._drop and not (name == "unevaluatedProperties" and rewritten[name] is False):
                 self._leave_out(rewritten, path, name)
@@ -619,8 +587,8 @@ class _Rewriter:
             rewritten["anyOf"] = rewritten.pop("oneOf")
         if self._drop:
             self._leave_out_odd(rewritten, path)
-        if any(name in rewritten for name in (*_LOW, *_HIGH)):
-            _clamp(rewritten)
+        if any(name in rewritten for name in (*LOW, *HIGH)):
+            clamp_bounds(rewritten)
         return rewritten
 
     def _leave_out_odd(self, rewritten: dict[str, Any], path: tuple[str, ...]) -> None:
@@ -628,11 +596,11 @@ class _Rewriter:
         if isinstance(rewritten.get("oneOf"), list) and "anyOf" not in rewritten:
             rewritten["anyOf"] = rewritten["oneOf"]
             self._leave_out(rewritten, path, "oneOf")
-        if not _names(required := rewritten.get("required", [])):
+        if not are_names(required := rewritten.get("required", [])):
             self._leave_out(rewritten, path, "required")
             required = []
         kinds = rewritten.get("type", "object")
-        if not _names(kinds := [kinds] if isinstance(kinds, str) else kinds) or not {*kinds} <= _TYPES:
+        if not are_names(kinds := [kinds] if isinstance(kinds, str) else kinds) or not {*kinds} <= TYPES:
             self._leave_out(rewritten, path, "type")
         if isinstance(rewritten.get("$ref"), str) and rewritten["$ref"].partition("#")[0] not in self._addresses:
             self._leave_out(rewritten, path, "$ref")
@@ -646,177 +614,3 @@ class _Rewriter:
         self._count(1 + sum(map(len, path)) // 64)
         del rewritten[name]
         self.dropped.append(".".join((*path, name)))
-
-
-# ---- numbers
-
-
-def _limit(rewritten: dict[str, Any], *, wide: bool = False, stepped: bool = False) -> dict[str, Any]:
-    """Bound the digits of a schema's numbers where it does not. Returns it. `wide`, `stepped`: other schemas in its place
-    say that numbers may be larger, or that they are multiples."""
-    integer = _may_be(rewritten, "integer") and not _may_be(rewritten, "number")
-    lowest, highest = _INTEGERS if integer else _NUMBERS
-    low = max((rewritten[name] for name in _LOW if _is_number(rewritten.get(name))), default=None)
-    high = min((rewritten[name] for name in _HIGH if _is_number(rewritten.get(name))), default=None)
-    if low is None:
-        least = lowest if wide else -_MOST
-        low = rewritten["minimum"] = least if high is None or high > least else max(lowest, math.floor(high) * 1000)
-    if high is None:
-        most = highest if wide else _MOST
-        high = rewritten["maximum"] = most if low < most else min(highest, math.ceil(low) * 1000)
-    if not integer and not stepped and "multipleOf" not in rewritten and high - low > STEP * _FEWEST:
-        rewritten["multipleOf"] = STEP
-    return rewritten
-
-
-def _clamp(rewritten: dict[str, Any]) -> None:
-    """Bring bounds within those that llguidance reads."""
-    integer = _may_be(rewritten, "integer") and not _may_be(rewritten, "number")
-    lowest, highest = _INTEGERS if integer else _NUMBERS
-    for name in (*_LOW, *_HIGH):
-        if _is_number(rewritten.get(name)):
-            rewritten[name] = min(max(rewritten[name], lowest), highest)
-
-
-def _names(value: Any) -> bool:
-    """Whether it is a list of texts."""
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-# ---- patterns and names
-
-
-def without_look_around(pattern: str) -> str | None:
-    """A pattern that allows a part of what this one does, without look-around; None if it is not known."""
-    if not pattern.startswith(_DECIMAL):
-        return _REWRITTEN.get(pattern)
-    for end in _DECIMAL_ENDS:
-        if match := end.fullmatch(pattern.removeprefix(_DECIMAL)):
-            count = {name: min(int(digits), 40) for name, digits in match.groupdict().items() if digits is not None}
-            if "digits" not in count:
-                return _decimal(count.get("whole", DIGITS), count.get("decimals", DECIMALS))
-            digits = count["digits"]
-            # Each number of decimals leaves the rest of the digits.
-            return f"^({'|'.join(_decimal(digits - some, some)[1:-1] for some in range(digits + 1))})$"
-    return None
-
-
-def _decimal(whole: int, decimals: int) -> str:
-    digits = "0" if whole == 0 else f"(0|[1-9][0-9]{{0,{whole - 1}}})"
-    return f"^-?{digits}(\\.[0-9]{{1,{decimals}}})?$" if decimals else f"^-?{digits}$"
-
-
-def _name_members(rewritten: dict[str, Any]) -> None:
-    """Say which names members may have (`propertyNames`) in the way that llguidance knows."""
-    names = rewritten.get("propertyNames")
-    if not isinstance(names, dict) or rewritten.keys() & {"properties", "patternProperties"}:
-        return
-    keys = names.keys() - _ANNOTATIONS - {"type"}
-    members = rewritten.get("additionalProperties", True)
-    if names.get("type", "string") != "string":
-        return
-    if keys == {"enum"} and isinstance(names["enum"], list) and all(isinstance(name, str) for name in names["enum"]):
-        rewritten["properties"] = dict.fromkeys(names["enum"], members)
-    elif keys == {"pattern"} and isinstance(names["pattern"], str) and not _LOOK_AROUND.search(names["pattern"]):
-        rewritten["patternProperties"] = {names["pattern"]: members}
-    else:
-        return
-    rewritten["additionalProperties"] = False
-    del rewritten["propertyNames"]
-
-
-def _says_nothing(name: str, value: Any, rewritten: Mapping[str, Any]) -> bool:
-    """Whether a keyword of UNSUPPORTED allows all, or is followed in another way."""
-    match name:
-        case "not" | "uniqueItems":
-            return value is False
-        case "if":
-            return "then" not in rewritten and "else" not in rewritten
-        case "then" | "else":
-            return "if" not in rewritten
-        case "minContains" | "maxContains":
-            return "contains" not in rewritten
-        case "contains":
-            return rewritten.get("minContains") == 0 and "maxContains" not in rewritten
-        case "propertyNames":
-            return value is True or value in ({}, {"type": "string"})
-        case "unevaluatedProperties" | "unevaluatedItems":
-            return value is True or bool(value == {})
-        case _:
-            return bool(value == {})
-
-
-# ---- schemas
-
-
-def _schemas(root: Any) -> Iterator[dict[str, Any]]:
-    """All objects in a schema, itself first, but for those in values."""
-    todo = [root]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, dict):
-            yield node
-            todo += (value for name, value in node.items() if name not in ("const", "enum", "default", "examples"))
-        elif isinstance(node, list):
-            todo += node
-
-
-def _leaf_type(schema: Mapping[str, Any]) -> bool:
-    kind = schema.get("type")
-    return isinstance(kind, str) and kind in _LEAF_TYPES
-
-
-def _has_address(schema: Mapping[str, Any]) -> bool:
-    name = schema.get("id")
-    return isinstance(schema.get("$id"), str) or (isinstance(name, str) and "://" in name[:20])
-
-
-def _refers(schema: Mapping[str, Any]) -> bool:
-    """Whether a schema is a reference and nothing else."""
-    return isinstance(schema.get("$ref"), str) and schema.keys() <= _ANNOTATIONS | _DEFINITIONS | {"$ref"}
-
-
-def _may_be(schema: Mapping[str, Any], kind: str, default: bool = False) -> bool:
-    """Whether a schema names this type. `default`: if it names none."""
-    kinds = schema.get("type")
-    return kind == kinds or (isinstance(kinds, list) and kind in kinds) or (kinds is None and default)
-
-
-def _combines(schema: Mapping[str, Any]) -> bool:
-    """Whether other schemas hold in its place."""
-    return "$ref" in schema or any(name in schema for name in _IN_PLACE)
-
-
-def _intersects(schema: Mapping[str, Any]) -> bool:
-    """Whether several schemas hold in its place, beyond alternatives."""
-    parts = schema.get("allOf")
-    if "patternProperties" in schema or (isinstance(parts, list) and len(parts) > 1):
-        return True
-    keys = schema.keys() - _ANNOTATIONS - _DEFINITIONS
-    return len(keys) > 1 and _combines(schema)
-
-
-def _alone(schema: Mapping[str, Any]) -> bool:
-    """Whether a schema is a group of alternatives and nothing else."""
-    return len(schema.keys() - _ANNOTATIONS - _DEFINITIONS) == 1 and any(name in schema for name in _ALTERNATIVES)
-
-
-def _values(schema: Any) -> set[Any] | None:
-    """The texts that a schema allows; None if it does not list them, or others."""
-    if not isinstance(schema, dict):
-        return None
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return {*values} if isinstance(values, list) and all(isinstance(value, str) for value in values) else None
-
-
-def _kinds(schema: Mapping[str, Any]) -> set[str] | None:
-    """The types that a schema names, integers as numbers; None if it names none."""
-    kinds = schema.get("type")
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-        return None
-    return {"number" if kind == "integer" else kind for kind in kinds}

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from engine.confined import ConfinedProcess, Limits, Stopped
 from engine.errors import RequestError
-from engine.grammar.schema import STEP
+from engine.grammar.keywords import STEP
 from engine.grammar.source import SLOW, STACK_BYTES, check_installed, form_of, judge
 from engine.params import parts_of_form
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from engine.errors import RequestError
-from engine.grammar import schema as schema_rules
 from engine.grammar.child import judged
-from engine.grammar.schema import DECIMALS, DIGITS, VERSION, Bounded, Budget, bounded, rules_of, without_look_around
+from engine.grammar.keywords import DECIMALS, DIGITS, KNOWN, without_look_around
+from engine.grammar.schema import VERSION, Bounded, Budget, bounded, rules_of
 from engine.grammar.source import form_of, new_rules
 from engine.grammar.trial import light
 
@@ -426,7 +426,7 @@ JUNK: tuple[Any, ...] = (
 )
 
 
-@pytest.mark.parametrize("keyword", sorted({*schema_rules._KNOWN, "$defs", "example", "unknown"}))
+@pytest.mark.parametrize("keyword", sorted({*KNOWN, "$defs", "example", "unknown"}))
 def test_a_value_of_another_type_breaks_nothing(keyword: str) -> None:
     for value in JUNK:
         for others in ({"nullable": True}, {"allOf": [X, Y]}, X, {"type": ["number", "null"], "oneOf": [X, Y]}):

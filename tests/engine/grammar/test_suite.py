@@ -38,7 +38,7 @@ REFUSED: Final[dict[str, int]] = {
     "ref": 5,
     "refRemote": 15,
     "unevaluatedItems": 18,
-    "unevaluatedProperties": 18,
+    "unevaluatedProperties": 16,
     "uniqueItems": 3,
 }
 #: Valid texts that no output is: objects are closed, and formats are followed.
