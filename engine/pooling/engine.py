@@ -26,6 +26,7 @@ from engine.models import load_encoder, load_model
 from engine.models.encoder import ACTIVATIONS, Encoder
 from engine.models.encoders import ENCODERS
 from engine.pooling.decoder import DecoderRows
+from engine.pooling.pairs import PairTemplate
 from engine.pooling.pooler import Pooler
 from engine.pooling.runner import PoolingRunner
 from engine.pooling.scheduler import PoolingScheduler, TextLimits
@@ -33,13 +34,15 @@ from engine.request import Event, Pooling, PoolingKind, Request
 from engine.text import ModelCard, Tokenizer
 from engine.text.checkpoint import model_version
 from engine.text.config import Config, architectures, read_config
-from engine.text.pooling import label_names, purpose, read_pooling, score_activation, several_labels
+from engine.text.pooling import ScoreSettings, label_names, purpose, read_pooling, score_activation, several_labels
 from engine.text.tokenizer import EncodedText
 
 #: The default of max_num_batched_tokens: enough that products are compute-bound. A text may wait for one such step.
 _STEP_TOKENS: Final = {"cpu": 2048, "cuda": 16384}
 #: The steps whose tokens are in hand at one time, so that the next is full when one ends.
 _STEPS_IN_HAND: Final = 4
+#: The rows whose logits are in memory at one time; each has as many as the vocabulary.
+_ROWS_OF_LOGITS: Final = 16
 #: Settings that say how tokens are generated.
 _GENERATING: Final = {"speculate": "none", "draft_model": None, "quantization": "none", "kv_cache_dtype": "auto"}
 
@@ -65,6 +68,7 @@ class PoolingEngine(StepLoop):
         self.pooling = read_pooling(folder)
         #: The labels, in the order of their probabilities; () unless it classifies.
         self.labels = label_names(Config(values)) if self.kind == "classify" else ()
+        self._pairs = None if self.pooling.score is None else PairTemplate(folder, self.tokenizer, self.pooling.score)
         self._model = model
         self._ids = itertools.count()
         self.fingerprint = fingerprint_of(model, 0)
@@ -133,8 +137,10 @@ class PoolingEngine(StepLoop):
                 ]
 
             return embed, pooler.dimensions
-        assert model.head is not None
         activation = self._probabilities(folder)
+        if isinstance(model, DecoderRows):
+            return partial(_scores, model, self.pooling.score, activation), 1
+        assert model.head is not None
 
         def classify(hidden: Tensor, lengths: Sequence[int], requests: Sequence[Pooling]) -> list[Tensor]:
             return [activation(logits.double()) for logits in model.classify(hidden, lengths)]
@@ -167,18 +173,18 @@ class PoolingEngine(StepLoop):
         """
         before = self.pooling.text_before(prompt)
         tokens = self.prompt_tokens(before)
-        encoded = [self._encoded(before + text if isinstance(text, str) else text, truncate) for text in texts]
+        encoded = [self.encoded(before + text if isinstance(text, str) else text, truncate) for text in texts]
         rows = self._wait("embed", encoded, prompt_tokens=tokens, dimensions=dimensions)
         return np.array(rows, dtype=np.float32).reshape(len(texts), dimensions or self.dimensions)
 
     def classify(self, texts: Sequence[Text], *, truncate: bool = False) -> list[dict[str, float]]:
         """For each text, the probability of each label. Raises as `embed`."""
-        rows = self._wait("classify", [self._encoded(text, truncate) for text in texts])
+        rows = self._wait("classify", [self.encoded(text, truncate) for text in texts])
         return [dict(zip(self.labels, row, strict=True)) for row in rows]
 
     def score(self, pairs: Sequence[tuple[str, str]], *, truncate: bool = False) -> list[float]:
         """The score of each pair, a query and a document. Raises as `embed`."""
-        rows = self._wait("rerank", [self._encoded(query, truncate, document) for query, document in pairs])
+        rows = self._wait("rerank", [self.encoded(query, truncate, document) for query, document in pairs])
         return [row[0] for row in rows]
 
     def prompt_tokens(self, prompt: str) -> int:
@@ -191,12 +197,17 @@ class PoolingEngine(StepLoop):
         ends_special = not plain or ids[-1] != plain[-1]
         return len(ids) - ends_special
 
-    def _encoded(self, text: Text, truncate: bool, second: str | None = None) -> EncodedText:
+    def encoded(self, text: Text, truncate: bool, second: str | None = None) -> EncodedText:
+        """A text, or a pair, as the model reads it; cut to the tokens that it takes, if `truncate`. Raises
+        RequestError."""
+        limit = self.max_model_len if truncate else None
         if not isinstance(text, str):
-            return EncodedText(list(text), None, len(text))
+            return EncodedText(list(text[:limit]), None, len(text))
+        if self._pairs is not None and second is not None:
+            return self._pairs.encode(text, second, limit)
         if self.tokenizer is None:
             raise RequestError("the model has no tokenizer.json: texts must be token ids", param="input")
-        return self.tokenizer.encode_pair(text, second, self.max_model_len if truncate else None)
+        return self.tokenizer.encode_pair(text, second, limit)
 
     def _wait(
         self,
@@ -229,6 +240,11 @@ class PoolingEngine(StepLoop):
             raise EngineError(event.error or "the engine was closed")
         return event.rows
 
+    def close(self) -> None:
+        super().close()
+        if self._pairs is not None:
+            self._pairs.close()
+
     # ---- its state
 
     def stats(self) -> EngineStats:
@@ -250,8 +266,31 @@ class PoolingEngine(StepLoop):
         self.close()
 
 
+def _scores(
+    model: DecoderRows,
+    settings: ScoreSettings | None,
+    activation: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    lengths: Sequence[int],
+    requests: Sequence[Pooling],
+) -> list[Tensor]:
+    """The scores of pairs, of the logits after their last tokens."""
+    assert settings is not None
+    last = torch.tensor(lengths, device=hidden.device).cumsum(0) - 1
+    scores: list[Tensor] = []
+    for rows in torch.split(hidden[last], _ROWS_OF_LOGITS):
+        logits = model.model.logits(rows).double()
+        score = logits[:, settings.true_token]
+        if settings.false_token is not None:
+            score = score - logits[:, settings.false_token]
+        scores += activation(score).unsqueeze(1)
+    return scores
+
+
 def _kind(folder: Path, values: dict[str, object], model: Encoder | DecoderRows) -> PoolingKind:
     kind = purpose(folder, values)
+    if kind == "rerank" and isinstance(model, DecoderRows):
+        return "rerank"
     if (kind == "embed") != (model.head is None):
         raise ModelError(f"{folder}: modules.json and the architecture in config.json do not go together")
     if kind == "rerank":

@@ -142,7 +142,7 @@ class ModelCard:
 def _pooling(purpose: str, settings: PoolingSettings, config: Config) -> dict[str, Any]:
     """The card's `pooling`."""
     if purpose != "embed":
-        return {"labels": list(label_names(config))}
+        return {"labels": list(label_names(config)) if purpose == "classify" else []}
     width = next((config.integer(name) for name in _WIDTHS if name in config), 768)
     matryoshka = settings.matryoshka
     return {

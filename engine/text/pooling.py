@@ -69,6 +69,16 @@ class DenseSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreSettings:
+    """A pair's score, of a decoder's logits after its last token: that of `true_token`, less that of `false_token` if
+    there is one. Pairs are written by the chat template, with the roles `query` and `document`."""
+
+    true_token: int
+    false_token: int | None
+    add_generation_prompt: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PoolingSettings:
     """How vectors are made of a sequence's rows, and what the model says about texts."""
 
@@ -85,6 +95,8 @@ class PoolingSettings:
     """The most tokens of a text, if fewer than the encoder takes."""
     matryoshka: tuple[int, ...] | bool
     """The numbers of dimensions to which vectors may be cut; True for any, False for none."""
+    score: ScoreSettings | None = None
+    """Set if a pair is scored by the logits of tokens."""
 
     def dimensions(self, width: int) -> int:
         """The dimensions of a vector. `width`: of the encoder's rows."""
@@ -105,6 +117,9 @@ class PoolingSettings:
         """Read the settings of a folder. `values`: its config.json. Raises ModelError naming what is not supported."""
         modules = _modules(folder)
         about = _file(folder, "config_sentence_transformers.json")
+        score = _score(folder, modules)
+        if score is not None:
+            modules = modules[:1]
         pooling: tuple[str, ...] = ("mean",)
         steps: list[DenseSettings | None] = []
         include_prompt: Any = True
@@ -135,6 +150,7 @@ class PoolingSettings:
             include_prompt,
             _max_length(folder),
             _matryoshka(Config(values)),
+            score,
         )
 
 
@@ -147,7 +163,7 @@ def purpose(folder: Path, values: Mapping[str, Any]) -> str:
     if any(name.endswith(_CLASSIFIER) for name in names):
         return "rerank" if len(label_names(Config(values))) == 1 else "classify"
     if _listed(folder) is not None:
-        return "embed"
+        return "embed" if _score(folder, _modules(folder)) is None else "rerank"
     return "embed" if names and names[0].endswith(_HEADLESS) else "generate"
 
 
@@ -246,6 +262,21 @@ def _bytes(folder: Path, name: str) -> bytes | None:
     if len(data) > _LONGEST:
         raise ModelError(f"{path} is longer than {_LONGEST} bytes")
     return data
+
+
+def _score(folder: Path, modules: list[tuple[str, str]]) -> ScoreSettings | None:
+    """The settings of a module LogitScore, which stands alone after the first; None if there is none."""
+    if "LogitScore" not in (kind for kind, _ in modules):
+        return None
+    if len(modules) != 2:
+        raise ModelError(f"{folder}: modules.json has LogitScore beside others; it must stand alone")
+    path = modules[1][1]
+    config = Config(_file(folder, f"{path}/config.json"), f"{path}/config.json: ")
+    false_token = config.integer("false_token_id", low=0) if "false_token_id" in config else None
+    options = _file(folder, "sentence_bert_config.json").get("processing_kwargs")
+    template = options.get("chat_template") if isinstance(options, dict) else None
+    generates = Config(template if isinstance(template, dict) else {}).flag("add_generation_prompt")
+    return ScoreSettings(config.integer("true_token_id", low=0), false_token, generates)
 
 
 def _pooling(settings: Mapping[str, Any]) -> tuple[str, ...]:

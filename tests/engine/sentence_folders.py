@@ -52,8 +52,16 @@ def write_encoder_with_tokenizer(folder: Path, name: str, suffix: str = "Model",
     tokenizer.save_pretrained(folder)
 
 
-def write_decoder(folder: Path) -> None:
-    """Write a small Qwen3 without its head, as Qwen3-Embedding is published."""
+#: A template of pairs, with something before, between and after them.
+PAIRS = (
+    """judge: {{ messages | selectattr("role", "eq", "query") | map(attribute="content") | first }} by """
+    """{{ messages | selectattr("role", "eq", "document") | map(attribute="content") | first }}, now the queue is """
+    """long{% if add_generation_prompt %}: few{% endif %}"""
+)
+
+
+def write_decoder(folder: Path, suffix: str = "Model") -> None:
+    """Write a small Qwen3; as "Model" without its head, as Qwen3-Embedding is published."""
     import torch
     import transformers
 
@@ -69,11 +77,29 @@ def write_decoder(folder: Path) -> None:
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    model = transformers.Qwen3Model(config).float().eval()
+    model = getattr(transformers, f"Qwen3{suffix}")(config).float().eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, float(parameter.dim() == 1), 0.15)
     model.save_pretrained(folder)
-    small_tokenizer().save_pretrained(folder)
+    tokenizer = small_tokenizer()
+    if suffix != "Model":
+        tokenizer.chat_template, tokenizer.padding_side = PAIRS, "left"
+    tokenizer.save_pretrained(folder)
+
+
+def write_pair_scorer(folder: Path) -> Any:
+    """Write a decoder that scores pairs by the logits of two tokens, as Qwen3-Reranker does. Returns
+    Sentence-Transformers' model of it."""
+    from sentence_transformers import CrossEncoder
+    from sentence_transformers.cross_encoder.modules import LogitScore, Transformer
+
+    plain = folder.parent / f"{folder.name}-decoder"
+    write_decoder(plain, "ForCausalLM")
+    options = {"chat_template": {"add_generation_prompt": True}}
+    decoder = Transformer(str(plain), transformer_task="text-generation", processing_kwargs=options)
+    truth = CrossEncoder(modules=[decoder, LogitScore(50, 60)], device="cpu")
+    truth.save_pretrained(str(folder))
+    return truth
 
 
 def write_sentence_folder(

@@ -21,7 +21,6 @@ from engine.errors import ModelError, RequestError
 from engine.params import SamplingParams
 from engine.request import Pooling, Request
 from engine.text import ConfinedTemplate, TemplateSource
-from engine.text.tokenizer import EncodedText
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, run_many
 from producers.contract import keys
@@ -348,9 +347,9 @@ def pooled(task: Task, engine: Any) -> tuple[list[int], Pooling]:
     for at, item in enumerate(task.input):
         if isinstance(item, str):
             first, second = (before + item, None) if task.query is None else (task.query, item)
-            text = engine.tokenizer.encode_pair(first, second, limit if task.truncate else None)
+            text = engine.encoded(first, task.truncate, second)
         else:
-            text = EncodedText([*item[:limit]] if task.truncate else [*item], None, len(item))
+            text = engine.encoded([*item], task.truncate)
         if len(text.ids) > limit:
             raise RequestError(
                 f"input[{at}] has {text.whole} tokens; the model takes {limit}; shorten it, or give truncate: true",

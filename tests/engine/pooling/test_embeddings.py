@@ -11,7 +11,12 @@ import pytest
 
 from engine import EngineConfig, ModelError, PoolingEngine, RequestError
 from engine.text import ModelCard
-from tests.engine.sentence_folders import TEXTS, write_encoder_with_tokenizer, write_sentence_folder
+from tests.engine.sentence_folders import (
+    TEXTS,
+    write_encoder_with_tokenizer,
+    write_pair_scorer,
+    write_sentence_folder,
+)
 from tests.exhaustive import few
 
 pytest.importorskip("sentence_transformers")
@@ -84,6 +89,25 @@ def test_a_decoder_makes_vectors_of_its_last_tokens(tmp_path: Path) -> None:
         np.testing.assert_allclose(engine.embed(SHORT), truth.encode(SHORT), atol=1e-5)
         assert np.array_equal(engine.embed(SHORT), np.stack(alone))
         assert ModelCard.from_folder(tmp_path / "model").capabilities == ("embed",)
+
+
+def test_a_decoder_scores_pairs_by_the_logits_of_two_tokens(tmp_path: Path) -> None:
+    """As Qwen3-Reranker does, with pairs as its chat template writes them."""
+    truth = write_pair_scorer(tmp_path / "model")
+    pairs = [(query, document) for query in TEXTS[:2] for document in TEXTS[:4]]
+    with PoolingEngine.load(tmp_path / "model", EngineConfig(dtype="float32", deterministic=True)) as engine:
+        assert ModelCard.from_folder(tmp_path / "model").capabilities == ("rerank",)
+        scores = engine.score(pairs)
+        np.testing.assert_allclose(scores, truth.predict(pairs), atol=1e-5)
+        assert engine.score(pairs[3:4]) == scores[3:4]
+        long = (TEXTS[0], TEXTS[4] * 3)
+        with pytest.raises(RequestError, match="the model takes 96"):
+            engine.score([long])
+        # What the template writes after the document is kept.
+        assert engine.tokenizer is not None
+        cut = engine.encoded(long[0], True, long[1]).ids
+        assert len(cut) == 96
+        assert engine.tokenizer.decode(cut).endswith("the queue is long few")
 
 
 def test_bf16_is_close_to_fp32(tmp_path: Path) -> None:
