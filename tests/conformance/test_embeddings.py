@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from celery import Celery
 from redis import Redis
 
 from engine import EngineConfig, PoolingEngine
@@ -137,6 +138,15 @@ def test_a_task_of_a_kind_has_one_entry_with_its_result(served: Served) -> None:
     assert np.array_equal(np.array(view["rows"], dtype=np.float32), expected)
     row = next(fields for _, fields in served.store.xrange(keys.LEDGER) if fields["id"] == handle.id)
     assert (int(row["prompt"]), row["output"], row["model"]) == (result.usage["prompt_tokens"], "0", "embedder")
+
+
+def test_a_plain_celery_task_of_a_kind_returns_its_rows(served: Served) -> None:
+    app = Celery("sender", broker=served.store_url, backend=served.store_url, set_as_current=False)
+    with app:
+        task = {"kind": "embed", "input": SHORT}
+        result = app.send_task("penstock.generate", kwargs=task, queue=keys.model_queue("embedder"))
+        rows = result.get(timeout=60)["rows"]
+    assert np.array_equal(np.array(rows, dtype=np.float32), served.embedder.embed(SHORT))
 
 
 LONG = TEXTS[4] * 2
