@@ -1,0 +1,96 @@
+"""A bad text ends its own request alone, whatever is beside it in a step."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine import EngineError, PoolingEngine
+from engine.errors import NOT_FINITE
+from engine.request import Event, Pooling, Request
+from tests.engine.random_encoders import write_encoder
+
+pytest.importorskip("transformers")
+BAD = 7
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_encoder(tmp_path, "bert")
+    return tmp_path
+
+
+def spoil(folder: Path, name: str, rows: slice) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights[name][rows] = float("nan")
+    save_file(weights, folder / "model.safetensors")
+
+
+def run_together(engine: PoolingEngine, texts: list[list[int]]) -> list[Event]:
+    """The last events of requests of a text each, which are submitted while a step runs."""
+    ends: dict[str, Event] = {}
+    done, began, go = threading.Event(), threading.Event(), threading.Event()
+    forward = engine._model.forward
+
+    def hold(*arguments: Any) -> torch.Tensor:
+        began.set()
+        assert go.wait(60)
+        return forward(*arguments)
+
+    def take(event: Event) -> None:
+        ends[event.request_id] = event
+        if len(ends) == len(texts) + 1:
+            done.set()
+
+    engine._model.forward = hold  # type: ignore[method-assign]
+    engine.submit(Request("first", [9], pooling=Pooling("embed", (1,))), take)
+    assert began.wait(60)
+    for number, ids in enumerate(texts):
+        engine.submit(Request(str(number), ids, pooling=Pooling("embed", (len(ids),))), take)
+    engine._model.forward = forward  # type: ignore[method-assign]
+    go.set()
+    assert done.wait(60)
+    return [ends[str(number)] for number in range(len(texts))]
+
+
+def test_nan_of_one_token_is_its_own_texts_fault(folder: Path) -> None:
+    with PoolingEngine.load(folder) as engine:
+        expected = engine.embed([[5, 6]])
+    spoil(folder, "embeddings.word_embeddings.weight", slice(BAD, BAD + 1))
+    with PoolingEngine.load(folder) as engine:
+        bad, good = run_together(engine, [[5, BAD], [5, 6]])
+        assert (bad.error, bad.rows, bad.finish_reason) == (NOT_FINITE, None, "error")
+        assert np.array_equal(np.array(good.rows, dtype=np.float32), expected)
+        assert engine.stats().not_finite == 1
+        with pytest.raises(EngineError, match="not finite"):
+            engine.embed([[5, 6], [BAD]])
+
+
+def test_a_step_that_fails_is_run_in_halves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with PoolingEngine.load(folder) as engine:
+        forward = engine._model.forward
+
+        def fail(tokens: torch.Tensor, *more: Any) -> torch.Tensor:
+            if BAD in tokens:
+                raise RuntimeError("a kernel's fault")
+            return forward(tokens, *more)
+
+        monkeypatch.setattr(engine._model, "forward", fail)
+        ends = run_together(engine, [[5], [BAD], [6, 8], [4]])
+        assert [end.rows is None for end in ends] == [False, True, False, False]
+        assert "a kernel's fault" in (ends[1].error or "")
+
+
+def test_what_waits_when_the_engine_is_closed_ends(folder: Path) -> None:
+    engine = PoolingEngine.load(folder)
+    ends: list[Event] = []
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.submit(Request("late", [5], pooling=Pooling("embed", (1,))), ends.append)
+    assert ends == []

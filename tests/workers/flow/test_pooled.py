@@ -1,0 +1,67 @@
+"""Tasks that generate nothing, as a worker gives them to its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine import PoolingEngine, RequestError
+from producers.contract.task import Task
+from tests.engine.sentence_folders import TEXTS, write_encoder_with_tokenizer
+from tests.stub_engine import StubEngine
+from workers.errors import Refused
+from workers.flow.claimer import pooled
+from workers.flow.probe import check_model
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "reranker"
+    write_encoder_with_tokenizer(folder, "bert", "ForSequenceClassification", num_labels=1)
+    return folder
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[PoolingEngine]:
+    with PoolingEngine.load(folder) as engine:
+        yield engine
+
+
+def test_pairs_are_cut_on_request_and_say_where_the_second_text_begins(engine: PoolingEngine) -> None:
+    documents = [TEXTS[1], TEXTS[4] * 3]
+    task = Task(model="m", kind="rerank", query=TEXTS[0], input=documents, truncate=True)
+    ids, pooling = pooled(task, engine)
+    assert engine.tokenizer is not None
+    query = len(engine.tokenizer.encode(TEXTS[0]))
+    assert pooling.lengths == (len(engine.tokenizer.encode_pair(TEXTS[0], TEXTS[1]).ids), 96)
+    assert pooling.seconds == (query, query)
+    assert sum(pooling.lengths) == len(ids)
+    with pytest.raises(RequestError, match=r"input\[1\] has \d+ tokens; the model takes 96") as refusal:
+        pooled(task.model_copy(update={"truncate": False}), engine)
+    assert (refusal.value.code, refusal.value.param) == ("context_length_exceeded", "input")
+
+
+def test_what_the_engine_does_not_make_is_refused(engine: PoolingEngine) -> None:
+    """A gateway refuses it by the model's card; a task may have been queued for another version."""
+    for other in (engine, StubEngine()):
+        with pytest.raises(RequestError, match="the model cannot embed"):
+            pooled(Task(model="m", kind="embed", input=["a"]), other)
+
+
+def test_a_model_whose_weights_are_damaged_is_refused(folder: Path, engine: PoolingEngine, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    check_model(engine, "model", 60)
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for path in folder.iterdir():
+        (damaged / path.name).write_bytes(path.read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    weights["classifier.weight"] += float("nan")
+    save_file(weights, damaged / "model.safetensors")
+    with PoolingEngine.load(damaged) as broken, pytest.raises(Refused, match="not finite"):
+        check_model(broken, "model", 60)
