@@ -32,6 +32,11 @@ _REFUSALS: Final = {
     "403": {"description": "The key is not for this.", "content": _ERROR},
 }
 _MESSAGES: Final = [{"role": "user", "content": "Write the function add(a, b)."}]
+_RANKED: Final[dict[str, Any]] = {
+    "model": "reranker",
+    "query": "What feeds a turbine?",
+    "documents": ["A penstock feeds a turbine.", "rain"],
+}
 _EVENTS: Final = ["response.completed", "response.failed"]
 #: Bodies to begin with, for those who try an operation: path -> JSON. Made up from the schemas, they would be refused.
 EXAMPLES: Final[Mapping[str, dict[str, Any]]] = {
@@ -40,6 +45,11 @@ EXAMPLES: Final[Mapping[str, dict[str, Any]]] = {
     "/v1/completions": {"model": "tiny", "prompt": "def main():", "max_tokens": 40},
     "/v1/responses": {"model": "tiny", "input": "Write the function add(a, b).", "background": True},
     "/v1/responses/input_tokens": {"model": "tiny", "input": "Write the function add(a, b)."},
+    "/v1/embeddings": {"model": "minilm", "input": ["A penstock feeds a turbine.", "rain"]},
+    "/v1/rerank": _RANKED,
+    "/v2/rerank": _RANKED,
+    "/v1/score": {"model": "reranker", "text_1": "What feeds a turbine?", "text_2": _RANKED["documents"]},
+    "/v1/classify": {"model": "classifier", "input": ["A fine day."]},
     "/tokenize": {"model": "tiny", "messages": _MESSAGES},
     "/detokenize": {"model": "tiny", "tokens": [262, 276]},
     "/v1/batches": {"input_file_id": "file-...", "endpoint": "/v1/completions", "completion_window": "24h"},

@@ -181,6 +181,8 @@ def test_what_is_shown_to_be_tried_is_taken(http: httpx.Client, answering: Answe
     answer = http.post(path.format(**made(http, path)), json=body)
     if "..." in str(body):
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "file_not_found")
+    elif body.get("model", "tiny") != "tiny":  # of a model that generates nothing; tests/conformance has such ones
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     else:
         assert answer.is_success, answer.text
 
