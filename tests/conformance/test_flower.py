@@ -18,7 +18,7 @@ from tests.conformance.conftest import System
 from tests.processes import free_port
 from tests.waiting import until, within
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 #: It takes seconds, so that it is seen while it runs.
 LONG = {"prompt": "import ", "max_tokens": 900, "ignore_eos": True, "n": 48}
@@ -97,6 +97,7 @@ def _asked(system: System) -> str:
     return str(answer.json()["id"]).removeprefix("chatcmpl-")
 
 
+@pytest.mark.exhaustive
 def test_a_task_goes_through_its_states(flower: httpx.Client, system: System) -> None:
     wrong = _in_state(flower, _sent(flower, prompt="import ", max_tokens=-1), "FAILURE")
     assert "max_tokens must be an integer from 0" in wrong["exception"]
@@ -107,6 +108,7 @@ def test_a_task_goes_through_its_states(flower: httpx.Client, system: System) ->
     until(lambda: system.status(task_id) == "cancelled")
 
 
+@pytest.mark.exhaustive
 def test_its_pages_and_what_cannot_be_done(flower: httpx.Client, system: System) -> None:
     """A pool has the size of the engine's batch."""
     worker = f"penstock@{system.worker.name}"
