@@ -26,6 +26,9 @@ _NUMBERS: Final = (-9 * 10**18, 9 * 10**18)
 FORMATS: Final = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
+#: The most characters of texts in formats whose digits have no end: nine decimals of a second, a duration of two digits
+#: in each place and more.
+LONGEST: Final = {"date-time": 35, "time": 24, "duration": 30}
 #: Keywords that constrain a value, and that llguidance cannot follow.
 UNSUPPORTED: Final = frozenset(
     {

@@ -27,6 +27,7 @@ from engine.grammar.keywords import (
     IN_PLACE,
     KNOWN,
     LEAF,
+    LONGEST,
     LOOK_AROUND,
     LOW,
     MOST,
@@ -55,7 +56,7 @@ from engine.grammar.keywords import (
 
 #: The version of these rules. A schema with this as its `$comment` has been bounded, or is to be followed to the letter
 #: (version 0).
-VERSION: Final = 1
+VERSION: Final = 2
 MARK: Final = "penstock:"
 _NULL: Final = {"type": "null"}
 #: The deepest schema that is read, in schemas within schemas: llguidance takes no deeper one. And the most steps of
@@ -553,6 +554,8 @@ class _Rewriter:
         rewritten = {name: value for name, value in schema.items() if name in KNOWN}
         if "format" in rewritten and not (isinstance(rewritten["format"], str) and rewritten["format"] in FORMATS):
             del rewritten["format"]
+        if (longest := LONGEST.get(rewritten.get("format", ""))) and "minLength" not in rewritten:
+            rewritten.setdefault("maxLength", longest)
         for name in COUNTS & rewritten.keys():  # JSON Schema's integers may be written as 2.0
             if isinstance(rewritten[name], float) and rewritten[name].is_integer():
                 rewritten[name] = int(rewritten[name])

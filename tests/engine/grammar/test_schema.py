@@ -147,6 +147,23 @@ def test_a_format_that_is_not_known_only_describes(name: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "longest", "endless"),
+    [
+        ("date-time", "2026-11-29T18:46:11.123456789+00:00", "2026-11-29T18:46:11.1234567890+00:00"),
+        ("time", "18:46:11.123456789+00:00", "18:46:11.1234567890+00:00"),
+        ("duration", "P1234567Y12M12DT123H123M12345S", f"P{'1' * 40}D"),
+    ],
+)
+def test_a_format_whose_digits_have_no_end_is_bounded(name: str, longest: str, endless: str) -> None:
+    """A model wrote zeros behind the seconds, up to its limit."""
+    schema = {"type": ["string", "null"], "format": name}
+    assert accepts(schema, f'"{longest}"')
+    assert accepts(schema, f'"{endless}"', bound=False), "it has no end of its own"
+    assert not accepts(schema, f'"{endless}"')
+    assert accepts(schema | {"maxLength": 99}, f'"{endless}"')
+
+
+@pytest.mark.parametrize(
     ("schema", "fine", "wrong"),
     [
         ({"type": "object", "properties": {"a": {}}}, ["{}", '{"a":1}'], ['{"b":1}', '{"a":1,"b":1}']),

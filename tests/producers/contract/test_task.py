@@ -393,7 +393,7 @@ def test_a_record_keeps_the_schema_that_its_outputs_follow() -> None:
     assert task.json_schema == asked
     resolved = task.resolved(CARD)
     assert resolved.json_schema is not None
-    assert (resolved.json_schema["additionalProperties"], resolved.json_schema["$comment"]) == (False, "penstock:1")
+    assert (resolved.json_schema["additionalProperties"], resolved.json_schema["$comment"]) == (False, "penstock:2")
     assert Task.parse_json(resolved.to_json()).resolved(CARD) == resolved, "a retry keeps it"
     begun = Task.parse_json(task.to_json())
     assert begun.json_schema == asked, "a worker follows what is recorded"
