@@ -216,6 +216,8 @@ def record_fields(task: Task, model: ResolvedModel) -> dict[str, str | int]:
         "n": task.n,
         "tokens": task.kv_tokens(int(model.card["context_length"])),
     }
+    if task.kind != "generate":
+        fields["result_bytes"] = task.result_bytes(model.card)
     if task.level:
         fields["level"] = task.level
     if task.tenant is not None:

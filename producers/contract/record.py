@@ -13,6 +13,7 @@
 | `tenant`, `order_key` | the task's tenant and order key, if it names them |
 | `key` | the id of the API key that submitted it, where the gateway asked for one |
 | `reserved` | what accounts were charged for it until its end (JSON, see `producers.store.usage.limits`) |
+| `result_bytes` | of a task that generates nothing: the bytes that its result takes |
 | `max_output` | most output tokens of a choice, where a budget had less left than the task may make |
 | `prompt_tokens`, `tokens` | prompt length (for a text, once a worker has counted it); KV tokens that it may need |
 | `began` | server time (ms) of its last start |

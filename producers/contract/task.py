@@ -649,18 +649,17 @@ class Task(BaseModel):
                     code="context_length_exceeded",
                 )
         pooling = card.get("pooling") or {}
-        width = int(pooling.get("dimensions") or len(pooling.get("labels") or ()) or 1)
+        width = self._width(card)
         if self.dimensions is not None:
-            width = self._cut(width, pooling.get("matryoshka") or False)
+            self._check_dimensions(width, pooling.get("matryoshka") or False)
+            width = self.dimensions
         if self.prompt_name is not None and self.prompt_name not in (prompts := pooling.get("prompts") or {}):
             raise InvalidTask(
                 f"prompt_name is {shown(self.prompt_name)}; {shown(self.model)} has the prompts "
                 f"{', '.join(map(shown, prompts)) or 'none'}",
                 param="prompt_name",
             )
-        # Base64 of numbers of 4 bytes.
-        size = len(self.input) * width * 4 * 4 // 3
-        if size > MAX_RESULT_BYTES:
+        if self.result_bytes(card) > MAX_RESULT_BYTES:
             most = MAX_RESULT_BYTES * 3 // (16 * width)
             raise InvalidTask(
                 f"input has {len(self.input)} texts: with {width} numbers each, at most {most} are taken in one "
@@ -669,13 +668,23 @@ class Task(BaseModel):
                 code="array_above_max_length",
             )
 
-    def _cut(self, width: int, matryoshka: Any) -> int:
-        """The dimensions that are asked for, of `width`. Raises InvalidTask if vectors may not be cut to them."""
+    @staticmethod
+    def _width(card: Mapping[str, Any]) -> int:
+        """The numbers that the model of this card makes of a text."""
+        pooling = card.get("pooling") or {}
+        return int(pooling.get("dimensions") or len(pooling.get("labels") or ()) or 1)
+
+    def result_bytes(self, card: Mapping[str, Any]) -> int:
+        """The bytes of a result of the model of this card, as stored: numbers of 4 bytes in base64."""
+        return len(self.input) * (self.dimensions or self._width(card)) * 4 * 4 // 3
+
+    def _check_dimensions(self, width: int, matryoshka: Any) -> None:
+        """Raise InvalidTask if vectors of `width` dimensions may not be cut to those that are asked for."""
         requested = self.dimensions or width
         if requested == width or (requested < width and matryoshka is True):
-            return requested
+            return
         if isinstance(matryoshka, list) and requested in matryoshka:
-            return requested
+            return
         may = (
             f"be cut to {', '.join(map(str, matryoshka))}"
             if isinstance(matryoshka, list)

@@ -133,6 +133,11 @@ def test_a_task_of_a_kind_has_one_entry_with_its_result(served: Served) -> None:
         assert result.usage["output_tokens"] == 0
         assert served.store.xlen(keys.stream(handle.id)) == 1
         assert np.array_equal(np.array(client.embed("embedder", SHORT[0])), expected[:1])
+    # Its result counts as its tenant's from the beginning.
+    record = served.store.hgetall(keys.task(handle.id))
+    (entry,) = (json.loads(fields["e"]) for _, fields in served.store.xrange(keys.stream(handle.id)))
+    assert len(entry["result"]["data"]) == int(record["result_bytes"]) == 768
+    assert int(record["kept"].split()[0]) > 768 + len(record["task"])
     view = httpx.get(f"{served.url}/v1/tasks/{handle.id}", timeout=60).json()
     assert (view["status"], view["metadata"]) == ("completed", {"a": "b"})
     assert np.array_equal(np.array(view["rows"], dtype=np.float32), expected)

@@ -39,11 +39,14 @@ local function kept_lapse(kept, now)
   kept_add(kept, -over)
 end
 
--- Counts a new record of these fields and values. Answers: its `kept`
+-- Counts a new record of these fields and values, and the result that it is to have. Answers: its `kept`
 local function kept_begins(kept, fields)
   local bytes = 0
-  for _, part in ipairs(fields) do
+  for i, part in ipairs(fields) do
     bytes = bytes + #tostring(part)
+    if i % 2 == 1 and part == 'result_bytes' then
+      bytes = bytes + (tonumber(fields[i + 1]) or 0)
+    end
   end
   kept_add(kept, bytes)
   return bytes

@@ -48,8 +48,11 @@ local function reserve(kind, fields, tokens, now)
     return nil
   end
   local bytes = TASK_BYTES + TOKEN_BYTES * (tonumber(tokens or nil) or 0)
-  for _, part in ipairs(fields) do
+  for i, part in ipairs(fields) do
     bytes = bytes + #tostring(part)
+    if i % 2 == 1 and part == 'result_bytes' then
+      bytes = bytes + (tonumber(fields[i + 1]) or 0)
+    end
   end
   local taken, most = m.used + m.waits + m.more, math.floor(m.limit * (ADMITTED[kind] or ADMITTED.default))
   if taken + bytes > most then
