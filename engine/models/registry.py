@@ -252,6 +252,8 @@ def _read(
     known = [*names, *(name.removesuffix("Model") + "ForCausalLM" for name in names if headless)]
     name = next((name for name in known if name in FAMILIES), None)
     if name is None:
+        if any(name in ENCODERS for name in names):
+            raise ModelError(f"{path}: {names[0]} generates no text; `penstock worker` and PoolingEngine serve it")
         raise ModelError(
             f"{path}: config.json names the architectures {shown(names)}; supported are {', '.join(sorted(FAMILIES))}"
         )

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.models import load_encoder
+from engine.errors import ModelError
+from engine.models import load_encoder, load_model
 from engine.models.encoders import ENCODERS as SERVED
 from tests.engine.random_encoders import ENCODERS, write_encoder
 from tests.exhaustive import few
@@ -109,6 +110,12 @@ def test_checkpoints_in_their_publishers_own_names(architecture: str, tmp_path: 
     prompt = list(range(5, 35))
     rows = encoder.forward(torch.tensor(prompt), torch.zeros(30, dtype=torch.long), [30])
     torch.testing.assert_close(rows, rows_of(truth, prompt), rtol=1e-4, atol=1e-5)
+
+
+def test_an_engine_that_generates_says_what_serves_an_encoder(tmp_path: Path) -> None:
+    write_encoder(tmp_path, "bert")
+    with pytest.raises(ModelError, match="BertModel generates no text; `penstock worker` and PoolingEngine serve it"):
+        load_model(tmp_path, "float32", torch.device("cpu"))
 
 
 def test_each_served_architecture_is_tried() -> None:
