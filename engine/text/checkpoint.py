@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from engine.text.config import packed_bits, read_config
-from engine.text.gguf import SUFFIX, GgufFile, gguf_of, parts_of
+from engine.text.gguf import GgufFile, gguf_of, parts_of
 from engine.text.tensors import locate, raw_header
 
 #: Files up to this size are hashed as a whole for the version.
@@ -65,7 +65,7 @@ def model_version(folder: str | Path) -> str:
     listing = sha256()
     if (gguf := gguf_of(root)) is not None:
         for path in parts_of(gguf):
-            listing.update(f"{path.stat().st_size}\t{_digest(path)}\n".encode())
+            listing.update(f"{path.stat().st_size}\t{_digest(path, GgufFile.header_bytes(path))}\n".encode())
         return listing.hexdigest()[:12]
     for path in sorted(root.iterdir(), key=lambda path: path.name):
         if path.suffix in _KINDS and path.is_file() and not path.name.startswith("."):
@@ -73,7 +73,8 @@ def model_version(folder: str | Path) -> str:
     return listing.hexdigest()[:12]
 
 
-def _digest(path: Path) -> str:
+def _digest(path: Path, header: int = 0) -> str:
+    """A file's digest, as `model_version` describes it. `header`: the bytes before its weights, of a GGUF file."""
     size = path.stat().st_size
     if size <= WHOLE_FILE:
         return sha256(path.read_bytes()).hexdigest()
@@ -81,8 +82,7 @@ def _digest(path: Path) -> str:
     with path.open("rb") as file:
         if path.suffix == ".safetensors":
             digest.update(raw_header(path, file))
-        elif path.suffix == SUFFIX:
-            digest.update(file.read(GgufFile.header_bytes(path)))
+        digest.update(file.read(header))
         for page in range(_PAGES):
             file.seek((size - _PAGE) * page // (_PAGES - 1))
             digest.update(file.read(_PAGE))

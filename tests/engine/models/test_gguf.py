@@ -19,9 +19,9 @@ from engine.errors import ModelError
 from engine.kernels.layer import PreparedLinear
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.reference import Reference
-from engine.models import Model, load_model, shape_of
+from engine.models import Model, load_model, registry, shape_of
 from engine.models.settings import RopeSettings
-from engine.text.checkpoint import count_parameters, model_version
+from engine.text.checkpoint import WHOLE_FILE, count_parameters, model_version
 from engine.text.config import Config, read_config
 from engine.text.gguf import GgufFile
 from tests.engine.gguf_files import write_gguf
@@ -146,6 +146,24 @@ def test_a_shape_has_the_products_of_the_model(tmp_path: Path) -> None:
     assert {kind for kind, _, _ in prepared[0]} == {Int4Weight, Int8Weight}
 
 
+@pytest.mark.parametrize(
+    ("name", "device", "quantization", "kept"),
+    [
+        ("mha", "cpu", "none", True),
+        ("mha", "cuda", "none", True),
+        ("mha", "cuda", "fp8", False),
+        ("qwen3-moe", "cpu", "none", True),
+        ("qwen3-moe", "cuda", "none", False),
+    ],
+)
+def test_weights_are_dequantised_where_there_are_no_products_for_them(
+    tmp_path: Path, name: str, device: str, quantization: str, kept: bool
+) -> None:
+    folder = write_model(tmp_path / "model", tokenizer=False, **_MODELS[name])
+    config = Config.of_model(read_config(write_gguf(folder, tmp_path / "a.gguf", "Q8_0")))
+    assert (registry._scheme(folder, config, quantization, torch.device(device)) is not None) == kept
+
+
 def test_the_log_says_what_becomes_of_the_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = write_gguf(write_model(tmp_path / "model", tokenizer=False), tmp_path / "a.gguf", "Q4_0")
     with caplog.at_level("INFO", "engine.models.registry"):
@@ -207,6 +225,22 @@ def test_a_version_is_of_the_content_and_not_of_the_name(tmp_path: Path) -> None
     content[-1] ^= 1
     (tmp_path / "b.gguf").write_bytes(content)
     assert model_version(tmp_path / "b.gguf") != version
+
+
+def test_a_template_changes_the_version_of_a_large_file_of_any_name(tmp_path: Path) -> None:
+    """As Ollama names files. The sampled pages of a large file need not meet the template."""
+    folder = write_model(tmp_path / "model", vocab_size=40_000, hidden_size=128)
+    versions = set()
+    for template in ("a" * 64, "b" * 64):
+
+        def more(writer: gguf.GGUFWriter, text: str = template) -> None:
+            writer.add_description("x" * 200_000)
+            writer.add_chat_template(text)
+
+        file = write_gguf(folder, tmp_path / "sha256-0123", more=more)
+        assert file.stat().st_size > WHOLE_FILE
+        versions.add(model_version(file))
+    assert len(versions) == 2
 
 
 class TestParts:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.text import ChatTemplate
+from tests.engine.gguf_files import write_gguf
 from tests.workers.cli.conftest import Run
 from workers.library.reference import BUNDLED
 
@@ -27,6 +29,15 @@ def test_prints_what_the_engine_makes_of_the_prompt(run: Run, engine: Engine) ->
     (expected,) = engine.generate(["def main():"], SamplingParams(max_tokens=12, temperature=0))
     assert (ran.status, ran.err) == (0, "")
     assert ran.out == expected.text.removesuffix("\n") + "\n"
+
+
+def test_a_gguf_file_is_a_model_as_a_folder_is(run: Run, tmp_path: Path) -> None:
+    file = write_gguf(TINY, tmp_path / "tiny.gguf", "BF16")
+    prompt = "def main():"
+    told = json.loads(run("run", str(file), prompt, "--raw", "--max-tokens", "12", "--json", *GREEDY).out)
+    expected = json.loads(run("run", "tiny", prompt, "--raw", "--max-tokens", "12", "--json", *GREEDY).out)
+    assert told["choices"] == expected["choices"]
+    assert told["usage"] == expected["usage"]
 
 
 def test_reads_the_prompt_from_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
