@@ -96,6 +96,17 @@ class AsyncClient:
         handle = await self.submit(kind="embed", model=model, input=texts, **fields)
         return operations.rows_of_result(await handle.result())
 
+    async def rerank(self, model: str, query: str, documents: Sequence[str], **fields: Any) -> list[float]:
+        """As `Client.rerank`."""
+        handle = await self.submit(kind="rerank", model=model, query=query, input=documents, **fields)
+        return [row[0] for row in operations.rows_of_result(await handle.result())]
+
+    async def classify(self, model: str, texts: str | Sequence[Any], **fields: Any) -> list[dict[str, float]]:
+        """As `Client.classify`."""
+        handle = await self.submit(kind="classify", model=model, input=texts, **fields)
+        rows = operations.rows_of_result(await handle.result())
+        return operations.labelled((await self.resolve(model, withdrawn=True)).card, rows)
+
     async def admit(
         self,
         task: Task,

@@ -104,6 +104,17 @@ class Client:
         result = self.submit(kind="embed", model=model, input=texts, **fields).result()
         return operations.rows_of_result(result)
 
+    def rerank(self, model: str, query: str, documents: Sequence[str], **fields: Any) -> list[float]:
+        """The score of each document, at most 256, by its relevance to a query. Raises as `embed`."""
+        task = self.submit(kind="rerank", model=model, query=query, input=documents, **fields)
+        return [row[0] for row in operations.rows_of_result(task.result())]
+
+    def classify(self, model: str, texts: str | Sequence[Any], **fields: Any) -> list[dict[str, float]]:
+        """For each text, at most 256, the probability of each label. Raises as `embed`."""
+        result = self.submit(kind="classify", model=model, input=texts, **fields).result()
+        card = self.run(self.directory.find(model, self.patience, withdrawn=True)).card
+        return operations.labelled(card, operations.rows_of_result(result))
+
     @property
     def tasks(self) -> Tasks:
         """Lists tasks, and retries them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from producers.client.steps import FAILURES, Read, Steps, lost, persistently
@@ -50,6 +50,14 @@ def rows_of_result(result: Result) -> list[array[float]]:
         message = f"Task {result.id} ended {result.status}, without a result."
         raise TaskFailed(message, status=result.status, code=(result.error or {}).get("code", result.status))
     return list(result.rows)
+
+
+def labelled(card: Mapping[str, Any], rows: Sequence[Sequence[float]]) -> list[dict[str, float]]:
+    """The probabilities in rows, by the labels of a model's card; by their numbers, if it has others by now."""
+    labels = (card.get("pooling") or {}).get("labels") or []
+    return [
+        dict(zip(labels if len(labels) == len(row) else map(str, range(len(row))), row, strict=True)) for row in rows
+    ]
 
 
 def checked_patience(seconds: float) -> float:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from engine import EngineConfig, ModelError, PoolingEngine, RequestError
+from engine.kernels.native import load_library
 from engine.text import ModelCard
 from tests.engine.sentence_folders import (
     TEXTS,
@@ -21,7 +22,8 @@ from tests.exhaustive import few
 
 pytest.importorskip("sentence_transformers")
 
-#: The five shorter than the 40 tokens to which the folders cut.
+BUILT = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
+#: Those shorter than the 40 tokens to which the folders cut.
 SHORT = TEXTS[:3]
 MODES = ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 
@@ -68,6 +70,7 @@ def test_vectors_are_cut_to_dimensions_and_normalised_again(tmp_path: Path) -> N
                 engine.embed(SHORT, dimensions=dimensions)
 
 
+@BUILT
 def test_vectors_do_not_depend_on_their_batch(tmp_path: Path) -> None:
     write_sentence_folder(tmp_path / "model")
     with PoolingEngine.load(tmp_path / "model", EngineConfig(deterministic=True)) as engine:
@@ -81,6 +84,7 @@ def test_vectors_do_not_depend_on_their_batch(tmp_path: Path) -> None:
             assert small.stats().steps > 1
 
 
+@BUILT
 def test_a_decoder_makes_vectors_of_its_last_tokens(tmp_path: Path) -> None:
     """As Qwen3-Embedding does; its cache grows with the steps, and nothing of an earlier step is seen."""
     truth = write_sentence_folder(tmp_path / "model", ("lasttoken",), decoder=True)
@@ -91,6 +95,7 @@ def test_a_decoder_makes_vectors_of_its_last_tokens(tmp_path: Path) -> None:
         assert ModelCard.from_folder(tmp_path / "model").capabilities == ("embed",)
 
 
+@BUILT
 def test_a_decoder_scores_pairs_by_the_logits_of_two_tokens(tmp_path: Path) -> None:
     """As Qwen3-Reranker does, with pairs as its chat template writes them."""
     truth = write_pair_scorer(tmp_path / "model")
