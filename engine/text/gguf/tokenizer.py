@@ -52,6 +52,8 @@ _SPLITS: Final[dict[str, str | None]] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), None),
 }
 _SINGLE_DIGITS: Final = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell"})
+#: Splits of models whose own tokenizers compose letters and accents first.
+_COMPOSED: Final = frozenset({"qwen2", "deepseek-r1-qwen"})
 #: Splits whose vocabularies have words that no merges lead to, and which begin texts with BOS unless the file says no.
 _WHOLE_WORDS: Final = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"})
 
@@ -97,7 +99,7 @@ class _Vocabulary:
         vocabulary = {token: i for i, token in enumerate(self._tokens)}
         return {
             "added_tokens": self._added(self._tokens),
-            "normalizer": None,
+            "normalizer": {"type": "NFC"} if name in _COMPOSED else None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*before, level]},
             "post_processor": self._post_processor(bos=name in _WHOLE_WORDS),
             "decoder": level,

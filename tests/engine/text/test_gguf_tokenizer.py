@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from tokenizers import normalizers
 
 from engine.errors import ModelError
 from engine.text import ChatTemplate, Tokenizer
@@ -63,6 +64,8 @@ def test_byte_level_texts_are_split_as_transformers_splits_them(tmp_path: Path, 
     oracle = importlib.import_module("transformers.integrations.gguf")
     architecture, read, _ = oracle.get_gguf_tokenizer(str(file))
     theirs, _ = oracle.convert_gguf_tokenizer(architecture, read)
+    if pre == "qwen2":  # as in the published tokenizer.json of Qwen 2, 2.5 and 3
+        theirs.normalizer = normalizers.NFC()
     for text in TEXTS:
         expected = theirs.encode(text, add_special_tokens=False).ids
         assert ours.encode(text, add_special_tokens=False) == expected
