@@ -1,6 +1,6 @@
 """Lists, replays and removes dead letters: tasks that were given up and messages that no worker could use.
 
-    letters(client) -> Letter -> replay: a new task, or the message onto its list again;  purge: removed
+    letters(client), page, find -> Letter -> replay: a new task, or the message onto its list again;  purge: removed
 
 A task that was given up is final, and its callers have its error: a replay submits it again under another id. That id
 is made of the letter, so that a replay that was broken off between the submit and the purge is not done twice.
@@ -29,8 +29,10 @@ from producers.contract.record import Record
 from producers.contract.task import Task
 from producers.errors import PenstockError, TaskExists, TokenizerChanged
 
-#: Dead letters read at a time.
+#: Dead letters read at a time, unless they are large.
 PAGE: Final = 200
+#: Bytes of dead letters from which on fewer are read at a time: any sender may have written megabytes into one.
+LARGE: Final = 1 << 20
 _SPACE: Final = uuid.UUID("5b7c2f0e-6c39-4f0c-9d0f-0d6b1f3f6a11")
 
 
@@ -62,7 +64,7 @@ class Letter:
             fields = json.loads(raw)
             message = str(fields["message"])
             return cls(raw, str(fields["reason"]), str(fields["list"]), int(fields["at"]), message, _task_id(message))
-        except (ValueError, RecursionError, KeyError, TypeError):
+        except (ValueError, OverflowError, RecursionError, KeyError, TypeError):
             return cls(raw, "not an entry of this list", "", 0, raw, None)
 
     @property
@@ -85,11 +87,45 @@ class Replayed:
 
 async def letters(client: AsyncClient) -> AsyncIterator[Letter]:
     """All dead letters, oldest first. Raises redis.exceptions.RedisError or OSError."""
-    start = 0
-    while page := await client.broker.letters(start, PAGE):
-        for raw in page:
-            yield Letter.parse(raw)
-        start += PAGE
+    async for raw in _entries(client, 0):
+        yield Letter.parse(raw)
+
+
+async def page(client: AsyncClient, start: int, limit: int, max_bytes: int) -> list[Letter]:
+    """Up to `limit` dead letters from the index `start` on, oldest first; fewer where they have more than `max_bytes`
+    bytes together, but the first in any case. Raises redis.exceptions.RedisError or OSError."""
+    letters, size = list[Letter](), 0
+    async for raw in _entries(client, start, limit):
+        size += len(raw)
+        if letters and size > max_bytes:
+            break
+        letters.append(Letter.parse(raw))
+    return letters
+
+
+async def find(client: AsyncClient, key: str, index: int | None = None) -> Letter | None:
+    """The dead letter with this key, or None. `index`: where it was in the list, to be looked at first: without it, or
+    where it has moved far, all letters before it are read. Raises redis.exceptions.RedisError or OSError."""
+    nearby = [] if index is None else [(max(0, index - PAGE + 1), PAGE)]
+    for start, limit in (*nearby, (0, None)):
+        async for raw in _entries(client, start, limit):
+            if hashlib.sha256(raw).hexdigest().startswith(key):
+                return Letter.parse(raw)
+    return None
+
+
+async def _entries(client: AsyncClient, start: int, limit: int | None = None) -> AsyncIterator[bytes]:
+    """Entries of the list, read in pages of about LARGE bytes at most."""
+    end, count = None if limit is None else start + limit, 8
+    while end is None or start < end:
+        count = count if end is None else min(count, end - start)
+        entries = await client.broker.letters(start, count)
+        for entry in entries:
+            yield entry
+        start += len(entries)
+        if len(entries) < count:
+            return
+        count = min(PAGE, 4 * count) if sum(map(len, entries)) < LARGE // 4 else max(1, count // 4)
 
 
 async def record_of(client: AsyncClient, letter: Letter) -> Record | None:

@@ -41,7 +41,7 @@ class Pool:
     oldest_s: dict[str, float] = field(default_factory=dict)
     delayed: int = 0
     in_flight: int = 0
-    #: The live workers' leases (see `workers.runtime.assembly`).
+    #: The live workers' leases (see `workers.runtime.assembly`), each with its `incarnation`.
     workers: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -147,7 +147,7 @@ async def _pools(store: Redis, broker: Broker, served: Mapping[str, str]) -> tup
     leases = await aexecute_many(store, [("GET", keys.lease(name)) for name, _ in taking])
     for (name, pool), lease in zip(taking, leases, strict=True):
         if lease is not None:
-            pool.workers.append({"worker": name, **parsed(lease)})
+            pool.workers.append({"worker": name, **parsed(lease), "incarnation": name})
     return list(pools.values()), depths.dead_letters
 
 

@@ -116,7 +116,7 @@ ROLES: Final[dict[str, Rights]] = {
     "gateway": Rights(
         f"{_TASKS} {_QUEUES} {_FILES} {_IDEMPOTENCY} penstock:keys penstock:audit penstock:audit:* "
         "penstock:tenants:limits penstock:weights penstock:webhooks:* penstock:usage penstock:usage:* "
-        "penstock:scale:retries penstock:swept penstock:sqs:*",
+        "penstock:scale:retries penstock:swept penstock:sqs:* penstock:dead penstock:reaped",
         f"{_DELIVERIES} {_TASKS_READ} {_SCALING} penstock:blob:* penstock:profiles penstock:rollouts penstock:sweeper "
         "penstock:schedules",
         _TASKS_CHANNELS,

@@ -17,7 +17,19 @@ from producers.client.aio import AsyncClient
 from producers.client.reader_leases import ReaderLeases
 from producers.connection.addresses import networks
 from producers.connection.turns import Turns
-from producers.gateway import batches, files, health, keys, metrics, pages, tenants, usage, webhooks
+from producers.gateway import (
+    batches,
+    dead_letters,
+    files,
+    fleet,
+    health,
+    keys,
+    metrics,
+    pages,
+    tenants,
+    usage,
+    webhooks,
+)
 from producers.gateway.admission.accounts import Accounts
 from producers.gateway.admission.authentication import Callers
 from producers.gateway.admission.limits import Admission, Destinations, check_sees
@@ -94,7 +106,7 @@ async def one(request: Request, name: str) -> views.ModelView:
 #: All routers, beside that of the metrics.
 ROUTERS: Final = (
     *(pages.router, tasks.router, events.router, explain.router, files.router, batches.router, webhooks.router),
-    *(keys.router, tenants.router, usage.router, models_router, health.router),
+    *(keys.router, tenants.router, usage.router, models_router, health.router, fleet.router, dead_letters.router),
     *(chat.router, completions.router, responses.router, pooling.router, tokens.router),
 )
 

@@ -221,6 +221,7 @@ class Runtime:
                 "queue": served.pool.queue,
                 "model": served.model,
                 "version": served.card["version"],
+                "device": stats.device,
                 "tasks": len(self.deliveries),
                 "patient": self.deliveries.ledger.throughput_count,
                 "draining": self.deliveries.draining,

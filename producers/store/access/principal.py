@@ -17,7 +17,7 @@ SCOPES: Final[dict[str, str]] = {
     "submit": "submit and retry tasks, submit responses, batches; upload files",
     "read": "see, list and stream what its tenant has made",
     "cancel": "cancel and delete what its tenant has made",
-    "metrics": "read /metrics, the figures of all tenants, and nothing else",
+    "metrics": "read /metrics and /v1/fleet, the figures of all tenants, and nothing else",
     "admin": "see and do everything, for all tenants: also keys and the audit log",
 }
 

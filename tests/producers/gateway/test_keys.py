@@ -75,9 +75,9 @@ def test_every_endpoint_asks_for_a_key_but_those_named_here(http: httpx.Client) 
 
 def scope_of(method: str, path: str) -> str:
     """The scope that docs/run/security.md names for this."""
-    if path == "/metrics":
+    if path in ("/metrics", "/v1/fleet"):
         return "metrics"
-    if re.match("/v1/(keys|audit|tenants)", path):
+    if re.match("/v1/(keys|audit|tenants|dead_letters)", path):
         return "admin"
     if method == "delete" or path.endswith("/cancel"):
         return "cancel"
