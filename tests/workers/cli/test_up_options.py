@@ -13,7 +13,6 @@ import pytest
 from producers.gateway.settings import GatewaySettings
 from tests.workers.cli.conftest import invoke, told, worker_programs
 from workers.autoscaler.policy import Rules
-from workers.cli import gpus as gpu_workers
 from workers.cli import up
 from workers.cli.exits import Failure
 from workers.cli.gpus import Chosen
@@ -102,7 +101,7 @@ def test_what_was_not_said_is_left_to_the_worker(conducted: Conducted, monkeypat
 
 def test_the_gateway_is_told_what_was_said(conducted: Conducted, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[GatewaySettings] = []
-    monkeypatch.setattr("producers.gateway.serve", lambda settings, listener: given.append(settings))
+    monkeypatch.setattr("producers.gateway.serve", lambda settings, listener, ready: given.append(settings))
     monkeypatch.setattr("workers.cli.gateway.look_at_servers", lambda broker, store: None)
     origins = ("https://a.example", "http://localhost:3000")
     said = ("--max-queued", "60", "--max-queued-per-tenant", "6", "--max-queued-in-all", "0", "--max-wait", "9")
@@ -200,7 +199,7 @@ def test_each_gpus_worker_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch,
         asked.extend(programs)
         return 0
 
-    monkeypatch.setattr(gpu_workers, "supervise", supervise)
+    monkeypatch.setattr("workers.cli.supervised.supervise", supervise)
     monkeypatch.setattr("workers.cli.gpus.gpus_here", list)
     monkeypatch.setattr("workers.cli.gpus.choose", lambda said, here: (Chosen("gpu0", "0"), Chosen("gpu1", "1")))
     said = ["worker", "--broker", URL, "--model", "tiny", "--gpus", "all", "--name", "node"]
