@@ -157,7 +157,8 @@ class _Vocabulary:
             )
         scores = list(self._file.numbers("tokenizer.ggml.scores"))
         if by_place:
-            scores = [-i for i in range(len(tokens))]
+            # Added tokens, such as those of spaces, go before all others, the longest first.
+            scores = [1 if self._kinds[i] == _USER_DEFINED else -i for i in range(len(tokens))]
         if len(scores) < len(tokens):
             raise ModelError(f"{self._file.path} has {len(tokens)} tokens and the scores of {len(scores)}")
         merges, merged = [], 0

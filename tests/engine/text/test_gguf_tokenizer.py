@@ -154,6 +154,22 @@ def test_the_file_says_what_is_put_around_a_text(tmp_path: Path, entries: dict[s
     assert [tokenizer.token(i) for i in tokenizer.encode("a")] == expected
 
 
+def test_gemmas_spaces_are_the_longest_tokens_that_there_are(tmp_path: Path) -> None:
+    """As in its own tokenizer.json. Its files spell them as spaces, and their scores do not say so."""
+    tokens = ["<unk>", "<s>", *LETTERS, *(" " * i for i in range(2, 8)), *PIECES[:3]]
+    kinds = [2, 3, *[1] * len(LETTERS), *[4] * 6, *[1] * 3]
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "gemma3")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-1000.0] * len(tokens))
+    writer.add_token_types(kinds)
+    told = {"ggml.bos_token_id": 1, "ggml.unknown_token_id": 0, "ggml.add_space_prefix": False}
+    tokenizer = Tokenizer(read_files(finished(writer, tmp_path / "a.gguf", told)))
+    ids = tokenizer.encode("a" + " " * 10 + "the", add_special_tokens=False)
+    assert [tokenizer.token(i) for i in ids] == ["a", "▁" * 7, "▁" * 3, "t", "he"]
+    assert tokenizer.decode(ids) == "a" + " " * 10 + "the"
+
+
 def test_phi_3s_markers_take_the_space_behind_them(tmp_path: Path) -> None:
     tokenizer = Tokenizer(read_files(sentencepiece(tmp_path, name="Phi-3-mini")))
     assert [tokenizer.token(i) for i in tokenizer.encode("<|user|>\n a")] == ["<s>", "<|user|>", "▁a"]
