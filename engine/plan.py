@@ -91,6 +91,8 @@ class StepWork:
     """Tokens that were computed, draft tokens included."""
     context: int = 0
     """KV tokens of all sequences together, with those that the step computed."""
+    prompts: int = 0
+    """See StepPlan."""
 
 
 @dataclass(slots=True)

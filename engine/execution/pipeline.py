@@ -261,7 +261,8 @@ class Pipeline:
         for row in plan.rows:
             context += row.start + row.count
             row.seq.request.course.engine_s += each * row.count
-        self.last_work = StepWork(now, seconds, decodes, plan.prompt_tokens, generated, plan.num_tokens, context)
+        counts = plan.prompt_tokens, generated, plan.num_tokens, context, plan.prompts
+        self.last_work = StepWork(now, seconds, decodes, *counts)
 
     def _take_back(self, plans: list[StepPlan]) -> None:
         logger.error("the sequences of %d steps compute again what was lost", len(plans))

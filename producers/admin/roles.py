@@ -100,7 +100,7 @@ _RESULTS: Final = "celery-task*"
 
 _WORKER: Final = Rights(
     f"{_TASKS} {_DELIVERIES} {_QUEUES} {_CELERY} {_RESULTS} penstock:models penstock:routes penstock:pools "
-    "penstock:profiles penstock:ejected:* penstock:blob:* penstock:joins",
+    "penstock:profiles penstock:ejected:* penstock:blob:* penstock:joins penstock:metrics:*",
     "penstock:webhooks:endpoints penstock:webhooks:endpoints:* penstock:rollouts penstock:epoch penstock:revoked",
     f"{_TASKS_CHANNELS} {_CELERY_CHANNELS} {_RESULTS}",
 )
@@ -118,14 +118,15 @@ ROLES: Final[dict[str, Rights]] = {
         "penstock:tenants:limits penstock:weights penstock:webhooks:* penstock:usage penstock:usage:* "
         "penstock:scale:retries penstock:swept penstock:sqs:* penstock:dead penstock:reaped",
         f"{_DELIVERIES} {_TASKS_READ} {_SCALING} penstock:blob:* penstock:profiles penstock:rollouts penstock:sweeper "
-        "penstock:schedules",
+        "penstock:schedules penstock:metrics:*",
         _TASKS_CHANNELS,
     ),
     "worker": _WORKER,
     "sweeper": Rights(
         f"{_TASKS} {_DELIVERIES} {_QUEUES} {_FILES} {_RESULTS} penstock:sweeper penstock:swept penstock:usage "
         "penstock:usage:* penstock:webhooks:* penstock:models penstock:pools penstock:profiles penstock:blob:* "
-        "penstock:schedules penstock:source:* penstock:scale:pools penstock:journal penstock:revoked",
+        "penstock:schedules penstock:source:* penstock:scale:pools penstock:journal penstock:revoked "
+        "penstock:metrics:*",
         # A batch's lines run within the limits that its key has by then. The journal has what was changed of these.
         f"{_TASKS_READ} penstock:rollouts penstock:tenants:limits penstock:keys penstock:audit penstock:audit:*",
         f"{_TASKS_CHANNELS} {_RESULTS} {_CONTROL_CHANNEL}",

@@ -89,6 +89,16 @@ def tier_of(priority: int | None) -> str:
     return next(tier for tier, (_, priority_step) in TIERS.items() if priority_step == step)
 
 
+def metrics(model: str) -> str:
+    """Hash: what the model's tasks and engines have taken (`producers.store.measurements`)."""
+    return f"penstock:metrics:model:{model}"
+
+
+def metrics_mark(source: str) -> str:
+    """String: the last increments of a worker's process, or of the ledger, that are in those hashes."""
+    return f"penstock:metrics:mark:{source}"
+
+
 def task(task_id: str) -> str:
     """Hash: the record."""
     return f"penstock:task:{task_id}"

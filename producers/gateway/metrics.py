@@ -3,6 +3,7 @@
     GET /metrics ─▶ read_fleet ─▶ requests of this gateway; queues, sweepers, workers' leases, decisions, profiles
                     PRESSURE   ─▶ the store's counts of waiting tasks, and the overload that follows
                     INFO       ─▶ how full store and broker are
+                    HGETALL    ─▶ counters and histograms of each model, which nothing takes back
 
 A family has a name, a help text, and a row for each labelled value. Labels are bounded: routes by their templates,
 models and pools by what is deployed, workers by those alive. Every gateway reports the same for the pools: take
@@ -12,28 +13,38 @@ models and pools by what is deployed, workers by those alive. Every gateway repo
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal, get_args
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
+from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError
 
 from producers.admin.fleet import Fleet, Pool, read_fleet
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
 from producers.connection.connect import SILENT_S
+from producers.connection.log_throttle import warn_throttled
 from producers.connection.storage import Storage, read_storage
+from producers.contract import keys
 from producers.contract.profile import Profile, sane
 from producers.release import release
 from producers.store.fleet.cards import profile_field
 from producers.store.fleet.scaling import is_fresh
+from producers.store.measurements import ALL, ENGINE_COUNTERS, HISTOGRAMS, TASKS, read_measurements
+from producers.store.usage.ledger import STATUSES
 from producers.store.waiting import Pressure, model_of, queues
 
-#: Labels of metrics by pool, and by tier.
+log = logging.getLogger(__name__)
+
+#: Labels of metrics by model, by pool, and by tier.
+MODEL: Final = ("model",)
 POOL: Final = ("model", "pool")
 TIER: Final = (*POOL, "tier")
 #: (name, help, figure of the fleet).
@@ -69,6 +80,7 @@ WORKER_FIGURES: Final = (
     ("capacity", "Sequences that a worker can generate at once.", "capacity", False),
     ("kv_blocks_used", "Blocks of a worker's KV cache that sequences hold.", "kv_blocks_used", False),
     ("kv_blocks", "Blocks of a worker's KV cache.", "kv_blocks_total", False),
+    ("duty_ratio", "Share of the last 10 s in which a worker's engine had work; of its profile.", "duty", False),
     ("prompt_tokens", "Prompt tokens that a worker has taken in.", "prompt_tokens", True),
     ("cached_tokens", "Prompt tokens that a worker found in its prefix cache.", "cached_tokens", True),
     ("generated_tokens", "Tokens that a worker has generated.", "generated_tokens", True),
@@ -189,7 +201,8 @@ def worker_metrics(fleet: Fleet) -> Iterator[Metric]:
             for worker in sorted(pool.workers, key=lambda worker: sane(worker.get("began")) or 0.0)
         }.items()
     )
-    yield from _figures("worker", WORKER_FIGURES, worker_labels, leases)
+    reports = [(whose, {**worker, "duty": Profile.of(worker.get("profile")).duty}) for whose, worker in leases]
+    yield from _figures("worker", WORKER_FIGURES, worker_labels, reports)
     text = "1 for each worker; its label `release` names the worker's release of Penstock."
     releases = (((*whose, str(worker.get("release", ""))), 1) for whose, worker in leases)
     yield family("worker_info", text, (*worker_labels, "release"), releases)
@@ -279,6 +292,34 @@ def server_metrics(servers: Mapping[str, Storage]) -> Iterator[Metric]:
     yield family("storage_writable", text, labels, (((name,), not server.fault) for name, server in servers.items()))
 
 
+def measured_metrics(models: Mapping[str, Mapping[str, int]]) -> Iterator[Metric]:
+    """Counters and histograms of each model (`producers.store.measurements`). Every gateway tells the same: take the
+    largest over gateways. Counts of tasks begin at 0 for each model, so that the first one is an increase, too."""
+    outcomes = [
+        ((model, tier, status), fields.get(f"{TASKS} {tier} {status} n", 0))
+        for model, fields in models.items()
+        for tier in keys.TIERS
+        for status in STATUSES
+    ]
+    yield family("tasks", "Tasks that ended, by how.", (*MODEL, "tier", "outcome"), outcomes, grows=True)
+    for name, text, _ in ENGINE_COUNTERS:
+        rows = (((model,), fields.get(f"{name} {ALL} n", 0)) for model, fields in models.items())
+        yield family(name, text, MODEL, rows, grows=True)
+    for histogram in HISTOGRAMS:
+        labels = (*MODEL, "tier") if histogram.by_tier else MODEL
+        metric = HistogramMetricFamily(f"penstock_{histogram.name}", histogram.text, labels=labels)
+        for model, fields in models.items():
+            for label in keys.TIERS if histogram.by_tier else (ALL,):
+                prefix, total, buckets = f"{histogram.name} {label} ", 0, []
+                for bound in histogram.buckets:
+                    total += fields.get(prefix + bound, 0)
+                    buckets.append((bound, float(total)))
+                if total:
+                    values = (model, label) if histogram.by_tier else (model,)
+                    metric.add_metric(values, buckets, fields.get(prefix + "sum", 0) / histogram.scale)
+        yield metric
+
+
 class Metrics:
     """One gateway's figures. `open_streams` returns the number of open streams of a kind. `process`: the label of its
     own figures, where several processes answer on one socket: each series is one process's, and only grows."""
@@ -292,6 +333,8 @@ class Metrics:
         """Queue -> kind -> tasks that wait there; queue -> its pressure."""
         self.storage: Mapping[str, Storage] = {}
         """`store` and, where it is another server, `broker` -> how full it is."""
+        self.measured: Mapping[str, Mapping[str, int]] = {}
+        """Model -> its counters and histograms (`producers.store.measurements`)."""
         ProcessCollector(registry=self.registry)
         options: dict[str, Any] = {"namespace": "penstock", "subsystem": "gateway", "registry": self.registry}
         self._requests = Counter("requests", "Requests answered.", ("method", "route", "status"), **options)
@@ -357,6 +400,7 @@ class _FleetCollector(Collector):
         yield up
         yield from waiting_metrics(self._metrics.waiting, self._metrics.overload)
         yield from server_metrics(self._metrics.storage)
+        yield from measured_metrics(self._metrics.measured)
         if fleet is not None:
             yield from pool_metrics(fleet)
             yield from worker_metrics(fleet)
@@ -374,9 +418,22 @@ async def metrics(request: Request) -> Response:
             figures.waiting = await queues(gateway.client.store)
             figures.overload = await gateway.admission.overload.all(gateway.client.reserved)
             figures.storage = await read_servers(gateway.client)
+            figures.measured = await _read_measured(gateway.client.store)
     except FAILURES:
         figures.fleet, figures.waiting, figures.overload, figures.storage = None, {}, {}, {}
+        figures.measured = {}
     return Response(generate_latest(figures), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _read_measured(store: Redis) -> dict[str, dict[str, int]]:
+    """`read_measurements`; empty, and logged, where the server's user may not read them, as an earlier release made it.
+
+    Raises redis.exceptions.RedisError or OSError."""
+    try:
+        return await read_measurements(store)
+    except NoPermissionError as error:
+        warn_throttled(log, "Models' counters and histograms are missing, make the users' file anew: %s", error)
+        return {}
 
 
 async def read_servers(client: AsyncClient) -> dict[str, Storage]:

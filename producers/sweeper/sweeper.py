@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Final
 
+from redis.exceptions import NoPermissionError
+
 from producers.admin.listing import UnservedModels
 from producers.backup.journal import EVERY_S as JOURNAL_EVERY_S
 from producers.backup.journal import Journal
@@ -45,6 +47,7 @@ from producers.errors import PenstockError
 from producers.store import epoch, protocol
 from producers.store.batches import MAX_LINES
 from producers.store.blobs import open_blobs
+from producers.store.measurements import count_ended
 from producers.store.protocol import READER_LEASE_S
 from producers.sweeper import tasks
 from producers.sweeper.batches.duty import EVERY_S as BATCHES_EVERY_S
@@ -87,7 +90,8 @@ SILENT_S: Final = 10.0
 FAILING_S: Final = 60.0
 #: Mean interval (s) between sweeps.
 EVERY_S: Final = 10.0
-#: Interval (s) at which the leader looks whether the store is filling, and compacts at once what is settled if so.
+#: Interval (s) at which the leader counts tasks that have ended, and looks whether the store is filling: then it
+#: compacts at once what is settled.
 PRESSED_EVERY_S: Final = 1.0
 #: Interval (s) of the sweep for deadlines.
 DEADLINES_EVERY_S: Final = 1.0
@@ -308,6 +312,13 @@ async def _duties(
     async def store_celery_results() -> Counts:
         return {"told": await results.store_waiting()}
 
+    async def measure_ended() -> Counts:
+        try:
+            await count_ended(client.store)
+        except NoPermissionError as error:  # users of the server as an earlier release made them
+            warn_throttled(log, "Tasks that end are not in the metrics, make the users' file anew: %s", error)
+        return {}
+
     async def add_up() -> Counts:
         if journal is not None:
             await journal.keep()  # what is folded must be there
@@ -336,7 +347,11 @@ async def _duties(
             group.create_task(_repeat(client, partial(_kept, journal), min(JOURNAL_EVERY_S, settings.every)))
         seldom: tuple[Duty, ...] = (*removals, trim, expired_files, deleted)
         pressed = min(PRESSED_EVERY_S, settings.every)
-        for duties, every_s in ((often, settings.every), (seldom, settings.seldom), ((pack_at_once,), pressed)):
+        for duties, every_s in (
+            (often, settings.every),
+            (seldom, settings.seldom),
+            ((pack_at_once, measure_ended), pressed),
+        ):
             for duty in duties:
                 group.create_task(_repeat(client, duty, every_s, condition))
 

@@ -73,7 +73,9 @@ def rows_of(t: str, told: Iterable[str]) -> Counter[str]:
 
 
 #: What a row of the ledger says of a task that ended, and of which.
-BILLED = ("id", "status", "prompt", "output", "discarded", "again", "attempts", "deaths")
+BILLED = ("id", "status", "prompt", "output", "discarded", "again", "attempts", "deaths", "longest")
+#: Times that a row has if they have been.
+TIMED = ("created", "started", "first")
 
 
 def billed(t: str, r: Rec, again: int, deaths: int) -> Counter[tuple[str, ...]]:
@@ -81,8 +83,9 @@ def billed(t: str, r: Rec, again: int, deaths: int) -> Counter[tuple[str, ...]]:
     if not r.end:
         return Counter()
     prompt = (r.counted or 0) if r.claims else 0
-    counts = (prompt, sum(r.next) + r.discarded, r.discarded, again, r.claims, deaths)
-    return Counter([(t, r.end, *map(str, counts))])
+    counts = (prompt, sum(r.next) + r.discarded, r.discarded, again, r.claims, deaths, max(r.next))
+    times = (name for name, been in zip(TIMED, (t != "p", r.claims, any(r.next)), strict=True) if been)
+    return Counter([(t, r.end, *map(str, counts), *times)])
 
 
 def begun(r: Rec, t: str, need: int = 0) -> Rec:
@@ -198,7 +201,8 @@ class Pair(Calls):
         for t, r in self.model.items():
             if r and r.end:
                 now += billed(t, r, self.taken_up[t], self.died.setdefault(t, r.deaths))
-        found = Counter(tuple(row[name] for name in BILLED) for row in self.server.ledger())
+        rows = self.server.ledger()
+        found = Counter((*(row[name] for name in BILLED), *(name for name in TIMED if row[name])) for row in rows)
         assert found == now
         waited_for = {t for t, r in self.model.items() if r and not r.end and (r.expired or r.cancel or t in DEADLINES)}
         assert self.server.deadlines() == waited_for

@@ -43,6 +43,30 @@ def test_a_worker_tells_what_it_measured_and_leaves_it_behind(rig: Rig) -> None:
     assert kept(rig).knee == left.knee, "a worker without load knows no better"
 
 
+def test_what_workers_measured_stays_when_they_are_gone(rig: Rig) -> None:
+    """Two workers, one after the other, add to the same counters; a killed one loses a second at most."""
+
+    def field(name: str) -> int:
+        return int(rig.store.hget(keys.metrics("stub"), name) or 0)
+
+    assert rig.leases() == []
+    worker = rig.worker(STUB_STEP_S=0.001)
+    rig.until_settled(rig.fill(20, max_tokens=10))
+    rig.until(lambda: field("model_generated_tokens all n") == 200)
+    worker.process.kill()
+    gaps = sum(int(n) for name, n in _fields(rig) if name.startswith("inter_token") and not name.endswith("sum"))
+    assert 0 < gaps <= 180, "a publisher that is behind takes some steps together"
+    assert 0 < field("step_sequences all sum") <= 64 * 200
+    second = rig.worker(STUB_STEP_S=0.001)
+    rig.until_settled(rig.fill(5, max_tokens=10))
+    assert second.stop() == 0
+    assert field("model_generated_tokens all n") == 250, "what came since the last second is sent at the end"
+
+
+def _fields(rig: Rig) -> list[tuple[str, int]]:
+    return [(name, int(n)) for name, n in rig.store.hgetall(keys.metrics("stub")).items()]
+
+
 @pytest.mark.parametrize("value", FOREIGN)
 def test_a_foreign_value_is_replaced(rig: Rig, value: str) -> None:
     rig.store.hset(keys.PROFILES, FIELD, value)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from engine.errors import NOT_FINITE
@@ -50,6 +51,8 @@ class Batch:
     """When the events came (monotonic)."""
     doubted: dict[str, Conclusion] = field(default_factory=dict)
     """Ends in NaN, for which the request is to blame, or the model."""
+    gaps: Counter[tuple[str, float]] = field(default_factory=Counter)
+    """(tier, seconds since the choice's token before) -> number."""
 
     def conclude(self, end: Conclusion) -> None:
         """End it so, unless it has ended or another end came first."""
@@ -83,6 +86,9 @@ class Batch:
             append.discarded = delivery.discarded = event.discarded
             delivery.entries[choice] += entries
             delivery.last_at = self.at
+            before, delivery.token_at[choice] = delivery.token_at[choice], self.at
+            if before and before < self.at and not delivery.selects and delivery.record is not None:
+                self.gaps[delivery.record.tier, self.at - before] += 1
         if event.finish_reason is None and not event.done:
             return
         delivery.cached_tokens = event.cached_tokens

@@ -154,6 +154,8 @@ class Publisher(threading.Thread):
         for each in (batch, self._deferred):
             self._doubted |= each.doubted
             each.doubted = {}
+        if batch.gaps:
+            self._measured.increments.on_gaps(batch.gaps)
         self._prompt(batch.scored, batch.ends)
         self._append(list(batch.appends.values()), batch.ends)
         self._finish(batch.ends)

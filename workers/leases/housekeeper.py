@@ -30,6 +30,7 @@ from workers.leases.control import Control
 from workers.leases.lease import Lease, Reconciler
 from workers.leases.neighbours import LOOK_S, Neighbours
 from workers.leases.others import Others, Peers
+from workers.measure.increments import SEND_S
 from workers.measure.measured import Keeper
 from workers.state.clock import Clock
 from workers.state.delivery import Delivery, Incarnation
@@ -118,6 +119,7 @@ class Housekeeper(threading.Thread):
             Duty(self._read_what_changes, pause),
             Duty(self._release_preempted, self._tick),
             Duty(partial(self.keeper.keep, self._store), KEEP_S),
+            Duty(partial(self.keeper.send, self._store), SEND_S),
             Duty(self._look_at_neighbours, LOOK_S),
         )
 

@@ -28,6 +28,7 @@ from producers.connection.log_throttle import warn_throttled
 from producers.contract.profile import Profile
 from producers.store.fleet.cards import keep_profile, profile_field
 from workers.connect import LOST
+from workers.measure.increments import Increments
 from workers.measure.steps import Knee, Mix, StepTimes
 from workers.state.served import Served
 
@@ -120,17 +121,19 @@ class FirstTokens:
 
 class Measured:
     """`first_token` is called with the time of each task's claim (monotonic) when its first token is published, `work`
-    with each step's work on the engine's thread."""
+    with each step's work on the engine's thread. `model`: the name that tasks ask for."""
 
     def __init__(
         self,
         engine: Any,
+        model: str = "",
         first_token: Callable[[float], None] = lambda claimed_at: None,
         work: Callable[[StepWork], None] = lambda work: None,
     ) -> None:
         self._engine = engine
         self._first_token = first_token
         self._work = work
+        self.increments = Increments(model, engine)
         self._steps = StepTimes()
         self._tasks = TaskSizes()
         self._ttft = FirstTokens()
@@ -149,6 +152,7 @@ class Measured:
             self._last = work
             self._steps.take(work)
             self._duty.take(work.ended, work.seconds)
+            self.increments.on_step(work)
             self._work(work)
 
     def on_first_token(self, claimed_at: float) -> None:
@@ -209,3 +213,7 @@ class Keeper:
                     self._start = measured_now.cold_start if started else self._start
             except LOST as exc:
                 warn_throttled(logger, "What this worker measured is not kept, trying again: %s", exc)
+
+    def send(self, store: Redis) -> None:
+        """Add what has come since to the model's counters and histograms. Raises nothing."""
+        self._measured.increments.send(store)

@@ -64,7 +64,7 @@ class Runtime:
         self.window = Window(kind_of(device))
         send_probe = partial(probe.send_timed, engine)
         self.breaker = Breaker(self.window, clock, send_probe, self._break_down, enabled=settings.breaker)
-        self.measured = Measured(engine, COLD_START.first_token, self.window.on_step)
+        self.measured = Measured(engine, served.model, COLD_START.first_token, self.window.on_step)
         self.keeper = Keeper(served, self.measured, self.profile)
         self.publisher = Publisher(
             served, self.deliveries, self.finisher, self._break_down, self.measured, self.breaker
@@ -155,6 +155,7 @@ class Runtime:
 
         def give_up() -> None:
             lease.give_up(self.deliveries.life, store, self.acker.broker)
+            self.keeper.send(store)
             self.keeper.keep(store)
 
         if not within(give_up, seconds):

@@ -144,6 +144,8 @@ class Delivery:
     """What the engine did with it."""
     last_at: float | None = None
     """When its last token came (monotonic)."""
+    token_at: list[float] = field(default_factory=list)
+    """The same, per choice; 0: none has come to this worker."""
     reported_preemptions: int | None = None
     """Preemptions that its record has; None: it has nothing of this start."""
     deadline: float | None = None
@@ -170,6 +172,7 @@ class Delivery:
         self.entries = [[] for _ in nexts]
         self.scored = record.scored
         self.reasons = [None] * len(nexts)
+        self.token_at = [0.0] * len(nexts)
         self.began_at = time.monotonic()
         self.claimed_at = None if any(nexts) else self.began_at
         self.began, self.start = _whole(record.fields.get("began")), _whole(record.fields.get("claims"))

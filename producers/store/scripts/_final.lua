@@ -20,8 +20,10 @@ local function finalise(task, stream, id, status, reasons, err, prompt, cached, 
   local r = redis.call('HMGET', task, 'n', 'discarded', 'batch', 'reserved', 'created')
   -- No task has more than 64 choices: a record that says 10^11 must not keep the store busy for hours.
   local n, out = math.min(tonumber(r[1] or '1'), 64), tonumber(r[2] or '0')
+  local longest = 0
   for c = 0, n - 1 do
-    out = out + tonumber(redis.call('HGET', task, 'next:' .. c) or '0')
+    local tokens = tonumber(redis.call('HGET', task, 'next:' .. c) or '0')
+    out, longest = out + tokens, math.max(longest, tokens)
   end
   local at = redis.call('XLEN', stream)
   local usage = string.format('{"prompt_tokens":%d,"cached_tokens":%d,"output_tokens":%d}', prompt, cached, out)
@@ -34,7 +36,7 @@ local function finalise(task, stream, id, status, reasons, err, prompt, cached, 
   redis.call('ZREM', 'penstock:deadlines', id)
   redis.call('ZADD', 'penstock:unsettled', now_ms(), id)
   redis.call('PUBLISH', 'penstock:tokens:' .. id, '[' .. at .. ',' .. entry .. ']')
-  ledger_row(task, id, status, prompt, cached, out)
+  ledger_row(task, id, status, prompt, cached, out, longest)
   if r[4] then
     settle_charge(task, r[4], prompt, cached, out, tonumber(r[5]), now_ms())
   end

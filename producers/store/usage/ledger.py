@@ -16,6 +16,9 @@ count once |
 | `attempts`, `deaths` | starts; workers that died holding it |
 | `ms` | from its first start to its end; 0 for what never started |
 | `engine` | the engine's time for it (microseconds), of all starts, as far as workers have noted it (`Run`) |
+| `created`, `started`, `first` | when it was submitted (empty for a plain Celery task), first claimed, and had its \
+first token (ms); empty where it did not |
+| `longest` | tokens of its longest choice |
 
 FOLD adds rows to the sums of their hours, ROLL hours to days (UTC). Each adds and removes in one script, so that a task
 is counted once, as a row or in a sum, whoever dies when. `penstock:usage:sums:hour:<unix s>:<tenant>` and

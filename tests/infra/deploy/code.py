@@ -20,6 +20,7 @@ from producers.connection.storage import Storage
 from producers.contract import keys
 from producers.contract.profile import Profile
 from producers.gateway.metrics import GPU_FIGURES, WORKER_FIGURES, Metrics
+from producers.store.measurements import ALL, HISTOGRAMS, Tally
 from producers.store.outbox import Backlog, Due
 from producers.store.waiting import Pressure
 from tests.in_process import app
@@ -103,16 +104,24 @@ def metrics() -> dict[str, set[str]]:
     gateway.fleet = _fleet()
     queue = keys.version_queue("tiny", "v")
     gateway.waiting, gateway.overload = {queue: {"default": 1}}, {queue: Pressure()}
+    gateway.measured = {"tiny": _measured()}
     gateway.storage = {"store": Storage(1, 2)}
     families = text_string_to_metric_families(generate_latest(gateway.registry).decode())
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
+
+
+def _measured() -> dict[str, int]:
+    tally = Tally()
+    for histogram in HISTOGRAMS:
+        tally.observe(histogram, 1.0, "default" if histogram.by_tier else ALL)
+    return tally.fields()
 
 
 def _fleet() -> Fleet:
     gpu = {"uuid": "GPU-0", "slowed_by": ["heat"], **{key: 1 for *_, key, _ in GPU_FIGURES}}
     profile = Profile(knee=8, tokens_per_s=100, ttft_p95=0.1, cold_start={"total": 2})
     figures = {key: 1 for *_, key, _ in WORKER_FIGURES}
-    worker = {"worker": "w", "version": "v", "gpu": gpu, "profile": {"ttft_p95": 0.1}, **figures}
+    worker = {"worker": "w", "version": "v", "gpu": gpu, "profile": {"ttft_p95": 0.1, "duty": 0.5}, **figures}
     pool = Pool("tiny@v.f", "tiny", workers=[worker], oldest_s={"default": 1.0})
     state = {"at": 1, "model": "tiny", "wanted": 1, "starts": {"failures": 1}}
     scaling = Scaling(leads="a", states={"tiny": state}, profiles={"tiny@v": profile})

@@ -63,7 +63,9 @@ def test_the_dashboard_covers_what_an_operator_asks() -> None:
     shown = " ".join(target["expr"] for panel in PANELS for target in panel["targets"])
     wanted = """penstock_queued penstock_queued_oldest_seconds penstock_workers penstock_desired_workers
         penstock_pool_ttft_p95_seconds penstock_worker_generated_tokens_total penstock_worker_kv_blocks_used
-        penstock_pool_cold_start_seconds penstock_dead_letters penstock_worker_start_failures"""
+        penstock_pool_cold_start_seconds penstock_dead_letters penstock_worker_start_failures
+        penstock_queue_wait_seconds_bucket penstock_time_to_first_token_seconds_bucket penstock_task_seconds_bucket
+        penstock_inter_token_seconds_bucket penstock_time_per_output_token_seconds_bucket penstock_tasks_total"""
     assert [name for name in wanted.split() if not re.search(rf"{name}\b", shown)] == []
 
 

@@ -10,8 +10,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from redis import Redis
 
+from producers.admin.roles import ROLES
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
+from producers.store.measurements import INTER_TOKEN, Tally
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import POOL, QUEUE, Door, Open, Submit, until
 from tests.producers.gateway.http.test_connection import busy
@@ -287,3 +289,48 @@ def test_a_lease_that_lies_is_a_worker_without_those_figures(http: httpx.Client,
     assert ("penstock_worker_running", "tiny", POOL_NAME, "w1") not in got
     assert ("penstock_worker_waiting", "tiny", POOL_NAME, "w1") not in got
     assert got["penstock_pool_ttft_p95_seconds", "tiny", "tiny@v"] == 0.5
+
+
+def test_histograms_of_a_model_are_the_same_at_each_gateway(open_door: Open, model: str, valkey: Redis) -> None:
+    """Each bucket has the smaller ones' observations, too, and no counter falls when a worker leaves."""
+    doors = [open_door(), open_door()]
+    zero = figures(doors[0].http)
+    assert zero["penstock_tasks_total", "tiny", "completed", "flex"] == 0, "so that the first one is an increase"
+    assert zero["penstock_model_generated_tokens_total", "tiny"] == 0
+    announce(valkey, profile={"duty": 0.25})
+    tally = Tally()
+    for seconds, count in ((0.002, 3), (0.04, 2), (7200.0, 1)):
+        tally.observe(INTER_TOKEN, seconds, "flex", count)
+    tally.add("tasks", 2, "flex", "completed")
+    tally.add("model_generated_tokens", 70)
+    fields = tally.fields() | {"of_a_later_release all n": 1, "tasks flex lost n": 1, "inter_token_seconds x sum": 5}
+    valkey.hset(keys.metrics("tiny"), mapping=fields)
+    assert figures(doors[0].http)["penstock_worker_duty_ratio", "tiny", POOL_NAME, "w1"] == 0.25
+    valkey.delete(keys.lease("w1.abc"))
+    for door in doors:
+        got = figures(door.http)
+        name = "penstock_inter_token_seconds"
+        buckets = {names[1]: n for names, n in got.items() if names[0] == f"{name}_bucket"}
+        assert list(buckets.values()) == sorted(buckets.values())
+        marks = ("0.001", "0.0025", "0.025", "0.05", "3600.0", "+Inf")
+        assert [buckets[bound] for bound in marks] == [0, 3, 3, 5, 5, 6]
+        assert got[f"{name}_count", "tiny", "flex"] == 6
+        assert got[f"{name}_sum", "tiny", "flex"] == pytest.approx(7200.086)
+        assert got["penstock_tasks_total", "tiny", "completed", "flex"] == 2
+        assert got["penstock_model_generated_tokens_total", "tiny"] == 70
+        assert not [names for names in got if "lost" in names or "later_release" in names[0]]
+
+
+def test_a_user_of_the_server_of_an_earlier_release_costs_the_histograms_alone(
+    open_door: Open, model: str, valkey: Redis, valkey_url: str
+) -> None:
+    rules = ROLES["gateway"].rules().replace("%R~penstock:metrics:* ", "").split()
+    valkey.execute_command("ACL", "SETUSER", "earlier", "reset", "on", ">secret", *rules)
+    announce(valkey)
+    try:
+        url = valkey_url.replace("redis://", "redis://earlier:secret@")
+        got = figures(open_door(store=url, broker=url).http)
+    finally:
+        valkey.execute_command("ACL", "DELUSER", "earlier")
+    assert (got["penstock_up",], got["penstock_workers", "tiny", POOL_NAME]) == (1, 1)
+    assert not [names for names in got if names[0] == "penstock_tasks_total"]

@@ -77,3 +77,26 @@ def test_what_a_task_says_at_once_stays_in_one_call() -> None:
     now, rest = part(list(batch.appends.values()))
     assert [one.claim_id for one in now] == ["a", "b", "b"]
     assert [one.claim_id for one in rest] == ["c"]
+
+
+def test_gaps_are_between_publications_of_a_choice() -> None:
+    delivery = taken(n=2)
+    delivery.record = Record(delivery.task_id, {"status": "in_progress", "tier": "flex"})
+    gaps: list[dict[tuple[str, float], int]] = []
+    for at, events in (
+        (100.0, [event(0), event(0, choice=1)]),
+        (100.5, [event(1), event(2), event(1, tokens=3, choice=1)]),  # behind, and with tokens guessed ahead
+        (102.5, [event(3)]),
+    ):
+        batch = Batch(at=at)
+        for each in events:
+            batch.add(delivery, each)
+        gaps.append(dict(batch.gaps))
+    assert gaps == [{}, {("flex", 0.5): 2}, {("flex", 2.0): 1}]
+    resumed, selects = taken(), taken()
+    selects.selects = True
+    resumed.begin(Record("a", {"status": "in_progress"}), [7])
+    for delivery in (resumed, selects):
+        batch = Batch(at=103.0)
+        batch.add(delivery, event(7))
+        assert not batch.gaps

@@ -61,8 +61,17 @@ def test_a_row_says_who_used_what_and_outlives_its_record(valkey: Redis, client:
     ((_, row),) = valkey.xrange(keys.LEDGER)
     said = {name.decode(): value.decode() for name, value in row.items()}
     assert int(said.pop("ms")) >= 0
+    assert int(said.pop("created")) <= int(said.pop("started")) <= int(said.pop("first"))
     whose = {"key": "k1", "tenant": "acme", "model": "tiny", "version": "0123456789ab", "tier": "flex"}
-    tokens = {"prompt": "3", "cached": "0", "output": "3", "discarded": "0", "again": "5", "engine": "1500"}
+    tokens = {
+        "prompt": "3",
+        "cached": "0",
+        "output": "3",
+        "discarded": "0",
+        "again": "5",
+        "engine": "1500",
+        "longest": "3",
+    }
     assert said == whose | tokens | {"id": handle.id, "status": "completed", "attempts": "2", "deaths": "1"}
 
 

@@ -1,0 +1,220 @@
+"""Counters and histograms of each model that no process's end takes back: what its tasks and its engines have taken.
+
+    a final end ─▶ row of the ledger ─ sweeper, each second: count_ended ─┐
+    a worker's tokens and steps ─▶ Tally ─ each second, while it works ───┴ MEASURE ─▶ `penstock:metrics:model:<model>`
+
+Every gateway exports the same sums (`producers.gateway.metrics`). MEASURE adds increments once: a source's mark says
+which it has sent last. A worker's source is its process, and its mark counts its calls; the source `ledger` has one
+mark for all sweepers, the id of the last row that was counted.
+
+A model's hash maps `<metric> <tier or outcome> <upper bound, sum or n>` to an integer: a bucket's own observations (not
+those of smaller buckets), the sum of all in units of the metric's `scale`, or a count. A reader passes over fields that
+its release does not know. Only models with a card have a hash, each of MAX_FIELDS fields at most. It goes 30 days after
+its last increment.
+
+| lost | when |
+| --- | --- |
+| up to a second of a worker's tokens and steps, none of its tasks | it is killed |
+| nothing: increments wait in constant memory, and rows in the ledger | the store is away |
+| tasks that ended | a sweeper of an earlier release leads: it folds rows that were not counted |
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from redis.asyncio import Redis
+
+from producers.connection.script import Call, aexecute, aexecute_many, arun, script, text
+from producers.contract import keys
+from producers.store.protocol import PACKAGE
+from producers.store.usage.ledger import STATUSES
+
+#: Upper bounds of times (s), from a millisecond to an hour.
+SECONDS: Final = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+    *(30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0),
+)
+#: Upper bounds of sizes.
+SIZES: Final = tuple(float(2**k) for k in range(15))
+MICRO: Final = 1_000_000
+#: Time (s) after its last increment for which a model's hash, or a source's mark, is kept.
+KEPT_S: Final = 30 * 24 * 3600
+#: The most fields of a model's hash: all tiers, outcomes and buckets have some 700.
+MAX_FIELDS: Final = 2048
+#: Rows of the ledger that are counted at a time.
+PAGE: Final = 500
+#: The source of what is counted from the ledger.
+LEDGER: Final = "ledger"
+#: The label of a metric that is not apart by tier.
+ALL: Final = "all"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Histogram:
+    """`name` ends with the unit. `scale`: parts of the unit that sums count."""
+
+    name: str
+    text: str
+    bounds: tuple[float, ...] = SECONDS
+    scale: int = MICRO
+    by_tier: bool = True
+
+    @property
+    def buckets(self) -> tuple[str, ...]:
+        """The fields' names of the buckets."""
+        return (*map(repr, self.bounds), "+Inf")
+
+
+QUEUE_WAIT: Final = Histogram("queue_wait_seconds", "From a task's submission to its first claim by a worker.")
+FIRST_TOKEN: Final = Histogram(
+    "time_to_first_token_seconds", "From a task's submission to its first token in the store."
+)
+CLAIM_TO_FIRST: Final = Histogram(
+    "claim_to_first_token_seconds", "From a task's first claim by a worker to its first token in the store."
+)
+INTER_TOKEN: Final = Histogram(
+    "inter_token_seconds",
+    "Between publications of tokens of one choice by one worker; tokens of one step are published at once.",
+)
+PER_TOKEN: Final = Histogram(
+    "time_per_output_token_seconds",
+    "From the first token of a completed task to its end, by each further token of its longest choice.",
+)
+TASK: Final = Histogram("task_seconds", "From a task's submission to its end, however it ended.")
+STEP: Final = Histogram("step_seconds", "Time of an engine's step.", by_tier=False)
+STEP_SEQUENCES: Final = Histogram(
+    "step_sequences", "Sequences that an engine's step computed together.", SIZES, 1, by_tier=False
+)
+STEP_TOKENS: Final = Histogram("step_tokens", "Tokens that an engine's step computed.", SIZES, 1, by_tier=False)
+HISTOGRAMS: Final = (
+    *(QUEUE_WAIT, FIRST_TOKEN, CLAIM_TO_FIRST, INTER_TOKEN, PER_TOKEN, TASK),
+    *(STEP, STEP_SEQUENCES, STEP_TOKENS),
+)
+#: The counter of tasks, by tier and outcome.
+TASKS: Final = "tasks"
+#: (name, help, statistic of a worker's engine): counters that workers add to.
+ENGINE_COUNTERS: Final = (
+    ("model_prompt_tokens", "Prompt tokens that all workers have taken in.", "prompt_tokens"),
+    ("model_cached_tokens", "Prompt tokens that all workers found in their prefix caches.", "cached_tokens"),
+    ("model_generated_tokens", "Tokens that all workers have generated.", "generated_tokens"),
+    ("model_preemptions", "Sequences that all workers have put off for others.", "preemptions"),
+    ("model_drafted_tokens", "Tokens that all workers guessed ahead (speculative decoding).", "drafted"),
+    ("model_draft_accepted_tokens", "Of these, those that were right.", "draft_accepted"),
+)
+
+
+class Tally:
+    """Increments of one model. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        #: (histogram, label) -> observations of each bucket, and the sum of all.
+        self._cells: dict[tuple[Histogram, str], list[int]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._counts or self._cells)
+
+    def observe(self, histogram: Histogram, value: float, label: str = ALL, count: int = 1) -> None:
+        """Enter `count` observations of one value (seconds, or a size)."""
+        cell = self._cells.get((histogram, label))
+        if cell is None:
+            cell = self._cells[histogram, label] = [0] * (len(histogram.bounds) + 2)
+        cell[bisect_left(histogram.bounds, value)] += count
+        cell[-1] += count * round(value * histogram.scale)
+
+    def add(self, counter: str, count: int, *labels: str) -> None:
+        """Count something. `labels`: a tier and an outcome, for tasks."""
+        if count:
+            self._counts[" ".join((counter, *(labels or (ALL,)), "n"))] += count
+
+    def fields(self) -> dict[str, int]:
+        """Field of the model's hash -> increment."""
+        fields = dict(self._counts)
+        for (histogram, label), cell in self._cells.items():
+            names = (*histogram.buckets, "sum")
+            fields |= {f"{histogram.name} {label} {name}": n for name, n in zip(names, cell, strict=True) if n}
+        return fields
+
+
+def measure(source: str, mark: str, tallies: Mapping[str, Tally], *, before: str = "") -> Call:
+    """MEASURE: add increments, by their models, unless the source's mark says that they were added. Answers 1, or 0 if
+    they were. `before`: the mark that the source must have; empty: any."""
+    args: list[str | int] = [before, mark, KEPT_S, MAX_FIELDS]
+    for tally in tallies.values():
+        fields = tally.fields()
+        args += [len(fields), *(part for item in fields.items() for part in item)]
+    names = (keys.metrics_mark(source), *map(keys.metrics, tallies))
+    return Call(script(PACKAGE, "measure"), names, args)
+
+
+async def count_ended(store: Redis) -> int:
+    """Count tasks that have ended since the last call of whomever. Returns how many rows of the ledger there were.
+
+    Raises redis.exceptions.RedisError or OSError.
+    """
+    total = 0
+    while True:
+        mark = text(await store.get(keys.metrics_mark(LEDGER)) or b"0-0")
+        rows: Any = await aexecute(store, "XRANGE", keys.LEDGER, f"({mark}", "+", "COUNT", PAGE)
+        if not rows:
+            return total
+        models = {text(name) for name in await aexecute(store, "HKEYS", keys.MODELS)}
+        tallies: dict[str, Tally] = {}
+        for entry, fields in rows:
+            row = {text(name): text(value) for name, value in zip(fields[::2], fields[1::2], strict=True)}
+            if (model := row.get("model", "")) in models:
+                _count(tallies.setdefault(model, Tally()), row, int(text(entry).partition("-")[0]))
+        if await arun(store, measure(LEDGER, text(rows[-1][0]), tallies, before=mark)):
+            total += len(rows)
+        if len(rows) < PAGE:
+            return total
+
+
+def _count(tally: Tally, row: Mapping[str, str], ended: int) -> None:
+    """Enter a row of the ledger. `ended`: ms. A row of an earlier release has no times but its end's."""
+    tier, status = row.get("tier", ""), row.get("status", "")
+    if tier not in keys.TIERS or status not in STATUSES:
+        return
+    tally.add(TASKS, 1, tier, status)
+    created, started, first = (_whole(row.get(name)) for name in ("created", "started", "first"))
+    if created:
+        tally.observe(TASK, _since(created, ended), tier)
+        if started:
+            tally.observe(QUEUE_WAIT, _since(created, started), tier)
+        if first:
+            tally.observe(FIRST_TOKEN, _since(created, first), tier)
+    if first:
+        if started:
+            tally.observe(CLAIM_TO_FIRST, _since(started, first), tier)
+        further = _whole(row.get("longest")) - 1
+        if status == "completed" and further > 0 and not _whole(row.get("discarded")):
+            tally.observe(PER_TOKEN, _since(first, ended) / further, tier)
+
+
+def _since(begin: int, end: int) -> float:
+    """Seconds between two times (ms); 0 where a clock was set back."""
+    return max(0, end - begin) / 1000
+
+
+def _whole(raw: str | None) -> int:
+    """A number of a row; 0 if it has none, or none below 2^53."""
+    return int(raw) if raw and raw.isascii() and raw.isdecimal() and len(raw) < 16 else 0
+
+
+async def read_measurements(store: Redis) -> dict[str, dict[str, int]]:
+    """Model with a card -> its fields, without those that are no number. Raises redis.exceptions.RedisError or
+    OSError."""
+    models = [text(name) for name in await aexecute(store, "HKEYS", keys.MODELS)]
+    answers = await aexecute_many(store, [("HGETALL", keys.metrics(model)) for model in models])
+    return {model: dict(_readable(fields)) for model, fields in zip(models, answers, strict=True)}
+
+
+def _readable(fields: Mapping[bytes, bytes]) -> Iterable[tuple[str, int]]:
+    for name, value in fields.items():
+        if value.isdigit() and len(value) < 20:
+            yield name.decode(errors="replace"), int(value)

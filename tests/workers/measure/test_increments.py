@@ -1,0 +1,77 @@
+"""A worker's increments: none is lost while the store is away, and none counts twice when an answer was lost."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from redis import Redis
+from redis.exceptions import ConnectionError as Lost
+
+from engine.plan import StepWork
+from producers.contract import keys
+from workers.measure import increments
+from workers.measure.increments import Increments
+
+STATISTICS = dict.fromkeys(
+    ("prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "drafted", "draft_accepted"), 0
+)
+
+
+def test_nothing_is_lost_or_counted_twice(valkey: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SimpleNamespace(statistics=dict(STATISTICS))
+    engine.stats = lambda: SimpleNamespace(**engine.statistics)
+    worker = Increments("tiny", engine)
+    run = increments.run
+
+    def send(failing: str = "") -> None:
+        def failing_run(store: Redis, call: Any) -> Any:
+            if failing == "before":
+                raise Lost("away")
+            answer = run(store, call)
+            if failing == "after":
+                raise Lost("the answer was lost")
+            return answer
+
+        monkeypatch.setattr(increments, "run", failing_run)
+        worker.send(valkey)
+
+    def fields() -> dict[str, int]:
+        return {name.decode(): int(n) for name, n in valkey.hgetall(keys.metrics("tiny")).items()}
+
+    send()
+    assert not valkey.keys("*"), "a worker without work writes nothing"
+    worker.on_step(StepWork(0.0, 0.02, 3, 10, 4, 13, 90, 1))
+    worker.on_gaps({("flex", 0.02): 3, ("made up", 0.3): 1})
+    engine.statistics |= {"generated_tokens": 4, "prompt_tokens": 10}
+    send("after")
+    first = fields()
+    assert first == {
+        "step_seconds all 0.025": 1,
+        "step_seconds all sum": 20_000,
+        "step_sequences all 4.0": 1,
+        "step_sequences all sum": 4,
+        "step_tokens all 16.0": 1,
+        "step_tokens all sum": 13,
+        "inter_token_seconds flex 0.025": 3,
+        "inter_token_seconds flex sum": 60_000,
+        "inter_token_seconds default 0.5": 1,
+        "inter_token_seconds default sum": 300_000,
+        "model_generated_tokens all n": 4,
+        "model_prompt_tokens all n": 10,
+    }
+    worker.on_gaps({("flex", 0.02): 1})
+    send("before")
+    assert fields() == first
+    engine.statistics["generated_tokens"] = 9
+    send()
+    changed = {
+        "inter_token_seconds flex 0.025": 4,
+        "inter_token_seconds flex sum": 80_000,
+        "model_generated_tokens all n": 9,
+    }
+    assert fields() == first | changed
+    again = Increments("tiny", engine)  # the same worker, started again
+    again.send(valkey)
+    assert fields()["model_generated_tokens all n"] == 18
