@@ -295,9 +295,11 @@ class Scheduler:
                 else:
                     seq.tokens.append(token_id)
                 decoded += 1
-                text, reason, match = output.push(token_id)
                 name = seq.request.id
                 group = groups[name]
+                if group.followers:  # of a leader that was preempted while its prompt was in flight
+                    self._release_followers(group, seq)
+                text, reason, match = output.push(token_id)
                 if reason is not None:
                     self._end(group, seq)
                     events.append(group.event(seq, reason, match, (result,), (text,)))
