@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,11 +22,22 @@ from producers import Client
 from producers.contract import keys
 from producers.errors import InvalidTask
 from tests.conformance.conftest import WORKER_LEASE, gateway
+from tests.conformance.examples import LANGUAGES, Running, examples_of
 from tests.engine.sentence_folders import TEXTS, write_encoder_with_tokenizer
 from tests.in_process import penstock
 from tests.processes import Worker, valkey
+from workers.cli.up import first_call
 from workers.errors import Refused
+from workers.library import ResolvedModel
 
+EXAMPLES = examples_of((Path(__file__).parents[2] / "docs" / "use" / "embeddings.md").read_text("utf-8"))
+#: What an example of each section of the page prints.
+SAYS = {
+    "Vectors": r"1\D+48\n|48 \[.*\n48 \[|\"index\": 1, \"embedding\": \[",
+    "Rerank": r"0\.\d+ .*\n|1 0\.\d+|\"document\": \{\"text\": ",
+    "Classify": r"good|bad|neither",
+    "Later, or in the background": r"48|\"rows\": ?\[\[",
+}
 SHORT = TEXTS[:3]
 SETTINGS = {"dtype": "float32", "threads": 1}
 
@@ -38,7 +51,7 @@ class Served:
     """An embedder, a reranker and a classifier, each with its worker, and such engines in this process."""
 
     def __init__(self, url: str, store_url: str, store: Redis, folders: dict[str, Path]) -> None:
-        self.url, self.store_url, self.store = url, store_url, store
+        self.url, self.store_url, self.store, self.folders = url, store_url, store, folders
         config = EngineConfig(dtype="float32", threads=1)
         self.embedder = PoolingEngine.load(folders["embedder"], config)
         self.reranker = PoolingEngine.load(folders["reranker"], config)
@@ -175,6 +188,34 @@ def test_a_plain_celery_task_of_a_kind_returns_its_rows(served: Served) -> None:
         result = app.send_task("penstock.generate", kwargs=task, queue=keys.model_queue("embedder"))
         rows = result.get(timeout=60)["rows"]
     assert close(np.array(rows, dtype=np.float32), served.embedder.embed(SHORT))
+
+
+@pytest.mark.parametrize(("section", "language", "source"), EXAMPLES)
+def test_an_example_of_the_page_runs(served: Served, tmp_path: Path, section: str, language: str, source: str) -> None:
+    ran = Running(tmp_path, served.url, {"BROKER_URL": served.store_url}).run(language, source)
+    assert ran.returncode == 0, ran.stderr
+    assert re.search(SAYS[section], ran.stdout), ran.stdout
+    assert '"error": {' not in ran.stdout
+
+
+def test_the_page_has_every_endpoint_in_every_language() -> None:
+    has = {(each.values[0], each.values[1]) for each in EXAMPLES}
+    assert has >= {(section, language) for section in ("Vectors", "Rerank", "Classify") for language in LANGUAGES}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("embedder", "embedding"), ("reranker", "results"), ("classifier", "probs")]
+)
+def test_what_up_says_to_try_first_works(
+    served: Served, capsys: pytest.CaptureFixture[str], name: str, says: str
+) -> None:
+    program, *arguments = shlex.split(first_call(served.url, ResolvedModel(name, served.folders[name])))
+    if program == "penstock":
+        penstock().main(arguments, standalone_mode=False)
+        printed = capsys.readouterr().out
+    else:
+        printed = subprocess.run([program, "-s", *arguments], capture_output=True, text=True, check=True).stdout
+    assert f'"{says}":' in printed
 
 
 LONG = TEXTS[4] * 2

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.conformance.conftest import System, gateway, sweeping
-from tests.conformance.javascript import run_source
+from tests.conformance.examples import LANGUAGES, Running, examples_of
 from tests.processes import free_port
 from tests.waiting import until
 from tests.warm import Forked
@@ -26,17 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "use" / "examples.md").read_text("utf-8")
-LANGUAGES = ("bash", "python", "javascript")
-#: One of each section in `make test`, each time another language.
-EXAMPLES = [
-    pytest.param(
-        *(section, language, source),
-        id=f"{section}-{language}",
-        marks=() if LANGUAGES.index(language) == number % 3 else pytest.mark.exhaustive,
-    )
-    for number, (section, text) in enumerate(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
-    for language, source in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S)
-]
+EXAMPLES = examples_of(PAGE)
 #: What an example of each section prints, whatever its language.
 SAYS = {
     "Submit and poll": r"completed|queued|in_progress",
@@ -45,27 +30,6 @@ SAYS = {
     "Webhook": r"whsec_|response\.(completed|incomplete)",
     "Batch": r'"custom_id": ?"a".*"status_code": ?200',
 }
-
-
-@dataclass(frozen=True)
-class Running:
-    """The system with a sweeper, and with webhooks that may go to this machine."""
-
-    folder: Path
-    url: str
-    env: dict[str, str]
-    """Names the server that a `penstock up` in the folder would have."""
-
-    def run(self, language: str, source: str) -> subprocess.CompletedProcess[str]:
-        """Run an example as if this system had the usual port."""
-        source = source.replace("http://127.0.0.1:8000", self.url).replace("9000", str(free_port()))
-        if language == "javascript":
-            return run_source(source)
-        if language == "bash" and shutil.which("curl") is None:
-            pytest.skip("no curl on this machine")
-        command = ["bash", "-euc"] if language == "bash" else [sys.executable, "-c"]
-        env = {**os.environ, **self.env}
-        return subprocess.run([*command, source], cwd=self.folder, env=env, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")

@@ -288,17 +288,26 @@ async def _serve(system: System, asks: Auth) -> None:
         + f"  workers {numbers(system.plan.rules)}{health}\n"
         + "".join(f"          {child.program.name}: {child.status}\n" for child in system.children if child.status)
         + f"  webhooks to public https:// URLs{_allowed(system)}\n"
-        + f"  try     {_first_call(system, system.plan.models[0])}\n"
+        + f"  try     {first_call(system.url, system.plan.models[0])}\n"
         f"{how_to_end()} drains and stops it.\n"
     )
     await asyncio.Event().wait()
 
 
-def _first_call(system: System, model: ResolvedModel) -> str:
-    """The command to try first: a chat if the model has a template."""
+def first_call(url: str, model: ResolvedModel) -> str:
+    """The command to try first at a gateway's URL: a chat if the model has a template."""
     from engine.text import ModelCard, TemplateSource
+    from engine.text.config import read_config
+    from engine.text.pooling import purpose
 
-    elsewhere = "" if system.url == DEFAULT_URL else f" --url {system.url}"
+    elsewhere = "" if url == DEFAULT_URL else f" --url {url}"
+    made = purpose(model.folder, read_config(model.folder))
+    if made == "embed":
+        return f"penstock embed {model.name} 'A penstock feeds a turbine.'{elsewhere}"
+    if made != "generate":
+        texts = '"input": "It works well."' if made == "classify" else '"query": "rain", "documents": ["wet", "dry"]'
+        body = f'{{"model": "{model.name}", {texts}}}'
+        return f"curl {url}/v1/{made} -H 'Content-Type: application/json' -d '{body}'"
     if TemplateSource.from_bytes(ModelCard.tokenizer_files(model.folder)) is not None:
         return f"penstock chat {model.name}{elsewhere}"
     return f"penstock submit {model.name} 'Once upon a time' --stream{elsewhere}"
