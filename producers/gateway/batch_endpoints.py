@@ -28,8 +28,15 @@ from producers.gateway.admission.limits import check_may_use
 from producers.gateway.executor import Executor
 from producers.gateway.http.errors import Problem, body_of, problem_of
 from producers.gateway.http.request_state import Work
-from producers.gateway.openai.batch_lines import COMPLETIONS, answer_line, in_words_of, read_line
+from producers.gateway.openai.batch_lines import (
+    COMPLETIONS,
+    answer_line,
+    answer_pooled,
+    in_words_of,
+    read_line,
+)
 from producers.gateway.openai.completions import MAX_TOKENS
+from producers.gateway.openai.pooling import ENDPOINTS as POOLED
 from producers.gateway.openai.tools import Calling, Tools, make_calling
 from producers.gateway.tasks.foreground import problem_of_end
 from producers.gateway.text.forms import Forms, Judge
@@ -166,7 +173,7 @@ class LineEndpoints:
                 task = task.model_copy(update={"prompt": ids, "messages": None})
             elif isinstance(task.prompt, str):
                 task = task.model_copy(update={"prompt": await self._prompts.encode(card, task.prompt, work)})
-            shortens = task.max_tokens is None
+            shortens = task.max_tokens is None and task.kind == "generate"
             for account in accounts:
                 task = fitted(account, task, context)
             task.check(card)
@@ -181,6 +188,11 @@ class LineEndpoints:
         return replace(plan, task=task, charge=charge)
 
     async def answers(self, path: str, finished: Sequence[Finished]) -> list[Answer]:
+        if path in POOLED:
+            cards = {end.record.model: await self._card(end.record.model) for end in finished}
+            return await asyncio.to_thread(
+                lambda: [_answer(path, end, None, cards[end.record.model]) for end in finished]
+            )
         tokenizers: dict[tuple[str, str], Tokenizer | Answer | None] = {}
         for end in finished:
             if _scored(end) and (encoding := _encoding(end)) not in tokenizers:
@@ -188,6 +200,13 @@ class LineEndpoints:
         return await asyncio.to_thread(
             lambda: [_answer(path, end, tokenizers[_encoding(end)] if _scored(end) else None) for end in finished]
         )
+
+    async def _card(self, model: str) -> Mapping[str, Any] | None:
+        """The model's card; None if there is none any more."""
+        try:
+            return (await self._client.resolve(model, withdrawn=True)).card
+        except UnknownModel:
+            return None
 
     async def _tokenizer(self, model: str, encoding: str) -> Tokenizer | Answer | None:
         """The model's tokenizer, or the error of all answers that need it; None if the model has another tokenizer by
@@ -303,14 +322,22 @@ def _planned(
     return _Planned(PlannedTask(line.task, model, line.more), line.template)
 
 
-def _answer(path: str, finished: Finished, tokenizer: Tokenizer | Answer | None) -> Answer:
-    """Returns the answer to a line. `tokenizer`: given if the task has log probabilities."""
+def _answer(
+    path: str, finished: Finished, tokenizer: Tokenizer | Answer | None, card: Mapping[str, Any] | None = None
+) -> Answer:
+    """Returns the answer to a line. `tokenizer`: given if the task has log probabilities. `card`: that the model has
+    now, if it generates nothing: another version's labels are not those of the line."""
     end = finished.events[-1]
     try:
         if isinstance(end, End) and (problem := problem_of_end(end)) is not None:
             return _refused(in_words_of(path, finished.body, problem))
         if isinstance(tokenizer, Answer):
             return tokenizer
+        if path in POOLED:
+            record = finished.record
+            if card is None or card["version"] != record.fields.get("version"):
+                card = {"name": record.model}
+            return Answer(200, answer_pooled(path, finished.body, record, finished.events, card))
         body = _ascii(answer_line(path, finished.record, finished.events, tokenizer))
         return Answer(200, body, warning=finished.record.fields.get("warning", ""))
     except Exception:  # as above

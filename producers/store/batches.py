@@ -19,6 +19,7 @@ A batch is the hash `penstock:batch:<id>`:
 | `total` | lines of the input, once it is validated; blank lines do not count |
 | `level` | the level of the gateway's release, if above those of all: sweepers below it leave its lines alone |
 | `line`, `offset` | lines that are expanded, and the offset behind them in the input (bytes) |
+| `result_bytes` | of lines that are expanded and not written: the bytes that their `result_bytes` are in all |
 | `completed`, `failed` | lines that have ended so far, counted by what made their records final |
 | `written`, `written_offset` | lines whose results are in a part of the files, and the offset behind them |
 | `outputs`, `errors`, `lapsed` | written lines by file; those of the errors that expired |
@@ -50,7 +51,10 @@ from producers.store.protocol import PACKAGE
 
 PREFIX: Final = "batch_"
 #: Paths that a batch's lines may be for. The first is that of a batch whose lines name none.
-ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ENDPOINTS: Final = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
+    *("/v1/embeddings", "/v1/rerank", "/v1/classify", "/v1/score"),
+)
 #: Longest completion window (s), and the shortest.
 MAX_WINDOW_S: Final = 7 * 24 * 3600
 MIN_WINDOW_S: Final = 60
@@ -72,6 +76,8 @@ MOST_KEPT: Final = 10_000
 #: and their bytes in the inputs.
 MAX_LINES: Final = 100_000
 MAX_BYTES: Final = 256 << 20
+#: Most bytes that the vectors, labels and scores of a tenant's lines that are in the store may take.
+MAX_RESULT_BYTES: Final = 512 << 20
 #: Time (s) after which a batch is gone from the lists, whatever became of it.
 LISTED_S: Final = KEPT_S + 2 * MAX_WINDOW_S + MARGIN_S
 
@@ -304,18 +310,19 @@ class Block:
 #: Fields of a line's record that may differ between lines.
 LINE_FIELDS: Final = (
     *("task", "model", "version", "queue", "tier", "n", "tokens", "prompt_tokens", "deadline", "line"),
-    *("response", "calls"),
+    *("response", "calls", "result_bytes"),
 )
 
 
-async def lines_of(store: Redis, tenant: str) -> tuple[int, int]:
-    """Lines of a tenant's open batches that are in the store (expanded, and not written), and their bytes in the
-    inputs. Raises redis.exceptions.RedisError or OSError."""
+async def lines_of(store: Redis, tenant: str) -> tuple[int, int, int]:
+    """Lines of a tenant's open batches that are in the store (expanded, and not written), their bytes in the inputs,
+    and those that their results may take. Raises redis.exceptions.RedisError or OSError."""
     ids = await store.smembers(keys.open_batches(tenant))
-    fields = ("line", "written", "offset", "written_offset")
+    fields = ("line", "written", "offset", "written_offset", "result_bytes")
     answers = await aexecute_many(store, [("HMGET", keys.batch(text(name)), *fields) for name in ids]) if ids else []
-    rows = [[int(number) for number in row] for row in answers if None not in row]
-    return sum(row[0] - row[1] for row in rows), sum(row[2] - row[3] for row in rows)
+    rows = [[int(number or 0) for number in row] for row in answers if None not in row[:4]]
+    results = sum(row[4] for row in rows if row[0] > row[1])
+    return sum(row[0] - row[1] for row in rows), sum(row[2] - row[3] for row in rows), results
 
 
 def expand(batch_id: str, block: Block, shared: Mapping[str, str | int], max_lines: int = MAX_LINES) -> Call:
@@ -327,7 +334,7 @@ def expand(batch_id: str, block: Block, shared: Mapping[str, str | int], max_lin
     """
     pairs = [part for item in shared.items() for part in item]
     args: list[str | int] = [batch_id, block.first, len(block.entries), block.spent, max_lines, MAX_BYTES]
-    args += [len(pairs), len(LINE_FIELDS)]
+    args += [MAX_RESULT_BYTES, len(pairs), len(LINE_FIELDS)]
     args += [*pairs, *LINE_FIELDS]
     for entry in block.entries:
         args += (entry.offset, entry.task)

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -21,11 +22,12 @@ from engine import EngineConfig, PoolingEngine
 from producers import Client
 from producers.contract import keys
 from producers.errors import InvalidTask
-from tests.conformance.conftest import WORKER_LEASE, gateway
+from tests.conformance.conftest import WORKER_LEASE, System, gateway, sweeping
 from tests.conformance.examples import LANGUAGES, Running, examples_of
 from tests.engine.sentence_folders import TEXTS, write_encoder_with_tokenizer
 from tests.in_process import penstock
 from tests.processes import Worker, valkey
+from tests.waiting import until
 from workers.cli.up import first_call
 from workers.errors import Refused
 from workers.library import ResolvedModel
@@ -90,10 +92,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             )
             for folder in folders.values()
         ]
-        with workers[0], workers[1], workers[2], gateway(store_url) as (url, _):
+        folder = tmp_path_factory.mktemp("files")
+        with workers[0], workers[1], workers[2], gateway(store_url, files_dir=str(folder)) as (url, _):
             for worker in workers:
                 worker.wait_until(lambda worker=worker: bool(worker.incarnations), 180)
-            yield Served(url, store_url, store, folders)
+            with sweeping(System(store_url, store, workers[0], url, str(folder)), folder):
+                yield Served(url, store_url, store, folders)
 
 
 def test_openais_client_gets_the_engines_vectors(served: Served) -> None:
@@ -219,6 +223,86 @@ def test_what_up_says_to_try_first_works(
 
 
 LONG = TEXTS[4] * 2
+
+
+def alike(some: Any, others: Any) -> bool:
+    """Equal JSON, but for the last bits of numbers."""
+    if isinstance(some, float):
+        return abs(some - others) < 1e-6
+    if isinstance(some, list):
+        return len(some) == len(others) and all(map(alike, some, others))
+    if isinstance(some, dict):
+        return some.keys() == others.keys() and all(alike(value, others[name]) for name, value in some.items())
+    return bool(some == others)
+
+
+#: Path -> a body, one that is refused before it is queued, and one that a worker refuses; their parameter at fault.
+LINES: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "/v1/embeddings": (
+        [
+            {"model": "embedder", "input": SHORT, "dimensions": 16, "prompt_name": "query"},
+            {"model": "embedder", "input": "a", "dimensions": 20},
+            {"model": "embedder", "input": LONG},
+        ],
+        "dimensions input",
+    ),
+    "/v1/rerank": (
+        [
+            {"model": "reranker", "query": TEXTS[0], "documents": [{"text": TEXTS[1]}, TEXTS[2]], "top_n": 1},
+            {"model": "reranker", "query": TEXTS[0], "documents": ["a", ""]},
+            {"model": "reranker", "query": TEXTS[0], "documents": [LONG], "truncate": False},
+        ],
+        "documents documents",
+    ),
+    "/v1/classify": (
+        [
+            {"model": "classifier", "input": SHORT, "service_tier": "flex"},
+            {"model": "classifier", "input": SHORT, "stream": False},
+            {"model": "classifier", "input": LONG},
+        ],
+        "stream input",
+    ),
+    "/v1/score": (
+        [
+            {"model": "reranker", "text_1": TEXTS[0], "text_2": SHORT},
+            {"model": "reranker", "text_1": TEXTS[0], "text_2": []},
+            {"model": "reranker", "text_1": TEXTS[0], "text_2": [LONG], "truncate": False},
+        ],
+        "text_2 text_2",
+    ),
+}
+
+
+@pytest.mark.parametrize("path", LINES)
+def test_lines_of_a_batch_are_answered_as_by_their_endpoint(served: Served, path: str) -> None:
+    client, (bodies, params) = served.openai(), LINES[path]
+    requests = [
+        {"custom_id": str(k), "method": "POST", "url": path, "body": body}
+        for k, body in enumerate([*bodies, bodies[0]])
+    ]
+    lines = "\n".join(map(json.dumps, requests))
+    file = client.files.create(file=("in.jsonl", lines.encode()), purpose="batch")
+    batch_id = client.batches.create(input_file_id=file.id, endpoint=path, completion_window="1h").id  # type: ignore[arg-type]
+
+    def completed() -> Any:
+        batch = client.batches.retrieve(batch_id)
+        return batch if batch.status == "completed" else None
+
+    batch = until(completed, 60)
+    output, errors = (
+        [json.loads(line) for line in client.files.content(each).text.splitlines()]
+        for each in (batch.output_file_id, batch.error_file_id)
+    )
+    answers = [served.post(path, **body).json() for body in bodies]
+    told = [line["response"]["body"]["error"] for line in errors]
+    assert [error["param"] for error in told] == params.split()
+    assert told == [answer["error"] for answer in answers[1:]]
+    own = {"id", "created"}
+    expected = {name: value for name, value in answers[0].items() if name not in own}
+    assert [line["custom_id"] for line in output] == ["0", "3"]
+    for line in output:
+        assert alike({name: value for name, value in line["response"]["body"].items() if name not in own}, expected)
+    assert not served.store.hexists(keys.batch(batch_id), "result_bytes"), "nothing is left of what its results took"
 
 
 @pytest.mark.parametrize(

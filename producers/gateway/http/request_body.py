@@ -270,7 +270,15 @@ async def fields_of(
     """
     if optional and request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
         return {}
-    body = await read_object(request, limit)
+    return checked_fields(await read_object(request, limit), schema, checks)
+
+
+def checked_fields(
+    body: Mapping[str, Any],
+    schema: Mapping[str, Any],
+    checks: Mapping[str, Callable[[Any, str], Any]] | None = None,
+) -> dict[str, Any]:
+    """The fields of a body that is read, as of `fields_of`. Raises InvalidTask."""
     properties = schema["properties"]
     for name in body:
         if name not in properties:

@@ -3,18 +3,19 @@
 url, body, card -> read_line -> Line: Task (the worker renders and tokenises it, unless it has tools), fields of its
                                 record
 final record, all events -> answer_line -> the body that the endpoint would have answered
+                            answer_pooled, of models that generate nothing
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
 from engine.text import Tokenizer
 from producers.contract.record import Record
-from producers.contract.stream import Event
+from producers.contract.stream import End, Event, rows_of
 from producers.contract.task import Task
 from producers.errors import InvalidTask, shown
 from producers.gateway.http.errors import Problem, invalid_value
@@ -27,15 +28,17 @@ from producers.gateway.openai.completions import MAX_TOKENS, read_completion
 from producers.gateway.openai.completions import shape as completion_shape
 from producers.gateway.openai.logprobs import COMPLETION, ChatLogprobs, CompletionLogprobs
 from producers.gateway.openai.parameters import TextRequest, check_chats, refused
+from producers.gateway.openai.pooling import ENDPOINTS as POOLED
+from producers.gateway.openai.pooling import Made
 from producers.gateway.openai.responses.request import REFERENCE, ResponseRequest, read_response
 from producers.gateway.openai.responses.view import body as response_body
 from producers.gateway.openai.tools import Calling, CallSyntax, Tools
 from producers.gateway.text.forms import warnings_of
 from producers.store.batches import ENDPOINTS
 
-CHATS, COMPLETIONS, RESPONSES = ENDPOINTS
-#: The URLs that a line may have -> parameters that need a caller who waits, or more than the line's own task, with the
-#: values that ask for nothing.
+CHATS, COMPLETIONS, RESPONSES, *_ = ENDPOINTS
+#: The URLs that a line may have, beside those of POOLED -> parameters that need a caller who waits, or more than the
+#: line's own task, with the values that ask for nothing.
 URLS: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
     CHATS: {
         "stream": (False,),
@@ -85,10 +88,12 @@ def read_line(
 ) -> Line:
     """A line as it is to be queued.
 
-    `url`: one of URLS. `card`: of the body's model. `now_ms`: server time. `check_form`: as `Forms.check_now`; it may
-    block. `call`: makes the model's way to call tools; it may block, too. `fields`: the batch's, which go before the
-    line's own. Raises Problem and InvalidTask, which name the parameter at fault.
+    `url`: one of ENDPOINTS. `card`: of the body's model. `now_ms`: server time. `check_form`: as `Forms.check_now`; it
+    may block. `call`: makes the model's way to call tools; it may block, too. `fields`: the batch's, which go before
+    the line's own. Raises Problem and InvalidTask, which name the parameter at fault.
     """
+    if url in POOLED:
+        return Line(_pooled(url, body, card, fields), {}, {})
     for name, nothing in URLS[url].items():
         if body.get(name) is not None and body[name] not in nothing:
             raise refused(name, body[name], nothing, "which a line of a batch cannot have")
@@ -115,7 +120,7 @@ def read_line(
 def in_words_of(url: str, body: Mapping[str, Any], error: Problem | InvalidTask) -> Problem | InvalidTask:
     """An error of a line's task, in the words of its body, which `read_line` has taken."""
     try:
-        with _READ[url](body, {}).text_request.in_its_words():
+        with POOLED[url].in_its_words() if url in POOLED else _READ[url](body, {}).text_request.in_its_words():
             raise error
     except (Problem, InvalidTask) as renamed:
         return renamed
@@ -139,6 +144,26 @@ def answer_line(url: str, record: Record, events: Iterable[Event], tokenizer: To
     batch.take([(0, event) for event in events], n)
     whole.add(batch)
     return b"".join(whole.pieces(first))
+
+
+def answer_pooled(
+    url: str, body: Mapping[str, Any], record: Record, events: Sequence[Event], card: Mapping[str, Any]
+) -> bytes:
+    """The body of the answer to a line for one of POOLED, as JSON. `card`: of the line's model; without labels, they
+    are numbers."""
+    end = events[-1]
+    if not isinstance(end, End) or end.result is None:
+        raise Problem(500, "The task ended without a result.", code="failed")
+    created = (record.time("created") or 0) // 1000
+    made = Made(record.id, card, rows_of(end.result), end.usage["prompt_tokens"], created)
+    return POOLED[url].answer(POOLED[url].fields(body), made)
+
+
+def _pooled(url: str, body: Mapping[str, Any], card: Mapping[str, Any], fields: Mapping[str, Any]) -> Task:
+    endpoint = POOLED[url]
+    task = endpoint.task(endpoint.fields(body), **fields)
+    with endpoint.in_its_words():
+        return task.resolved(card)
 
 
 def _head(kind: str, prefix: str, record: Record) -> dict[str, Any]:

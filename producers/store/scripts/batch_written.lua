@@ -20,8 +20,16 @@ local parts = tonumber(ARGV[8])
 if parts > 0 then
   redis.call('HSET', KEYS[2], from, '[' .. table.concat(ARGV, ',', 9, 8 + parts) .. ']')
 end
+local results = 0
 for k = 1, lines do
+  results = results + (tonumber(redis.call('HGET', 'penstock:task:' .. ARGV[8 + parts + k], 'result_bytes') or nil) or 0)
   drop(ARGV[1], ARGV[8 + parts + k])
   redis.call('HDEL', KEYS[3], from + k - 1)
+end
+-- Where none is left, what records that were lost had counted goes, too.
+if redis.call('HGET', batch, 'line') == tostring(from + lines) then
+  redis.call('HDEL', batch, 'result_bytes')
+elseif results > 0 then
+  redis.call('HINCRBY', batch, 'result_bytes', -results)
 end
 return 1

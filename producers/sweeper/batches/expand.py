@@ -94,8 +94,9 @@ class Expander:
         if line == batch.total:
             return 0
         tenant_limit = await self._tenant_limit(batch.tenant)
-        lines, size = await batches.lines_of(self._client.store, batch.tenant)
-        if lines >= tenant_limit or size >= batches.MAX_BYTES:  # else a block would be made ready for nothing
+        lines, size, results = await batches.lines_of(self._client.store, batch.tenant)
+        full = size >= batches.MAX_BYTES or results >= batches.MAX_RESULT_BYTES
+        if lines >= tenant_limit or full:  # else a block would be made ready for nothing
             return 0
         storage = await read_storage(self._client.store)
         if storage.limit and storage.used + await promised(self._client.store) >= PRESSED * storage.limit:

@@ -54,6 +54,8 @@ PAGE: Final = 100
 PAGE_TOKENS: Final = 20_000
 #: Tokens in a stream's entry for the prompt.
 PROMPT_PIECE: Final = 512
+#: Bytes of vectors, labels and scores that are as much as a token's event: six numbers, as objects and as JSON.
+RESULT_PIECE: Final = 32
 #: Tasks cancelled or forgotten in one round trip.
 CANCEL_PAGE: Final = 500
 
@@ -296,7 +298,8 @@ def _chunks(lines: Sequence[int], records: Mapping[int, Record]) -> Iterator[lis
 
 def _weight(record: Record) -> int:
     used = record.json("usage") or {}
-    return int(used.get("output_tokens", 0)) + PROMPT_PIECE * int(record.fields.get("prompt", 0))
+    result = int(record.fields.get("result_bytes", 0)) // RESULT_PIECE
+    return int(used.get("output_tokens", 0)) + PROMPT_PIECE * int(record.fields.get("prompt", 0)) + result
 
 
 def _events(stream: Sequence[Any], blocks: Iterable[tuple[int, bytes]]) -> list[Event] | None:

@@ -102,7 +102,7 @@ def send(http: httpx.Client, file_id: str) -> Ask:
         ("input_file_id", "file-" + "0" * 32, 404),
         ("input_file_id", "../../etc/passwd", 404),
         ("endpoint", None, 400),
-        ("endpoint", "/v1/embeddings", 400),
+        ("endpoint", "/v1/images/generations", 400),
         ("endpoint", [CHATS], 400),
         *(
             ("completion_window", window, 400)

@@ -297,8 +297,41 @@ class TestOfATenant:
         assert self.block(first, 0, 3, 99) == [3]
         assert self.block(second, 0, 3, 99) == [1]
 
-        async def read() -> tuple[int, int]:
+        async def read() -> tuple[int, int, int]:
             async with AsyncClient(valkey_url) as client:
                 return await batches.lines_of(client.store, "a")
 
-        assert asyncio.run(read()) == (4, 400)
+        assert asyncio.run(read()) == (4, 400, 0)
+
+    def test_their_results_in_the_store_are_bounded_together(
+        self, valkey: Redis, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(batches, "MAX_RESULT_BYTES", 500)
+        first, second = (self.made(valkey, n)[0] for n in range(2))
+        for name in (first, second):
+            run(valkey, batches.begin(name, 9))
+
+        def block(name: str, start: int, last: int, size: int) -> list[int]:
+            lines = {k: field(k, name) | {"batch": name, "result_bytes": size} for k in range(start, last)}
+            entries = [Entry((k + 1) * 100, batches.task_id(name, k), fields) for k, fields in lines.items()]
+            done: list[int] = run(self.valkey, batches.expand(name, Block(start, entries), SHARED, 99))
+            return done[1:]
+
+        async def results() -> int:
+            async with AsyncClient(valkey_url) as client:
+                return (await batches.lines_of(client.store, "a"))[2]
+
+        assert block(first, 0, 1, 800) == [1], "alone, it is made, or its batch would never go on"
+        assert block(second, 0, 1, 1) == [0]
+        run(valkey, protocol.cancel(batches.task_id(first, 0)))
+        run(valkey, batches.written(first, written(0, 1)))
+        assert asyncio.run(results()) == 0
+        assert block(second, 0, 4, 200) == [2]
+        assert block(first, 1, 2, 101) == [0]
+        assert block(first, 1, 2, 100) == [1]
+        assert asyncio.run(results()) == 500
+        valkey.delete(keys.task(batches.task_id(second, 0)))  # lost: it counts until all of its batch is written
+        run(valkey, batches.written(second, written(0, 1)))
+        assert block(first, 2, 3, 100) == [0]
+        run(valkey, batches.written(second, written(1, 1)))
+        assert asyncio.run(results()) == 100

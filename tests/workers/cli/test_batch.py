@@ -74,7 +74,7 @@ class TestSubmit:
         requests.write_text("no JSON")
         for args, says in (
             ((str(requests),), "name the endpoint with --endpoint"),
-            ((str(requests), "--endpoint", "/v1/embeddings"), "endpoint is"),
+            ((str(requests), "--endpoint", "/v1/images/generations"), "endpoint is"),
             ((str(tmp_path / "none"),), "cannot read"),
             ((str(requests), "--output", "x"), "--output needs --wait"),
         ):

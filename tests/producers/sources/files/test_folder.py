@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[bytes, str, int | None]] = {
     "no UTF-8": (b"\xff\xfe\n", "invalid_json_line", 1),
     "no such model": (b"".join(lines([GOOD | {"model": "huge"}])), "model_not_found", 1),
     "two endpoints": (b"".join(lines([GOOD])) + b"".join(lines([GOOD], "/v1/responses")), "url_mismatch", 2),
-    "no endpoint": (b"".join(lines([GOOD], "/v1/embeddings")), "url_mismatch", 1),
+    "no endpoint": (b"".join(lines([GOOD], "/v1/images/generations")), "url_mismatch", 1),
     "an id twice": (2 * b"".join(lines([GOOD])), "duplicate_custom_id", 2),
     "empty": (b"", "empty_file", None),
     "blank": (b"\n \r\n", "empty_file", None),

@@ -26,7 +26,7 @@ def test_good_tables(table: dict[str, Any]) -> None:
         (FOLDER | {"folder": ""}, "folder is"),
         (FOLDER | {"settled_seconds": -1}, "settled_seconds is -1; it must be seconds, 0 or more"),
         (FOLDER | {"completion_window": "8d"}, 'completion_window: it is "8d"; it must be minutes'),
-        (FOLDER | {"endpoint": "/v1/embeddings"}, 'endpoint: it is "/v1/embeddings"; it must be one of'),
+        (FOLDER | {"endpoint": "/v1/images"}, 'endpoint: it is "/v1/images"; it must be one of'),
         (FOLDER | {"tenant": ""}, "tenant is"),
         (FOLDER | {"metadata": {"a": 1}}, "metadata: it is"),
         (FOLDER | {"metadata": {"source": "x"}}, "metadata: it is"),
