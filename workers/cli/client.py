@@ -104,7 +104,13 @@ class Gateway:
         return self.json("GET", path_of("tasks", task_id, "/explain"))
 
     def models(self) -> list[dict[str, Any]]:
-        models: list[dict[str, Any]] = self.json("GET", "/v1/models")["data"]
+        """The models that it serves. Raises Unreachable, too, where what answers is another server."""
+        answer: Any = self.json("GET", "/v1/models")
+        models = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(models, list) or not all(
+            isinstance(model, dict) and {"id", "capabilities"} <= model.keys() for model in models
+        ):
+            raise Unreachable(self.url, "what answers there is no gateway of Penstock")
         return models
 
     def chats(self, model: str) -> bool:

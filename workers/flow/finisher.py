@@ -342,12 +342,10 @@ def needs_tracer(delivery: Delivery, status: str, headers: Mapping[str, Any]) ->
 
 def _announce(end: _Ending, job: Job) -> None:
     """Tells Celery's books, its monitors and the log of a success, as its tracer does at the end."""
-    runtime = _runtime_s(end)
-    if tracing.logger.isEnabledFor(logging.INFO):
-        task_id, name = end.delivery.task_id, keys.TASK_NAME
-        fields = {"id": task_id, "name": name, "runtime": runtime, "return_value": repr(end.status)}
-        tracing.logger.info(tracing.LOG_SUCCESS, fields)
-    job.on_done((False, end.status, runtime))
+    runtime, result = _runtime_s(end), repr(end.status)
+    fields = {"id": end.delivery.task_id, "name": keys.TASK_NAME, "runtime": runtime, "return_value": result}
+    tracing.info(tracing.LOG_SUCCESS, fields)
+    job.on_done((False, result, runtime))
 
 
 def _runtime_s(end: _Ending) -> float:

@@ -231,3 +231,12 @@ class TestTheKeyInTheEnvironment:
         scripted.answers += [there, here]
         assert list(Gateway(scripted.url).content("file-1", 0)) == []
         assert sent == ["Bearer psk_hush", None]
+
+
+@pytest.mark.parametrize(
+    "answer", [{"detail": "no such page"}, [], {"data": [{"id": "tiny", "object": "model", "owned_by": "vllm"}]}]
+)
+def test_another_server_at_the_port_is_no_gateway(scripted: Scripted, answer: Any) -> None:
+    scripted.answers = [send(200, json.dumps(answer).encode())]
+    with pytest.raises(Unreachable, match="no gateway of Penstock"):
+        Gateway(scripted.url).models()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 from celery import signals
 
-from workers.flow.finisher import needs_tracer
-from workers.state.delivery import Delivery, Incarnation, Plain
+from producers.contract import keys
+from workers.flow.finisher import _announce, _Ending, needs_tracer
+from workers.state.delivery import Delivery, Incarnation, Job, Plain
 
 #: As the messages of clients and gateways have them.
 NATIVE = {"ignore_result": True, "callbacks": None, "errbacks": None, "chain": None, "chord": None, "group": None}
@@ -50,3 +52,13 @@ def test_a_receiver_of_its_signals_gets_them(signal: Any) -> None:
     finally:
         signal.disconnect(receive)
     assert not needs_tracer(delivery(), "completed", NATIVE)
+
+
+def test_without_it_monitors_and_log_are_told_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[Any] = []
+    caplog.set_level(logging.INFO, "celery.app.trace")
+    _announce(_Ending(delivery(), "completed"), Job(lambda: None, (), told.append, None))
+    assert told == [(False, "'completed'", 0.0)]
+    (record,) = caplog.records
+    assert record.getMessage() == f"Task {keys.TASK_NAME}[task] succeeded in 0.0s: 'completed'"
+    assert record.__dict__["data"]["id"] == "task"
