@@ -156,6 +156,7 @@ def test_the_page_has_the_versions_that_are_tried() -> None:
         "`langchain-openai`": [ours["langchain-openai"]],
         "`pydantic-ai`": [ours["pydantic-ai-slim"]],
         "`instructor`": [ours["instructor"]],
+        "`cohere`": [ours["cohere"]],
         "`lm_eval`": [harness["lm-eval"]],
         "`flower`": [ours["flower"]],
     }

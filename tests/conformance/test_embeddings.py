@@ -22,6 +22,7 @@ from engine import EngineConfig, PoolingEngine
 from producers import Client
 from producers.contract import keys
 from producers.errors import InvalidTask
+from tests.conformance.clients import python
 from tests.conformance.conftest import WORKER_LEASE, System, gateway, sweeping
 from tests.conformance.examples import LANGUAGES, Running, examples_of
 from tests.engine.sentence_folders import TEXTS, write_encoder_with_tokenizer
@@ -192,6 +193,27 @@ def test_a_plain_celery_task_of_a_kind_returns_its_rows(served: Served) -> None:
         result = app.send_task("penstock.generate", kwargs=task, queue=keys.model_queue("embedder"))
         rows = result.get(timeout=60)["rows"]
     assert close(np.array(rows, dtype=np.float32), served.embedder.embed(SHORT))
+
+
+def test_coheres_clients_rank_documents(served: Served) -> None:
+    told = python("cohere_client.py", served.url)
+    documents = ["A penstock feeds a turbine.", "rain", "The queue is long."]
+    expected = served.reranker.score([("What feeds a turbine?", document) for document in documents])
+    order = sorted(range(3), key=lambda index: -expected[index])
+    for ranked in (told["ranked"], told["returned"]):
+        assert [index for index, _ in ranked] == order
+        assert [score for _, score in ranked] == pytest.approx([expected[index] for index in order])
+    assert (told["best"], told["documents"]) == (told["ranked"][:1], [documents[index] for index in order])
+    assert told["id"].startswith("rerank-")
+    assert "cannot rerank; it can embed" in told["refused"]
+
+
+def test_langchains_embeddings_are_the_engines(served: Served) -> None:
+    told = python("langchain_embeddings_client.py", served.url)
+    expected = served.embedder.embed(["A penstock feeds a turbine.", "rain"])
+    assert close(told["documents"], expected)
+    assert close(told["awaited"], expected)
+    assert close(told["query"], expected[0])
 
 
 @pytest.mark.parametrize(("section", "language", "source"), EXAMPLES)

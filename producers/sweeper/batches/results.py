@@ -209,7 +209,7 @@ class Writer:
                     record = records[line] = Record.parse(batches.task_id(batch.id, line), raw)
                     if code := unfinished(batch, record):
                         decided[line] = Outcome(code=code)
-            for chunk in _chunks(lines, {line: record for line, record in records.items() if line not in decided}):
+            for chunk in chunks(lines, {line: record for line, record in records.items() if line not in decided}):
                 yield await self._answers(batch, page, chunk, decided, records)
 
     async def _records(self, batch: Batch, lines: Sequence[int]) -> list[tuple[int, Any, Any]]:
@@ -282,7 +282,7 @@ def _pages(lines: range) -> Iterator[range]:
         yield lines[start - lines.start : start - lines.start + PAGE]
 
 
-def _chunks(lines: Sequence[int], records: Mapping[int, Record]) -> Iterator[list[int]]:
+def chunks(lines: Sequence[int], records: Mapping[int, Record]) -> Iterator[list[int]]:
     """The lines, in order, in pieces whose streams have up to PAGE_TOKENS tokens, or one line's."""
     some: list[int] = []
     tokens = 0
