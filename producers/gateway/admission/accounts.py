@@ -161,7 +161,8 @@ class Accounts:
         if not accounts:
             return [*tasks]
         context = 0  # looked up only if it is needed, since each request would pay for it
-        if tasks[0].max_tokens is None and any(limited.limits.max_output is not None for limited in accounts):
+        bound = "max_output" if tasks[0].kind == "generate" else "max_prompt"
+        if tasks[0].max_tokens is None and any(getattr(limited.limits, bound) is not None for limited in accounts):
             context = int((await resolve(connection, self._client, tasks[0].model)).card["context_length"])
         charge: Charge | None = state.get("charge")
         if charge is None:
@@ -266,8 +267,16 @@ def fitted(account: Account, task: Task, context: int) -> Task:
     limits, prompt, output = account.limits, task.prompt_tokens, task.max_tokens
     if limits.max_prompt is not None and prompt is not None and prompt > limits.max_prompt:
         message = f"The prompt has {prompt} tokens; with this {account.whose} it may have {limits.max_prompt}."
-        raise Problem(400, message, code="prompt_too_long", param="prompt")
-    if limits.max_output is None or task.kind != "generate":
+        raise Problem(400, message, code="prompt_too_long", param="prompt" if task.kind == "generate" else "input")
+    if task.kind != "generate":
+        size = task.kv_tokens(context)
+        if limits.max_prompt is not None and size > limits.max_prompt:
+            message = (
+                f"The texts have some {size} tokens in all; with this {account.whose} it may be {limits.max_prompt}."
+            )
+            raise Problem(400, message, code="prompt_too_long", param="input")
+        return task
+    if limits.max_output is None:
         return task
     if output is not None and output > limits.max_output:
         message = f"max_tokens is {output}; with this {account.whose} it may be {limits.max_output} at most."

@@ -152,8 +152,10 @@ def needed(task: Task, card: Mapping[str, Any], shortens: bool) -> tuple[int, in
     """The most tokens that a task may use of its prompt, and of each choice's output; to how many the latter may be
     shortened; and its choices. A text, whose tokens nobody has counted, may be as long as the context."""
     context, prompt_tokens = int(card["context_length"]), task.prompt_tokens
+    if task.kind != "generate":
+        return sum(context if isinstance(item, str) else len(item) for item in task.input), 0, 0, 1
     room = context if prompt_tokens is None else max(1, context - prompt_tokens)
-    output = 0 if task.kind != "generate" else room if task.max_tokens is None else min(task.max_tokens, room)
+    output = room if task.max_tokens is None else min(task.max_tokens, room)
     prompt = context - output if prompt_tokens is None else prompt_tokens
     least = min(output, max(SHORTEST, task.min_tokens)) if shortens else output
     return prompt, output, least, task.width

@@ -17,6 +17,7 @@ from redis import Redis
 from producers.contract import keys
 from producers.gateway.admission.limits import Admission
 from tests.exhaustive import few
+from tests.producers.conftest import CARD
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Make, Open, until
 from tests.producers.gateway.test_keys import as_caller, door, make
@@ -320,6 +321,21 @@ def test_one_task_may_be_too_large(http: httpx.Client, make: Make, model: str, v
     assert submit()[0] == 202
     tasks = [valkey.hget(keys.task(name.decode()), "task") or b"" for name in valkey.zrange(keys.TASKS, 0, -1)]
     assert all(b'"max_tokens":10' in one.replace(b" ", b"") for one in tasks), "the key's own is the bound"
+
+
+def test_texts_that_a_worker_counts_are_bounded_by_their_size(http: httpx.Client, make: Make, valkey: Redis) -> None:
+    card = {**CARD, "name": "vectors", "capabilities": ["embed"], "pooling": {"dimensions": 8}}
+    valkey.hset(keys.MODELS, "vectors", json.dumps(card))
+    headers = as_caller(make(max_prompt=100))
+
+    def submit(*texts: str) -> dict[str, Any]:
+        body = {"kind": "embed", "model": "vectors", "input": texts}
+        answer: dict[str, Any] = http.post("/v1/tasks", json=body, headers=headers).json()
+        return answer
+
+    error = submit(*["a few words of a text"] * 12)["error"]
+    assert (error["code"], error["param"]) == ("prompt_too_long", "input")
+    assert "error" not in submit("a few words of a text")
 
 
 @pytest.mark.parametrize(

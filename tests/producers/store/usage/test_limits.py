@@ -16,10 +16,11 @@ from redis import Redis
 
 from producers.connection.script import run, text
 from producers.contract import keys
+from producers.contract.task import Task
 from producers.store import protocol
 from producers.store.access import principal
 from producers.store.access.principal import Limits
-from producers.store.usage.limits import refused
+from producers.store.usage.limits import needed, refused
 from tests.exhaustive import few
 from tests.histories import histories
 from tests.producers.fake_worker import FakeWorker
@@ -369,3 +370,10 @@ def test_a_bare_number_without_a_key_keeps_no_task_from_ending(valkey: Redis) ->
     run(valkey, protocol.queued("t"))
     run(valkey, protocol.cancel("t"))
     assert valkey.hget(keys.task("t"), "status") == b"cancelled"
+
+
+def test_each_text_of_a_task_that_generates_nothing_may_be_as_long_as_the_context() -> None:
+    """No budget is overrun by many texts in one task."""
+    task = Task(model="m", kind="embed", input=["a"] * 5 + [[1, 2, 3]])
+    assert needed(task, {"context_length": 512}, False) == (5 * 512 + 3, 0, 0, 1)
+    assert needed(Task(model="m", kind="embed", input=[[1], [2, 3]]), {"context_length": 512}, True) == (3, 0, 0, 1)
