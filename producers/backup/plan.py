@@ -48,6 +48,7 @@ class TaskFacts:
     tenant: str
     key: str
     waits: str
+    result_bytes: int
     reserved: str
     kept: str
     rows: frozenset[str]
@@ -78,6 +79,7 @@ class TaskFacts:
             text_of("tenant"),
             text_of("key"),
             text_of("waits"),
+            _number(text_of("result_bytes")) or 0,
             text_of("reserved"),
             text_of("kept"),
             frozenset(text_of("rows").split()),

@@ -356,6 +356,7 @@ class Restore:
             kind, tokens, queue = task.waits.split(" ", 2)
             counts[keys.WAITING].update([kind, f"{kind} {queue}"])
             counts[keys.WAITING_TOKENS][f"{kind} {queue}"] += int(tokens)
+            counts[keys.WAITING_TOKENS]["results"] += -(-task.result_bytes // 8)
             if kind != "line":
                 counts[keys.WAITING_TENANTS][task.tenant] += 1
                 counts[keys.WAITING_KEYS].update([task.key] if task.key else [])

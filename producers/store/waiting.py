@@ -12,7 +12,7 @@ task whose worker died is not counted: it was started, and the next CLAIM starts
 | hash | what it counts |
 | --- | --- |
 | `penstock:waiting` | tasks, by kind, and by kind and queue |
-| `penstock:waiting:tokens` | KV tokens that they may need, by kind and queue |
+| `penstock:waiting:tokens` | KV tokens that they may need, by kind and queue; `results`: `result_bytes` of all, / 8 |
 | `penstock:waiting:tenants`, `:keys` | tasks by tenant and by key, without lines |
 | `penstock:waiting:memory` | how full the server was at the last look (`scripts/_memory.lua`) |
 | `penstock:drain:<queue>` | `started`: KV tokens of tasks that waited and were started; also the rate, and the stage |

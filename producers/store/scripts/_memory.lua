@@ -1,7 +1,7 @@
 -- Shared by ADMIT, BATCH_EXPAND, APPEND and PROMPT. How full this server is, and who may still write what
 -- (`docs/run/servers.md`). INFO takes as long as ADMIT itself, so that a look counts for 50 ms (without `maxmemory` for
 -- a second); what was admitted since is added to it. What waits will have results: each of its KV tokens counts 8
--- bytes, which is more than a token of a compacted stream takes.
+-- bytes, which is more than a token of a compacted stream takes, and beside these its `result_bytes` count.
 local MEMORY, LOOK_MS, TOKEN_BYTES = 'penstock:waiting:memory', 50, 8
 -- What a task takes beside its fields: its record, its message, and its places in indexes.
 local TASK_BYTES = 1000

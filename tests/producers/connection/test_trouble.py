@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -124,6 +126,33 @@ def test_room_is_kept_for_the_results_of_what_waits(valkey: Redis, valkey_url: s
     finally:
         valkey.config_set("maxmemory", "0")
         valkey.delete("ballast", keys.WAITING_MEMORY)
+
+
+def test_room_is_kept_for_vectors_of_what_waits(valkey: Redis, valkey_url: str, model: str) -> None:
+    """A result's bytes count until its task is started or ends, not only at its admission."""
+    card = json.loads(valkey.hget(keys.MODELS, model) or b"")
+    card |= {"capabilities": ["embed"], "pooling": {"dimensions": 768}}
+    valkey.hset(keys.MODELS, model, json.dumps(card))
+    task: dict[str, Any] = {"kind": "embed", "model": model, "input": ["x"] * 256}
+    with Client(valkey_url) as client:
+        first = client.submit(**task)
+        size = int(valkey.hget(keys.task(first.id), "result_bytes") or 0)
+        assert size == 256 * 768 * 4 * 4 // 3
+        assert int(valkey.hget(keys.WAITING_TOKENS, "results") or 0) == size // 8
+        valkey.setrange("ballast", 20_000_000, "x")
+        used = valkey.info("memory")["used_memory"]
+        valkey.config_set("maxmemory", int((used + 1.5 * size) / 0.85))
+        valkey.delete(keys.WAITING_MEMORY)
+        try:
+            with pytest.raises(SubmitFailed, match="promised to tasks that wait"):
+                client.submit(**task)
+            first.cancel()
+            valkey.delete(keys.WAITING_MEMORY)
+            client.submit(**task).cancel()
+        finally:
+            valkey.config_set("maxmemory", "0")
+            valkey.delete("ballast", keys.WAITING_MEMORY)
+    assert not valkey.exists(keys.WAITING_TOKENS)
 
 
 def test_a_server_that_evicts_is_refused(valkey: Redis, valkey_url: str, caplog: pytest.LogCaptureFixture) -> None:
