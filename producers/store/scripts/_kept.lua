@@ -66,14 +66,17 @@ local function kept_until(kept, bytes, now, ttl)
 end
 
 -- The record and its stream go in `ttl` seconds: each entry of the stream counts 32 bytes, and that is when all of them
--- count no more.
+-- count no more. A task that did not complete has no result, whose bytes count no more.
 local function kept_ends(task, stream, now, ttl)
-  local r = redis.call('HMGET', task, 'kept', 'tenant')
+  local r = redis.call('HMGET', task, 'kept', 'tenant', 'status', 'result_bytes')
   local bytes = tonumber(r[1] or nil)
   if not bytes then
     return
   end
   local kept, more = kept_of(r[2]), 32 * redis.call('XLEN', stream)
+  if r[3] ~= 'completed' then
+    more = more - (tonumber(r[4] or nil) or 0)
+  end
   kept_add(kept, more)
   local at = kept_until(kept, bytes + more, now, ttl)
   redis.call('HSET', task, 'kept', string.format('%.0f %.0f', bytes + more, at))

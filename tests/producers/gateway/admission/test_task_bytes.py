@@ -13,6 +13,7 @@ from redis import Redis
 from producers.connection.script import run
 from producers.contract import keys
 from producers.store import protocol
+from tests.producers.conftest import CARD
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Open
 
@@ -85,6 +86,18 @@ def test_a_result_is_counted_until_both_go(open_door: Open, model: str, valkey: 
     assert total(valkey) == before + 32 * 11
     assert run(valkey, protocol.delete(task_id, "n")) == [b"completed"]
     assert total(valkey) == 120 + len(task_id), "its id is kept for an hour"
+
+
+def test_a_result_that_was_not_made_counts_no_more(open_door: Open, valkey: Redis) -> None:
+    card = {**CARD, "name": "vectors", "capabilities": ["embed"], "pooling": {"dimensions": 768}}
+    valkey.hset(keys.MODELS, "vectors", json.dumps(card))
+    body = {"model": "vectors", "kind": "embed", "input": ["x"] * 250, "tenant": "acme"}
+    task_id = open_door().http.post("/v1/tasks", json=body).json()["id"]
+    before = total(valkey)
+    assert before > 250 * 768 * 4
+    run(valkey, protocol.cancel(task_id))
+    run(valkey, protocol.orphan(task_id, gone=True))
+    assert total(valkey) == before - 250 * 768 * 4 * 4 // 3 + 32
 
 
 def test_who_submits_and_deletes_keeps_no_more_than_others(open_door: Open, model: str, valkey: Redis) -> None:
