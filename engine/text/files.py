@@ -75,8 +75,8 @@ def file_in(folder: Path, name: str) -> Path | None:
         root, target = folder.resolve(strict=True), path.resolve(strict=True)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, RuntimeError) as error:
-        # RuntimeError: a loop of links, before Python 3.13.
+    except (OSError, RuntimeError, ValueError) as error:
+        # RuntimeError: a loop of links, before Python 3.13. ValueError: a name with NUL, named by a file of the folder.
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not stat.S_ISREG(mode):
         raise ModelError(f"{path} is not a regular file")

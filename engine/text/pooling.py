@@ -140,7 +140,7 @@ class PoolingSettings:
             raise ModelError(f"{folder}: include_prompt={shown(include_prompt)} must be true or false")
         prompts = _prompts(about.get("prompts"))
         default = about.get("default_prompt_name")
-        if default is not None and default not in prompts:
+        if default is not None and (not isinstance(default, str) or default not in prompts):
             raise ModelError(f"{folder}: default_prompt_name={shown(default)} is none of its prompts")
         return cls(
             pooling,

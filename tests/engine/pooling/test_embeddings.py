@@ -12,6 +12,7 @@ import pytest
 from engine import EngineConfig, ModelError, PoolingEngine, RequestError
 from engine.kernels.native import load_library
 from engine.text import ModelCard
+from engine.text.pooling import read_pooling
 from tests.engine.sentence_folders import (
     TEXTS,
     write_encoder_with_tokenizer,
@@ -170,9 +171,15 @@ def test_what_a_folder_asks_for_and_is_not_supported_is_refused_by_name(tmp_path
     modules.write_text(json.dumps([*listed, {"type": "x.LSTM", "path": "3_LSTM"}]))
     with pytest.raises(ModelError, match="a module 'LSTM'; supported after the first are Pooling, Dense"):
         PoolingEngine.load(tmp_path / "model")
-    modules.write_text(json.dumps([*listed, {"type": "x.Dense", "path": "../../etc"}]))
-    with pytest.raises(ModelError):
-        PoolingEngine.load(tmp_path / "model")
+    for path in ("../../etc", "a\0b"):
+        modules.write_text(json.dumps([*listed, {"type": "x.Dense", "path": path}]))
+        with pytest.raises(ModelError):
+            PoolingEngine.load(tmp_path / "model")
+    modules.write_text(json.dumps(listed))
+    about = tmp_path / "model" / "config_sentence_transformers.json"
+    about.write_text(json.dumps({"prompts": {"q": "query: "}, "default_prompt_name": ["q"]}))
+    with pytest.raises(ModelError, match=r"default_prompt_name=.* is none of its prompts"):
+        read_pooling(tmp_path / "model")
 
 
 @pytest.mark.exhaustive
