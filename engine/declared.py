@@ -283,7 +283,7 @@ def shown(value: object) -> str:
     """`repr(value)` for an error message, cut to at most about 80 characters."""
     try:
         text = repr(value)
-    except ValueError:  # Python prints no integer of more than 4,300 digits
+    except (ValueError, RecursionError):  # Python prints no integer of more than 4,300 digits, and nothing too deep
         text = f"a huge {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 

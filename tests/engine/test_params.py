@@ -116,3 +116,11 @@ def test_a_ban_must_leave_something_of_what_is_allowed():
 def test_a_number_that_python_does_not_print_is_refused_too(name):
     with pytest.raises(RequestError, match=f"{name}=a huge int"):
         SamplingParams(**{name: 10**5000})
+
+
+def test_a_schema_too_deep_to_be_printed_is_refused_as_any_other() -> None:
+    schema: dict[str, object] = {}
+    for _ in range(100_000):
+        schema = {"items": schema}
+    with pytest.raises(RequestError, match="json_schema=a huge dict must be a JSON object"):
+        SamplingParams(json_schema=schema)
