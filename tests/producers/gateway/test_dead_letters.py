@@ -21,8 +21,8 @@ LIST = broker_keys.tier_list(QUEUE, "default")
 NONE = "0123456789ab"
 
 
-def bury(valkey: Redis, *messages: str, reason: str = "not JSON") -> None:
-    entry = {"reason": reason, "list": LIST, "at": 1_790_000_000_000}
+def bury(valkey: Redis, *messages: str, reason: str = "not JSON", of: str = LIST) -> None:
+    entry = {"reason": reason, "list": of, "at": 1_790_000_000_000}
     valkey.rpush(broker_keys.DEAD, *(json.dumps({**entry, "message": message}) for message in messages))
 
 

