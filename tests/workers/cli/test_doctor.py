@@ -16,8 +16,10 @@ from redis import Redis
 from producers.admin import checkup
 from producers.admin.fleet import Fleet, read_fleet
 from producers.broker.redis import keys as broker_keys
+from producers.broker.sqs import keys as sqs_keys
 from producers.contract import keys
 from producers.store.endpoints import Endpoint, Secrets
+from tests.aws import Aws
 from tests.producers.gateway.conftest import CARD, POOL, QUEUE, TINY, publish
 from tests.workers.cli.conftest import Ran, Run
 from workers.library.local_models import LocalModels
@@ -272,3 +274,20 @@ def test_a_pulled_model_that_is_damaged_is_told_of(run: Run, tmp_path: Path) -> 
     row = findings(run("doctor", "--json"))["local models"]
     assert (row["status"], "model.safetensors" in row["detail"]) == ("fail", True)
     assert findings(run("doctor", "--json", "--no-models"))["local models"]["status"] == "skip"
+
+
+def test_queues_and_a_bucket_of_aws_are_looked_at(
+    healthy: Redis, run: Run, aws: Aws, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BROKER_URL", aws.broker())
+    monkeypatch.setenv("STORE_URL", valkey_url)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", aws.url)
+    command = ("doctor", "--json", "--files-dir", "s3://files?region=us-east-1")
+    found = findings(run(*command))
+    assert [found[name]["status"] for name in ("broker", "sqs", "bucket")] == ["fail"] * 3
+    assert not healthy.exists(sqs_keys.QUEUES)
+    assert "QueueUrls" not in aws.client("sqs").list_queues(), "nothing is made"
+    assert run("aws", "setup", "--model", f"tiny@{CARD.version}").status == 0
+    aws.client("s3").create_bucket(Bucket="files")
+    found = findings(run(*command))
+    assert [found[name]["status"] for name in ("broker", "sqs", "bucket")] == ["ok"] * 3
