@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
@@ -239,13 +240,24 @@ def listed(
         "limit": min(limit, 100),
         **{f"metadata[{key}]": value for key, value in map(pair, metadata or ())},
     }
-    tasks = Gateway(url).tasks({name: value for name, value in query.items() if value is not None})
+    tasks = _listed(Gateway(url), {name: value for name, value in query.items() if value is not None})
     count = 0
     for task in islice(tasks, limit):
         count += 1
         say(json.dumps(task) if as_json else _row(task))
     if not count and not as_json:
         note("There are no such tasks. `penstock submit MODEL TEXT` makes one; `penstock batch ls` lists batches.")
+
+
+def _listed(gateway: Gateway, query: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The tasks of a list. A gateway of an earlier release knows no `kind`, and lists what is a `task` alone."""
+    try:
+        yield from gateway.tasks(query)
+    except Refused as refused:
+        if query["kind"] != "all" or refused.error.get("param") != "kind":
+            raise
+        note("The gateway is of an earlier release: requests of OpenAI's endpoints are not listed.")
+        yield from gateway.tasks({name: value for name, value in query.items() if name != "kind"})
 
 
 @listing.shown("penstock tasks retry 0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11")
@@ -349,4 +361,5 @@ def pair(text: str) -> tuple[str, str]:
 def _row(task: dict[str, Any]) -> str:
     at = datetime.fromtimestamp(task["created_at"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     tokens = (task["usage"] or {}).get("output_tokens", "-")
-    return f"{task['id']}  {task['status']:<11}  {task['model']}  {task['tier']:<8}  {task['kind']:<8}  {at}  {tokens}"
+    kind = task.get("kind", "task")  # a gateway of an earlier release does not say
+    return f"{task['id']}  {task['status']:<11}  {task['model']}  {task['tier']:<8}  {kind:<8}  {at}  {tokens}"

@@ -25,7 +25,7 @@ from producers.contract.record import Record
 from producers.store import protocol
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door, until
-from tests.workers.cli.conftest import Ran, Run
+from tests.workers.cli.conftest import Ran, Run, Scripted, send
 from workers.cli import tasks
 
 
@@ -355,6 +355,21 @@ class TestTasks:
         assert penstock("tasks", "ls", "--status", "failed", "--json").err == ""
         ran = penstock("tasks", "ls", "--metadata", "n=1", "--status", "queued", "--since", "3600", "--json")
         assert [json.loads(line)["id"] for line in ran.out.splitlines()] == [made[3], made[1]]
+
+    def test_ls_at_a_gateway_of_an_earlier_release_has_its_tasks(self, run: Run, scripted: Scripted) -> None:
+        task = {"id": "t", "status": "queued", "model": "tiny", "tier": "flex", "created_at": 0, "usage": None}
+        error = {"message": "kind is unknown", "type": "invalid_request_error", "param": "kind", "code": "unknown"}
+        scripted.answers = [
+            send(400, json.dumps({"error": error}).encode()),
+            send(200, json.dumps({"data": [task], "has_more": False}).encode()),
+        ]
+        ran = run("tasks", "ls", "--url", scripted.url)
+        assert (ran.status, ran.out.split()) == (
+            0,
+            ["t", "queued", "tiny", "flex", "task", "1970-01-01T00:00:00Z", "-"],
+        )
+        assert "earlier release" in ran.err
+        assert ["kind=" in path for path in scripted.paths] == [True, False]
 
     def test_retry_prints_the_new_id(self, penstock: Run, worker: FakeWorker, valkey: Redis) -> None:
         task_id = submitted(penstock)
