@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from engine.text.config import packed_bits, read_config
-from engine.text.gguf import GgufFile, gguf_of, parts_of
+from engine.text.gguf import gguf_of, read_gguf
 from engine.text.tensors import locate, raw_header
 
 #: Files up to this size are hashed as a whole for the version.
@@ -64,8 +64,8 @@ def model_version(folder: str | Path) -> str:
         return sha256(manifest.read_bytes()).hexdigest()[:12]
     listing = sha256()
     if (gguf := gguf_of(root)) is not None:
-        for path in parts_of(gguf):
-            listing.update(f"{path.stat().st_size}\t{_digest(path, GgufFile.header_bytes(path))}\n".encode())
+        for path, header in read_gguf(gguf).header_bytes.items():
+            listing.update(f"{path.stat().st_size}\t{_digest(path, header)}\n".encode())
         return listing.hexdigest()[:12]
     for path in sorted(root.iterdir(), key=lambda path: path.name):
         if path.suffix in _KINDS and path.is_file() and not path.name.startswith("."):

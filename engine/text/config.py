@@ -241,7 +241,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     from engine.text import gguf
 
     if (gguf_file := gguf.gguf_of(folder)) is not None:
-        return gguf.config_of(gguf.GgufFile(gguf_file))
+        return gguf.config_of(gguf.read_gguf(gguf_file))
     path = file_in(Path(folder), "config.json")
     if path is None:
         raise ModelError(f"{folder} has no config.json: it is not a Hugging Face model folder")

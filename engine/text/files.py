@@ -46,7 +46,7 @@ def has_tokenizer(folder: str | Path) -> bool:
     from engine.text import gguf
 
     if (file := gguf.gguf_of(folder)) is not None:
-        return gguf.GgufFile(file).length("tokenizer.ggml.tokens") > 0
+        return gguf.read_gguf(file).length("tokenizer.ggml.tokens") > 0
     return (Path(folder) / "tokenizer.json").is_file()
 
 

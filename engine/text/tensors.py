@@ -79,7 +79,7 @@ def locate(folder: Path) -> dict[str, LocatedTensor]:
     from engine.text import gguf
 
     if (gguf_file := gguf.gguf_of(folder)) is not None:
-        return gguf.located_in(gguf.GgufFile(gguf_file))
+        return gguf.located_in(gguf.read_gguf(gguf_file))
     path = file_in(folder, SINGLE)
     if path is not None:
         return {name: LocatedTensor(path, name, stored) for name, stored in _header(path).items()}

@@ -164,12 +164,12 @@ class LocalModels:
 
 def _files_to_copy(folder: Path) -> list[str]:
     from engine.errors import ModelError
-    from engine.text.gguf import GgufFile, gguf_of
+    from engine.text.gguf import gguf_of, read_gguf
 
     try:
         gguf = gguf_of(folder)
         if gguf is not None:
-            return [path.name for path in GgufFile(gguf).parts]
+            return [path.name for path in read_gguf(gguf).parts]
     except ModelError as error:
         raise Refused(str(error)) from error
     names = {path.name for path in folder.iterdir() if path.is_file()}
@@ -270,10 +270,11 @@ def manifest_of(folder: Path) -> dict[str, str]:
 
 
 def _pulled(folder: Path) -> Pulled:
-    return Pulled(folder.parent.name, folder.name, folder, _source(folder), (folder / MANIFEST).stat().st_mtime_ns)
+    return Pulled(folder.parent.name, folder.name, folder, source_of(folder), (folder / MANIFEST).stat().st_mtime_ns)
 
 
-def _source(folder: Path) -> Source | None:
+def source_of(folder: Path) -> Source | None:
+    """Where a pulled model is from; None for one that is not from a hub."""
     try:
         source = json.loads((folder / SOURCE).read_text())
         return Source(str(source["repo"]), str(source["revision"]), str(source["commit"]))

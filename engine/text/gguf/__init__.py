@@ -12,10 +12,23 @@ everything else sees a folder. The weights themselves are read by engine/models/
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 
 from engine.text.gguf.config import TYPES, config_of, generation_config_of, in_memory
-from engine.text.gguf.header import SUFFIX, GgufFile, absolute, gguf_of, model_name, parts_of
+from engine.text.gguf.header import (
+    SUFFIX,
+    FileState,
+    GgufFile,
+    absolute,
+    gguf_of,
+    model_name,
+    parts_of,
+    read_gguf,
+    states_of,
+)
 from engine.text.gguf.tensors import GgufTensor, located_in
 from engine.text.gguf.tokenizer import tokenizer_files
 
@@ -31,13 +44,23 @@ __all__ = [
     "located_in",
     "model_name",
     "parts_of",
+    "read_gguf",
     "text_files",
 ]
 
 
 def text_files(path: Path) -> dict[str, bytes]:
-    """A file's tokenizer, settings and template, as `engine.text.files.read_files` gives a folder's. Raises
-    ModelError."""
-    file = GgufFile(path)
+    """A file's tokenizer, settings and template, as `engine.text.files.read_files` gives a folder's.
+
+    Those of the last model are kept: merges of a SentencePiece vocabulary take seconds to find. Raises ModelError.
+    """
+    return dict(_text_files(states_of(path)))
+
+
+@lru_cache(maxsize=1)
+def _text_files(states: tuple[FileState, ...]) -> Mapping[str, bytes]:
+    file = read_gguf(states[0].path)
     settings = {"config.json": config_of(file), "generation_config.json": generation_config_of(file)}
-    return tokenizer_files(file) | {name: json.dumps(value).encode() for name, value in settings.items()}
+    return MappingProxyType(
+        tokenizer_files(file) | {name: json.dumps(value).encode() for name, value in settings.items()}
+    )

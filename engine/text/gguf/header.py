@@ -11,6 +11,8 @@ most 8 times its bytes in the file, anything else about as much as it has there.
 numpy arrays of every text, and believes counts.)
 
 A model may be split into parts, NAME-00001-of-00003.gguf and so on. The first has the metadata.
+
+A process that loads a model asks for its header some ten times. `read_gguf` parses it once, as long as the files stay.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import struct
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -116,12 +119,15 @@ class GgufFile:
         parts = parts_of(path)
         self.path, self.parts = parts[0], parts
         first = _Reader(parts[0])
+        self.header_bytes: dict[Path, int] = {parts[0]: first.header_bytes}
+        """The bytes before the weights, by part."""
         self._content, self._entries = first.content, first.entries
         self.tensors: dict[str, TensorEntry] = first.tensors
         self._check_part(first, 0)
         for i, part in enumerate(parts[1:], 1):
             reader = _Reader(part)
             self._check_part(reader, i)
+            self.header_bytes[part] = reader.header_bytes
             for name, tensor in reader.tensors.items():
                 if name in self.tensors:
                     raise ModelError(f"{part} has tensor {shown(name)}, which {self.tensors[name].path} has too")
@@ -139,11 +145,6 @@ class GgufFile:
                 f"{reader.path} says that it is part {shown(number)} of {shown(count)}, counted from 0; its name says "
                 f"{i} of {len(self.parts)}"
             )
-
-    @staticmethod
-    def header_bytes(path: Path) -> int:
-        """The bytes before a file's weights. Raises ModelError."""
-        return _Reader(path).header_bytes
 
     def get(self, key: str) -> Any:
         """A number, bool or text. None if the file has no such entry, or an array."""
@@ -311,6 +312,43 @@ class _Reader:
                 f"{self.path}: tensor {shown(name)} has rows of {shape[-1]}; {known} packs multiples of {numbers}"
             )
         return StoredTensor(known, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """What tells whether a file is still the same."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileState:
+        """Raises ModelError if the file cannot be read."""
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error}") from error
+        return cls(path, status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def states_of(path: Path) -> tuple[FileState, ...]:
+    """The states of a model's parts. Raises ModelError."""
+    return tuple(FileState.of(part.absolute()) for part in parts_of(path))
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """A model's headers, which are parsed again only if a part has changed since. `path`: the file, or a part of it.
+
+    Raises ModelError naming the file.
+    """
+    return _parsed(states_of(path))
+
+
+@lru_cache(maxsize=2)
+def _parsed(states: tuple[FileState, ...]) -> GgufFile:
+    return GgufFile(states[0].path)
 
 
 def part_names(path: Path) -> list[str]:

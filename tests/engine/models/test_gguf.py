@@ -21,9 +21,12 @@ from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.reference import Reference
 from engine.models import Model, load_model, registry, shape_of
 from engine.models.settings import RopeSettings
+from engine.text import ModelCard
+from engine.text import gguf as text_of_gguf
 from engine.text.checkpoint import WHOLE_FILE, count_parameters, model_version
 from engine.text.config import Config, read_config
-from engine.text.gguf import GgufFile
+from engine.text.files import read_files
+from engine.text.gguf import GgufFile, header
 from tests.engine.gguf_files import write_gguf
 from tests.engine.quant.forward import in_chunks
 from tests.engine.random_models import FAMILIES, VARIANTS, write_model
@@ -324,3 +327,36 @@ def test_what_is_not_served_is_refused_by_name(tmp_path: Path, key: str, value: 
 def test_config_is_a_json_object_that_config_json_could_hold(tmp_path: Path) -> None:
     file = write_gguf(write_model(tmp_path / "model"), tmp_path / "a.gguf")
     assert json.loads(json.dumps(read_config(file))) == read_config(file)
+
+
+def test_a_header_and_a_tokenizer_are_read_once_until_the_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(write_model(tmp_path / "model"), tmp_path / "a.gguf", split_max_tensors=8)
+    file, *_, last = sorted(tmp_path.glob("a-*.gguf"))
+    parsed: list[Path] = []
+    tokenizers: list[Path] = []
+    init, made = header.GgufFile.__init__, text_of_gguf.tokenizer_files
+
+    def counted(self: GgufFile, path: Path) -> None:
+        parsed.append(path)
+        init(self, path)
+
+    def counted_tokenizer(gguf_file: GgufFile) -> dict[str, bytes]:
+        tokenizers.append(gguf_file.path)
+        return made(gguf_file)
+
+    monkeypatch.setattr(header.GgufFile, "__init__", counted)
+    monkeypatch.setattr(text_of_gguf, "tokenizer_files", counted_tokenizer)
+    for _ in range(2):
+        read_config(file)
+        version = model_version(file)
+        card = ModelCard.from_folder(file)
+        count_parameters(file)
+        files = read_files(file)
+        files.clear()  # a caller's own
+    assert (len(parsed), len(tokenizers)) == (1, 1)
+    last.write_bytes(last.read_bytes() + b"\0" * 32)
+    assert model_version(file) != version
+    assert ModelCard.from_folder(file).version != card.version
+    assert (len(parsed), len(tokenizers)) == (2, 2)
