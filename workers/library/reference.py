@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from workers.errors import Refused
 from workers.library.local_models import LocalModels, verify
+from workers.library.packaged import PACKAGED, PackagedModel, packaged
 
 #: Valid model names; they are part of queues' names.
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -38,10 +39,13 @@ def find_model(reference: str, say: Callable[[str], None] = lambda line: None, *
     """The model that a reference names; a hub's model is pulled first if needed. `say` gets messages about that;
     `quiet`: no progress is shown.
 
-    A reference is a folder with a config.json, a GGUF file, the name of a bundled or pulled model, or
-    hf://OWNER/NAME[/FILE.gguf][@REVISION]; NAME= before it gives the model another name. Raises Refused.
+    A reference is a folder with a config.json, a GGUF file, the name of a bundled or pulled model, smollm2, or
+    hf://OWNER/NAME[/FILE.gguf][@REVISION]; NAME= before it gives the model another name. smollm2 is the file of an
+    installed package, or else pulled. Raises Refused.
     """
     name, location = _split(reference)
+    if location in PACKAGED and _installed(location) is None:
+        return _pull_packaged(PACKAGED[location], checked_name(name or location, reference), say, quiet)
     if location.startswith(HUB):
         from workers.library.hub import HubModel, pull
 
@@ -49,7 +53,25 @@ def find_model(reference: str, say: Callable[[str], None] = lambda line: None, *
         name = checked_name(name or hub_model.name, reference)
         return ResolvedModel(name, pull(hub_model, LocalModels.default(), name, say, quiet=quiet).folder)
     folder = _local(location)
-    return ResolvedModel(checked_name(name or _own_name(folder), reference), folder)
+    own = location if location in available() else _own_name(folder)
+    return ResolvedModel(checked_name(name or own, reference), folder)
+
+
+def _installed(location: str) -> Path | None:
+    """What is here under the name of a packaged model."""
+    here = os.path.isfile(Path(location) / "config.json")
+    return Path(location) if here else (available().get(location) or _gguf(location))
+
+
+def _pull_packaged(model: PackagedModel, name: str, say: Callable[[str], None], quiet: bool) -> ResolvedModel:
+    from workers.library.hub import HubModel, pull
+
+    say(f"{model.package} is not installed, so {model.name} is pulled from {model.hub}. {model.advice}")
+    try:
+        pulled = pull(HubModel.parse(model.hub), LocalModels.default(), model.name, say, quiet=quiet)
+    except Refused as error:
+        raise Refused(f"{error}. {model.advice}") from error
+    return ResolvedModel(name, pulled.folder)
 
 
 def name_of(reference: str) -> str:
@@ -70,9 +92,9 @@ def _own_name(folder: Path) -> str:
 
 
 def available() -> dict[str, Path]:
-    """Name -> folder of bundled and pulled models; for a pulled one, its last version."""
+    """Name -> folder of bundled and pulled models, and file of packaged ones; for a pulled one, its last version."""
     pulled = {pulled.name: pulled.folder for pulled in reversed(LocalModels.default().all())}
-    return bundled() | {name: pulled[name] for name in sorted(pulled.keys() - bundled().keys())}
+    return bundled() | packaged() | {name: pulled[name] for name in sorted(pulled.keys() - bundled().keys())}
 
 
 def bundled() -> dict[str, Path]:
@@ -102,7 +124,7 @@ def _local(location: str) -> Path:
         raise Refused(f"{name[:200]!r} cannot be a model's name: use letters, digits, '.', '_' and '-' alone")
     raise Refused(
         f"no model {shown!r}: give a folder that holds a config.json, a GGUF file, hf://OWNER/NAME, or one of: "
-        f"{', '.join(models)}"
+        f"{', '.join(dict.fromkeys([*models, *PACKAGED]))}"
     )
 
 

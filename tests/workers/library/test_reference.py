@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from workers.errors import Refused
 from workers.library import LocalModels, ResolvedModel, find_model, name_of
+from workers.library.packaged import PACKAGED
 from workers.library.reference import BUNDLED, available
 
 TINY = BUNDLED / "tiny"
@@ -33,7 +35,7 @@ def test_a_folder_is_called_as_it_is_named_wherever_it_is_looked_at_from(tmp_pat
 
 def test_a_pulled_model_goes_by_its_name() -> None:
     pulled = LocalModels.default().copy("python", TINY)
-    assert find_model("python").folder == pulled.folder
+    assert find_model("python") == ResolvedModel("python", pulled.folder)
     assert list(available())[-1] == "python"
 
 
@@ -111,3 +113,30 @@ def test_a_part_of_a_gguf_file_is_the_whole_model(tmp_path: Path) -> None:
         find_model(str(parts[1]))
     parts[0].write_bytes(b"GGUF")
     assert find_model(str(parts[1])) == ResolvedModel("big", parts[0])
+
+
+class TestPackaged:
+    """`smollm2`, in a package that is no more than its file."""
+
+    @pytest.fixture
+    def file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        folder = tmp_path / "site" / "carries_smollm2"
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text("raise AssertionError('imported')")
+        monkeypatch.syspath_prepend(str(folder.parent))
+        monkeypatch.setitem(PACKAGED, "smollm2", replace(PACKAGED["smollm2"], module=folder.name))
+        file = folder / PACKAGED["smollm2"].file
+        file.write_bytes(b"GGUF\x03\0\0\0")
+        return file
+
+    def test_is_found_in_its_package_without_its_import(self, file: Path) -> None:
+        assert find_model("smollm2") == ResolvedModel("smollm2", file)
+        assert find_model("chat=smollm2") == ResolvedModel("chat", file)
+        assert name_of("smollm2") == "smollm2"
+        assert available()["smollm2"] == file
+
+    def test_gives_way_to_a_pulled_model_and_to_a_folder_of_its_name(self, file: Path, tmp_path: Path) -> None:
+        pulled = LocalModels.default().copy("smollm2", TINY)
+        assert find_model("smollm2").folder == pulled.folder
+        shutil.copytree(TINY, tmp_path / "smollm2")
+        assert find_model("smollm2").folder == tmp_path / "smollm2"
