@@ -15,6 +15,10 @@ local function waiting_add(waits, tenant, key, by, result_bytes)
   if result_bytes then
     add('penstock:waiting:tokens', 'results', by * math.ceil(result_bytes / 8))
   end
+  -- Scripts of a release that knows no results do not count them down.
+  if by < 0 and redis.call('EXISTS', 'penstock:waiting') == 0 then
+    redis.call('HDEL', 'penstock:waiting:tokens', 'results')
+  end
   if kind ~= 'line' then
     add('penstock:waiting:tenants', tenant or '', by)
     if key then

@@ -155,6 +155,18 @@ def test_room_is_kept_for_vectors_of_what_waits(valkey: Redis, valkey_url: str, 
     assert not valkey.exists(keys.WAITING_TOKENS)
 
 
+def test_room_for_results_that_another_release_left_counted_is_free_once_nothing_waits(
+    valkey: Redis, valkey_url: str, model: str
+) -> None:
+    valkey.hset(keys.WAITING_TOKENS, "results", 1_000_000)
+    with Client(valkey_url) as client:
+        first, last = (client.submit(model=model, prompt=[1]) for _ in range(2))
+        first.cancel()
+        assert valkey.hexists(keys.WAITING_TOKENS, "results")
+        last.cancel()
+    assert not valkey.exists(keys.WAITING_TOKENS)
+
+
 def test_a_server_that_evicts_is_refused(valkey: Redis, valkey_url: str, caplog: pytest.LogCaptureFixture) -> None:
     valkey.config_set("maxmemory", "1gb")
     try:
