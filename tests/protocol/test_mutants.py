@@ -149,7 +149,7 @@ STORE = {
     "DELETE leaves its rows": ("delete", "forget_rows(task)\nkept_gone", "kept_gone"),
     "DELETE leaves rows that are due": ("delete", "'webhooks:due', ", ""),
     "DELETE calls back whom it leaves": ("delete", "prompt_used(task), 0, true)", "prompt_used(task), 0)"),
-    "DELETE lists it": ("delete", "'readers', 'tasks' }", "'readers' }"),
+    "DELETE lists it": ("delete", "'readers', 'tasks', ", "'readers', "),
     "DELETE leaves the result": ("delete", "redis.pcall('UNLINK', 'celery-task-meta-' .. id)", ""),
     "DELETE does not repeat itself": ("delete", "== ARGV[2] and 'mine' or 'gone'", "and 'gone' or 'gone'"),
     "DELETE takes every call for its own": (
