@@ -1,0 +1,1 @@
+"""What only a trained model shows: `make real`."""
