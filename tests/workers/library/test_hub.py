@@ -21,6 +21,7 @@ from tests.engine.gguf_files import write_gguf
 from tests.engine.random_models import write_model
 from tests.waiting import until
 from tests.workers.library.hub_server import COMMIT, Hub, Repo, running_hub
+from workers.cli import models as models_command
 from workers.errors import Refused
 from workers.library import LocalModels, find_model, verify
 from workers.library.hub import HubModel, pull
@@ -125,6 +126,9 @@ class TestPackaged:
         before = len(hub.asked)
         assert find_model("smollm2").folder == found.folder
         assert len(hub.asked) == before
+        models_command.pull("smollm2", as_json=True)  # also by the command, which looks whether it is the same commit
+        assert len(models.all()) == 1
+        assert len(hub.asked) > before
 
     def test_says_how_it_comes_without_the_hub_where_the_hub_is_away(self, hub: Hub) -> None:
         hub.status = 503
