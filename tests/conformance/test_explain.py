@@ -25,6 +25,7 @@ def test_preemptions_cache_hits_and_phases_are_told_by_a_real_worker() -> None:
             engine_factory="workers.runtime.worker:load_engine",
             engine=engine,
             lease=60.0,
+            release_preempted=600.0,
             LOG_LEVEL="WARNING",
             WORKER_PLUGINS="tests.workers.plugins:steps_slowly",
         )
