@@ -48,7 +48,11 @@ class TestEveryAnswer:
         body = document["paths"]["/v1/tasks"]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert set(body["properties"]) == set(Task.model_fields)
         assert body["required"] == ["model"]
-        assert body["oneOf"] == [{"required": ["prompt"]}, {"required": ["messages"]}]
+        assert body["oneOf"] == [
+            {"required": ["prompt"]},
+            {"required": ["messages"]},
+            {"required": ["kind", "input"]},
+        ]
         assert "$defs" not in body
         assert {path for path in document["paths"] if path.startswith("/v1/tasks/")} == {
             "/v1/tasks/{task_id}",

@@ -179,14 +179,14 @@ def test_every_operation_that_takes_json_shows_a_body_to_be_tried() -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES_TO_TRY)
-def test_what_is_shown_to_be_tried_is_taken(http: httpx.Client, answering: Answering, path: str) -> None:
+def test_what_is_shown_to_be_tried_is_taken(http: httpx.Client, valkey: Redis, answering: Answering, path: str) -> None:
     body = EXAMPLES_TO_TRY[path]
     content = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]
     assert content["example"] == body
     assert jsonschema_rs.is_valid(content["schema"], body)
     if "example.com" in str(body) or path.endswith("/test"):
         return  # the gateway would look its address up, or wait for a process that delivers
-    answer = http.post(path.format(**made(http, path)), json=body)
+    answer = http.post(path.format(**made(http, valkey, path)), json=body)
     if "..." in str(body):
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "file_not_found")
     elif body.get("model", "tiny") != "tiny":  # of a model that generates nothing; tests/conformance has such ones
