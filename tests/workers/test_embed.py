@@ -25,8 +25,10 @@ def go(tmp_path: Path) -> Path:
     return tmp_path / "go"
 
 
-def embedder(rig: Rig, go: Path, **fields: Any) -> Worker:
-    return rig.worker(engine_factory="tests.stub_embedder:load", STUB_GO=str(go), **fields)
+def embedder(rig: Rig, go: Path, *, lives: bool = True, **fields: Any) -> Worker:
+    """A worker of an embedder. `lives`: it is waited for; one that its first task kills may never be seen up."""
+    begin = rig.worker if lives else rig.begin_worker
+    return begin(engine_factory="tests.stub_embedder:load", STUB_GO=str(go), **fields)
 
 
 def submitted(rig: Rig, count: int, texts: Any = TEXTS, **task: Any) -> list[str]:
@@ -72,7 +74,7 @@ def test_a_text_that_kills_its_workers_is_given_up_alone(rig: Rig, go: Path) -> 
     rig.store.hset("penstock:models", "stub", _card())
     (deadly,) = submitted(rig, 1, [[5], [DEADLY]])
     for _ in range(2):
-        worker = embedder(rig, go, max_deaths=2)
+        worker = embedder(rig, go, lives=False, max_deaths=2)
         rig.until(lambda worker=worker: worker.process.poll() is not None)
         rig.lapse(worker)
     embedder(rig, go, max_deaths=2)
