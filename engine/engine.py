@@ -307,7 +307,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class Computes(Protocol):
-    """What a fingerprint is told of a model."""
+    """The parts of a model that its fingerprint names."""
 
     kernels: Kernels
     device: torch.device

@@ -1,4 +1,4 @@
-"""What llguidance reads of a JSON schema's keywords: bounds of numbers, patterns without look-around, names of members.
+"""JSON schemas' keywords as llguidance reads them: bounds of numbers, patterns without look-around, names of members.
 
 All of it is about one schema by itself, not about what holds beside it.
 """
@@ -17,7 +17,7 @@ MOST: Final = 10**DIGITS - 1
 #: A number is to be a multiple of this: then it has at most DECIMALS decimals, and no exponent. llguidance reads no
 #: finer power of ten.
 STEP: Final = 1e-10
-#: Where there are fewer steps between the bounds of a number, it may be finer.
+#: Fewest steps between the bounds of a number for which it is bounded to steps.
 _FEWEST: Final = 10
 #: The widest bounds that llguidance reads, of integers and of numbers.
 _INTEGERS: Final = (-(2**63) + 1024, 2**63 - 1)

@@ -335,7 +335,7 @@ class Encoder:
         return out.view(len(qkv), -1)
 
     def _bias_of(self, length: int) -> Tensor | None:
-        """What is added to the scores of a sequence of `length` tokens, [1, heads, length, length]."""
+        """Position biases of the attention scores of `length` tokens: [1, heads, length, length]."""
         if self._biases is None:
             return None
         index = torch.arange(length, device=self.device)

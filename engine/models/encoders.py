@@ -23,7 +23,7 @@ _ACTIVATIONS: Final = {
     "swiglu": "silu",
     "tanh": "tanh",
 }
-#: What published checkpoints have beside the encoder: heads of the pretraining, positions that need no storage.
+#: Tensors of published checkpoints beside the encoder: heads of the pretraining, positions that need no storage.
 _UNUSED: Final = re.compile(
     r"(^|\.)(position_ids|token_type_ids|rotary_emb\.|inv_freq)|^(cls|lm_head|vocab_transform|vocab_layer_norm"
     r"|vocab_projector|decoder|qa_outputs)(\.|$)"
@@ -241,7 +241,7 @@ FUSED: Final = {
     "Wi": ("gate", "up"),
     "up_gate_proj": ("up", "gate"),
 }
-#: Of Nomic's and GTE's, in transformers' names and in their own.
+#: Renamings of Nomic's and GTE's tensors, from transformers' names and from their own.
 _ROTARY: Final[Sequence[Rule]] = (
     (r"^(nomic_bert|gte|new|bert)\.", ""),
     *_BERT[3:8],
@@ -255,7 +255,7 @@ _ROTARY: Final[Sequence[Rule]] = (
     (r"\.mlp\.up_gate_proj\.(gate|up)\.", r".\1."),
     (r"\.mlp\.(down_proj|fc2)\.", ".down."),
 )
-#: Of the heads of classifiers.
+#: Renamings of the tensors of classifiers' heads.
 _POOLER: Final[Sequence[Rule]] = ((r"^pooler\.dense\.", "head.dense."), (r"^classifier\.", "head.labels."))
 _OWN_DENSE: Final[Sequence[Rule]] = (
     (r"^classifier\.dense\.", "head.dense."),

@@ -61,7 +61,7 @@ class PoolingEngine(StepLoop):
                     f"{name}={shown(getattr(config, name))}: the model in {folder} generates no tokens; use {usual!r}"
                 )
         values = read_config(folder)
-        #: What the model makes.
+        #: The kind of result that the model makes.
         self.kind: PoolingKind = _kind(folder, values, model)
         self.tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
         self.card = None if self.tokenizer is None else ModelCard.from_folder(folder, tokenizer=self.tokenizer)
@@ -126,7 +126,7 @@ class PoolingEngine(StepLoop):
     def _finisher(
         self, folder: Path, model: Encoder | DecoderRows
     ) -> tuple[Callable[[Tensor, Sequence[int], Sequence[Pooling]], list[Tensor]], int]:
-        """What makes the results of a step's rows, and how many numbers each has."""
+        """The function that makes the results of a step's rows, and how many numbers each has."""
         if self.kind == "embed":
             pooler = Pooler(folder, self.pooling, model.width, model.device)
 
@@ -148,7 +148,7 @@ class PoolingEngine(StepLoop):
         return classify, model.head.labels
 
     def _probabilities(self, folder: Path) -> Callable[[Tensor], Tensor]:
-        """What makes probabilities, or a score, of a text's logits."""
+        """The function that makes probabilities, or a score, of a text's logits."""
         values = read_config(folder)
         if self.kind == "classify":
             several = several_labels(Config(values))

@@ -23,12 +23,12 @@ from engine.sequence import Sequence, Status
 @dataclass(frozen=True, slots=True)
 class TextLimits:
     kinds: frozenset[str]
-    """What the model can make."""
+    """Kinds of results that the model can make."""
     max_length: int
     """The most tokens of a text."""
     vocab_size: int
     dimensions: int
-    """Of a vector."""
+    """The numbers of a vector."""
 
     def check(self, request: Request) -> None:
         """Raise RequestError naming the field at fault and its value."""

@@ -313,56 +313,37 @@ async def _end(foreground: Foreground) -> End:
     return end
 
 
-@router.post(
-    EMBEDDINGS,
-    dependencies=SUBMITS_TASKS,
-    response_model=None,
-    responses=_ANSWER,
-    openapi_extra=_openapi(ENDPOINTS[EMBEDDINGS].schema),
-)
+def _post(path: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers the handler of one of ENDPOINTS."""
+    return router.post(
+        path,
+        dependencies=SUBMITS_TASKS,
+        response_model=None,
+        responses=_ANSWER,
+        openapi_extra=_openapi(ENDPOINTS[path].schema),
+    )
+
+
+@_post(EMBEDDINGS)
 async def embeddings(request: Request) -> Response:
     """OpenAI's embeddings: a vector for each text."""
     return await _answer(request)
 
 
-@router.post(
-    RERANK,
-    dependencies=SUBMITS_TASKS,
-    response_model=None,
-    responses=_ANSWER,
-    openapi_extra=_openapi(ENDPOINTS[RERANK].schema),
-)
-@router.post(
-    "/v2/rerank",
-    dependencies=SUBMITS_TASKS,
-    response_model=None,
-    responses=_ANSWER,
-    openapi_extra=_openapi(ENDPOINTS["/v2/rerank"].schema),
-)
+@_post(RERANK)
+@_post("/v2/rerank")
 async def rerank(request: Request) -> Response:
     """Documents by their relevance to a query, the most relevant first, as Cohere and Jina answer."""
     return await _answer(request)
 
 
-@router.post(
-    CLASSIFY,
-    dependencies=SUBMITS_TASKS,
-    response_model=None,
-    responses=_ANSWER,
-    openapi_extra=_openapi(ENDPOINTS[CLASSIFY].schema),
-)
+@_post(CLASSIFY)
 async def classify(request: Request) -> Response:
     """The likeliest label of each text, with the probabilities of all, as vLLM answers."""
     return await _answer(request)
 
 
-@router.post(
-    SCORE,
-    dependencies=SUBMITS_TASKS,
-    response_model=None,
-    responses=_ANSWER,
-    openapi_extra=_openapi(ENDPOINTS[SCORE].schema),
-)
+@_post(SCORE)
 async def score(request: Request) -> Response:
     """The score of a text with each of some others, as vLLM answers."""
     return await _answer(request)
