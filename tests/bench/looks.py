@@ -22,10 +22,9 @@ from producers.contract import keys
 from producers.contract.leases import Liveness, join, observe
 from producers.store import protocol
 from tests.processes import valkey
-from workers.breaker.figures import SLICES, Figures, Window, judge
+from workers.breaker import SLICES, Figures, Window, judge
 from workers.leases.housekeeper import ROUND_S
-from workers.leases.neighbours import LOOK_S, LOOKED_AT
-from workers.leases.others import READ
+from workers.leases.neighbours import LOOK_S, LOOKED_AT, READ
 from workers.settings import WorkerSettings
 
 #: As long as the lease's text of a real worker.

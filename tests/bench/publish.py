@@ -19,7 +19,7 @@ from producers.store.protocol import claim, read_claim
 from tests.processes import fill, valkey
 from workers.flow.deliveries import Deliveries
 from workers.flow.publisher import Publisher
-from workers.measure.measured import Measured
+from workers.measure import Measured
 from workers.settings import WorkerSettings
 from workers.state.delivery import Delivery, Incarnation
 from workers.state.served import Served

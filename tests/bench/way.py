@@ -108,7 +108,9 @@ def running() -> Iterator[System]:
         (Path(name) / "root").write_text(str(ROOT))
         port = free_port()
         argv = guarded(sys.executable, "-m", "workers.cli", "up", "--port", str(port), "--data-dir", name)
-        process = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{name}:{ROOT}"}, stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{name}:{ROOT}"}, stdout=subprocess.PIPE
+        )
         assert process.stdout is not None
         try:
             assert any(b"ready" in line for line in process.stdout), "the system did not start"

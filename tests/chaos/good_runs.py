@@ -6,8 +6,7 @@ import copy
 import json
 from typing import Any
 
-from workers.trials.chaos.checker.case import Case, outputs_of
-from workers.trials.chaos.checker.history import History
+from workers.trials.chaos.checker.case import Case, History, outputs_of
 from workers.trials.chaos.checker.store import COUNTS, Ledger, Stores, total
 
 TOKENS = (7, 8, 9)

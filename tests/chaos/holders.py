@@ -10,7 +10,7 @@ from producers.admin.keys import create
 from producers.admin.tenants import limit
 from producers.connection.connect import connect_async
 from producers.store.access.audit import Actor
-from workers.trials.chaos.checker.history import Journal
+from workers.trials.chaos.checker.case import Journal
 from workers.trials.chaos.senders import Holder
 
 #: (tenant, limits), where limits of tokens are in longest outputs. The last key is for the run in quiet.

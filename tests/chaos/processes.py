@@ -14,7 +14,7 @@ from typing import Protocol
 
 from tests.processes import ROOT
 from tests.processes import guarded as guard
-from workers.trials.chaos.checker.history import Journal
+from workers.trials.chaos.checker.case import Journal
 
 #: How often it is looked whether a process has ended (s).
 LOOK_S = 0.05

@@ -29,8 +29,7 @@ from tests.processes import free_port
 from tests.waiting import within
 from tests.warm import Forked
 from workers.processes import PENSTOCK
-from workers.trials.chaos.checker.case import Violation
-from workers.trials.chaos.checker.history import Journal, journal_path
+from workers.trials.chaos.checker.case import Journal, Violation, journal_path
 from workers.trials.chaos.checker.rest import workers_of
 from workers.trials.chaos.checker.store import Stores
 from workers.trials.chaos.client import SETTINGS, Settings

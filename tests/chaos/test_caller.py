@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.trials.chaos.caller import Caller
-from workers.trials.chaos.checker.history import Journal, ObservedTask, lines_of
+from workers.trials.chaos.checker.case import Journal, ObservedTask, lines_of
 from workers.trials.chaos.load import Manner
 from workers.trials.chaos.senders import Senders
 

@@ -14,8 +14,7 @@ import pytest
 
 import workers.trials.chaos.checker
 from tests.chaos.good_runs import LIMITS, good, record_of, shown_of, stream_of, token_of, with_keys
-from workers.trials.chaos.checker.case import NOTHING, Case, outputs_of
-from workers.trials.chaos.checker.history import Key, lines_of
+from workers.trials.chaos.checker.case import NOTHING, Case, Key, lines_of, outputs_of
 from workers.trials.chaos.checker.report import Report
 from workers.trials.chaos.checker.rules import judge
 from workers.trials.chaos.checker.store import COUNTS, Stores, total

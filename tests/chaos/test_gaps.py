@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from workers.trials.chaos.checker.case import Case
-from workers.trials.chaos.checker.history import History
+from workers.trials.chaos.checker.case import Case, History
 from workers.trials.chaos.checker.report import LONG_S, Gaps
 from workers.trials.chaos.checker.store import Stores
 

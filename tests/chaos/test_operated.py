@@ -16,7 +16,7 @@ import pytest
 from producers.connection.connect import connect
 from tests.waiting import until
 from workers.processes.proc import argv_of
-from workers.trials.chaos.checker.history import Journal
+from workers.trials.chaos.checker.case import Journal
 from workers.trials.chaos.checker.store import Stores
 from workers.trials.chaos.client import Settings
 from workers.trials.chaos.injector import Injector, Pulse

@@ -21,7 +21,7 @@ from engine.text import ChatTemplate
 from producers.contract import keys
 from tests.conformance.conftest import gateway
 from tests.processes import Worker, valkey
-from workers.library.packaged import packaged
+from workers.library.reference import packaged
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(170)]
 

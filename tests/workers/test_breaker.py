@@ -15,11 +15,11 @@ from tests.workers.rig import POOL, TIMES, Rig
 
 #: The judgement in a second instead of a minute.
 SOON = TIMES | {
-    "workers.breaker.figures:SLICE_S": 0.2,
-    "workers.breaker.breaker:FIRST_S": 0.2,
-    "workers.breaker.breaker:MOST_S": 0.5,
-    "workers.breaker.breaker:TRIAL_S": 1.0,
-    "workers.breaker.breaker:GIVE_UP": 1000,
+    "workers.breaker:SLICE_S": 0.2,
+    "workers.breaker:FIRST_S": 0.2,
+    "workers.breaker:MOST_S": 0.5,
+    "workers.breaker:TRIAL_S": 1.0,
+    "workers.breaker:GIVE_UP": 1000,
 }
 
 
@@ -110,7 +110,7 @@ def test_another_pool_goes_on_with_what_the_last_worker_of_its_pool_gave_back(ri
 
 
 def test_an_engine_that_fails_every_probe_is_given_up(rig: Rig, tmp_path: Path) -> None:
-    times = SOON | {"workers.breaker.breaker:FIRST_S": 0.01, "workers.breaker.breaker:GIVE_UP": 5}
+    times = SOON | {"workers.breaker:FIRST_S": 0.01, "workers.breaker:GIVE_UP": 5}
     fault = tmp_path / "sick"
     fault.write_text("fail")
     worker = rig.worker(times=times, STUB_SICK=fault)

@@ -31,8 +31,7 @@ from producers.contract import keys
 from producers.contract.levels import looked_after
 from producers.contract.profile import sane
 from producers.store.fleet import scaling
-from workers.autoscaler.acting import Acting
-from workers.autoscaler.control import Control
+from workers.autoscaler.control import Acting, Control
 from workers.autoscaler.pools import Pools, PoolSettings, Scaled
 
 log = logging.getLogger(__name__)

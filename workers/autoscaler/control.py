@@ -1,21 +1,265 @@
-"""One pool's part of a tick: its signals, the decision, the state that is kept, and the call to the actuator."""
+"""One pool's part of a tick: its signals, the decision, the state that is kept, and the call to the actuator.
+
+**Starts.** Backs off from starts of workers that fail, and gives up after a number of them.
+
+    ready < requested, and the actuator reports a failed start, or nothing became ready for the start limit
+        ─▶ failures + 1 ─▶ pause of 5 s, 10 s, 20 s, ...: no more workers are requested than were ready
+        ─▶ after `tries`: pause of 15 minutes, then one more try
+    another worker is ready, or an operator requests a retry ─▶ all is forgotten
+
+The start limit doubles with each failure, so that a start which is only slow succeeds in the end.
+
+Workers whose leases lapse while the store is away are not ready for a moment, and well: so a lower number of ready
+workers is believed only once it was seen for a minute, and a time that was not seen does not count.
+
+**Acting.** Passes the target to one pool's actuator, beside the ticks: a slow platform delays no other pool.
+
+set_target(number) ─▶ read the state ─▶ does this process still lead? ─▶ scale ─▶ read again, soon
+                          ▲ refused: again after 1 s, 2 s, ... 60 s
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from dataclasses import asdict, replace
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, Final, TypeVar
+
+from pydantic import Field, with_config
 
 from producers.admin.fleet import Fleet
 from producers.client.submission import SETTLED_S
+from producers.connection.log_throttle import warn_throttled
+from producers.connection.trouble import error_text
 from producers.store.fleet.scaling import is_fresh
 from workers.autoscaler import watch
-from workers.autoscaler.acting import Acting
-from workers.autoscaler.policy import Decision, Memory, Rules, Signals, decide, restored
+from workers.autoscaler.actuators import Actual, Actuator
+from workers.autoscaler.policy import STRICT, Count, Decision, Memory, Rules, Signals, decide, restored
 from workers.autoscaler.pools import PoolSettings, Scaled
-from workers.autoscaler.starts import Starts, limit_of
+
+Time = Annotated[float, Field(ge=0)]
+
+#: Shortest limit (s) of a start, and how many measured cold starts it may take.
+LIMIT_S: Final = 120.0
+COLD_STARTS: Final = 4
+#: Pause (s) after the first failure, and the longest. Each is twice the one before.
+FIRST_PAUSE_S: Final = 5.0
+LONGEST_PAUSE_S: Final = 300.0
+#: Pause (s) after the last try.
+GIVEN_UP_S: Final = 900.0
+#: Time (s) after which a lower number of ready workers is believed, and the longest time between two looks at it.
+SURE_S: Final = 60.0
+BLIND_S: Final = 15.0
+
+
+def limit_of(setting: float | None, cold_start: float) -> float:
+    """Longest start (s). `setting`: the setting; None: by the measured cold start (s)."""
+    return setting if setting is not None else max(LIMIT_S, COLD_STARTS * cold_start)
+
+
+@with_config(STRICT)
+@dataclass(frozen=True, slots=True)
+class Starts:
+    """The memory of a pool's starts. Kept with its state. Times are unix seconds of the store."""
+
+    failures: Count = 0
+    """Starts in a row that failed."""
+    why: str = ""
+    """The reason of the last failure."""
+    until: Time = 0.0
+    """End of the pause."""
+    since: Time | None = None
+    """Since when fewer workers are ready than are wanted, without one more."""
+    ready: Count = 0
+    """Workers that were ready at the last look."""
+    sure: Count = 0
+    """Workers that are ready for sure: fewer are believed later."""
+    fewer_since: Time | None = None
+    """Since when fewer than those are ready."""
+    seen_at: Time = 0.0
+    counted: Count | None = None
+    """The actuator's own count of failures, as last seen."""
+    retried: Time = 0.0
+    """The last retry of an operator that was carried out."""
+
+    def paused(self, at: float) -> bool:
+        """Whether no new worker is tried. A pause longer than any counts as over: the clock was set back."""
+        return 0 < self.until - at <= GIVEN_UP_S
+
+    def request(self, target: int, at: float) -> int:
+        """The number to request from the actuator."""
+        return min(target, self.sure) if self.paused(at) else target
+
+    def updated(
+        self,
+        at: float,
+        ready: int,
+        target: int,
+        actual: Actual | None,
+        *,
+        limit: float,
+        tries: int,
+        retry: float,
+        unready: str = "",
+    ) -> Starts:
+        """The memory after another look.
+
+        `target`: the policy's number. `retry`: the time of an operator's last request to retry. `unready`:
+        why workers that are there take no tasks.
+        """
+        starts = self._believing(at, ready)
+        if retry and retry != starts.retried:
+            starts = replace(starts._well(actual), retried=retry)
+        if ready > self.ready or (ready and ready >= target and not starts.paused(at)):
+            starts = starts._well(actual)
+        if ready >= target:
+            return replace(starts, since=None, counted=_count(actual))
+        since = at if starts.since is None or starts.paused(at) else min(starts.since, at)
+        starts = replace(starts, since=since)
+        if actual is not None and starts.counted is not None and actual.failures > starts.counted:
+            more = actual.failures - starts.counted
+            return starts._failed(at, more, actual.failing or "its process ended", actual, tries)
+        starts = replace(starts, counted=_count(actual))
+        late = at - since
+        if late > limit * 2.0 ** min(starts.failures, 10):
+            return starts._failed(at, 1, _slow(actual, late, unready), actual, tries)
+        return starts
+
+    def _believing(self, at: float, ready: int) -> Starts:
+        """The memory with the number of ready workers; a lower one is believed after a while."""
+        starts = replace(self, ready=ready, seen_at=at)
+        if ready >= self.sure:
+            return replace(starts, sure=ready, fewer_since=None)
+        if self.fewer_since is None or not 0 <= at - self.seen_at <= BLIND_S:
+            return replace(starts, fewer_since=at)
+        return replace(starts, sure=ready, fewer_since=None) if at - self.fewer_since > SURE_S else starts
+
+    def _well(self, actual: Actual | None) -> Starts:
+        """The memory without any failure."""
+        return replace(self, failures=0, why="", until=0.0, since=None, counted=_count(actual))
+
+    def _failed(self, at: float, more: int, why: str, actual: Actual | None, tries: int) -> Starts:
+        failures = self.failures + more
+        pause = min(FIRST_PAUSE_S * 2.0 ** min(failures - 1, 20), LONGEST_PAUSE_S)
+        until = at + (GIVEN_UP_S if failures >= tries else pause)
+        return replace(self, failures=failures, why=why, until=until, since=at, counted=_count(actual))
+
+    def given_up(self, at: float, tries: int) -> float | None:
+        """The time at which the last of all tries failed; None while there are more, or after the pause."""
+        return self.until - GIVEN_UP_S if self.failures >= tries and self.paused(at) else None
+
+    def trouble(self, at: float, tries: int, pool: str) -> str:
+        """The reason why workers do not come up, for people; empty if there is none."""
+        if not self.failures:
+            return ""
+        failed = "1 try failed" if self.failures == 1 else f"{self.failures} tries in a row failed"
+        if not self.paused(at):
+            return f"{failed}: {self.why} (trying again)"
+        pause = f"{self.until - at:.0f} s"
+        if self.failures < tries:
+            return f"{failed}: {self.why} (the next try is in {pause})"
+        return f"{failed}: {self.why} (given up; the next try is in {pause}, or after `penstock scale retry {pool}`)"
+
+
+def _count(actual: Actual | None) -> int | None:
+    return None if actual is None else actual.failures
+
+
+def _slow(actual: Actual | None, late: float, unready: str) -> str:
+    if unready:
+        return f"held back for {late:.0f} s: {unready}"
+    failing = f": {actual.failing}" if actual is not None and actual.failing else ""
+    return f"no worker became ready for {late:.0f} s{failing}"
+
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Time limit (s) of one call of an actuator.
+CALL_S: Final = 9.0
+#: Pause (s) after an actuator's first error, and the longest. Each is twice the one before.
+FIRST_RETRY_S: Final = 1.0
+LONGEST_RETRY_S: Final = 60.0
+#: Pause (s) until the platform's state is read after a change.
+SOON_S: Final = 1.0
+
+
+class Acting:
+    """One actuator, and its last answer. Run `run` as a task.
+
+    `may`: whether this process may act now; called right before each call that changes something. `look`: longest time
+    (s) between two readings of the state.
+    """
+
+    def __init__(self, actuator: Actuator, may: Callable[[], bool], look: float) -> None:
+        self.actuator = actuator
+        self.actual: Actual | None = None
+        self.refused = ""
+        """The text of the actuator's last error; empty after an answer."""
+        self._may, self._look = may, look
+        self._target: int | None = None
+        self._first: Sequence[str] = ()
+        self._changed = asyncio.Event()
+        self._errors = 0
+
+    def set_target(self, target: int, first: Sequence[str]) -> None:
+        """Sets the number of workers to run. `first`: as in `Actuator.scale`."""
+        self._first = first
+        if target != self._target:
+            self._target = target
+            self._changed.set()
+
+    def wake(self) -> None:
+        """Look at once."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Act until cancelled."""
+        while True:
+            self._changed.clear()
+            pause = await self._once()
+            try:
+                async with asyncio.timeout(pause):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    async def _once(self) -> float:
+        """Reads the state, and acts if something is to change. Returns the pause (s) until the next reading."""
+        try:
+            before, actual = self.actual, await self._called(self.actuator.actual())
+            self.actual, target = actual, self._target
+            changes = target is not None and actual.wanted != target
+            # The next tick judges a start that has just failed: it may not want another try yet.
+            failed = before is not None and actual.failures > before.failures
+            if target is not None and (changes or (actual.up < target and not failed)) and self._may():
+                if changes:
+                    log.info("%s: from %d to %d workers", self.actuator.name, actual.wanted, target)
+                await self._called(self.actuator.scale(target, self._first))
+        except OSError as error:
+            pause = self._failed(
+                f"no answer for {CALL_S:g} s" if isinstance(error, TimeoutError) else error_text(error)
+            )
+            warn_throttled(log, "%s fails, trying again: %s", self.actuator.name, self.refused)
+            return pause
+        except Exception as error:  # a fault of ours in one actuator must not end the others' scaling
+            log.exception("%s failed here, trying again", self.actuator.name)
+            return self._failed(f"{type(error).__name__}: {error}")
+        self._errors, self.refused = 0, ""
+        return min(SOON_S, self._look) if changes else self._look
+
+    async def _called(self, call: Awaitable[T]) -> T:
+        async with asyncio.timeout(CALL_S):
+            return await call
+
+    def _failed(self, why: str) -> float:
+        """Note an error. Returns the pause (s) until the next try."""
+        self.refused = why
+        self._errors += 1
+        return min(FIRST_RETRY_S * 2.0 ** min(self._errors - 1, 20), LONGEST_RETRY_S)
+
 
 #: Time (s) for which a platform may have fewer workers than requested, or only those of another version.
 FEWER_S: Final = 30.0

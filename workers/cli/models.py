@@ -141,7 +141,7 @@ def _origin(folder: Path) -> dict[str, str | None]:
     """Where a model is from, and under which licence it is said to be; None where nothing says so."""
     from engine.text.gguf import gguf_of, read_gguf
     from workers.library.local_models import source_of
-    from workers.library.packaged import PACKAGED
+    from workers.library.reference import PACKAGED
 
     package = next((model for model in PACKAGED.values() if model.path() == folder), None)
     pulled, gguf = source_of(folder), gguf_of(folder)
@@ -180,8 +180,7 @@ def pull(
     """
     from engine.text.gguf import gguf_of
     from workers.library import LocalModels, find_model
-    from workers.library.packaged import PACKAGED
-    from workers.library.reference import HUB, bundled, checked_name, name_of
+    from workers.library.reference import HUB, PACKAGED, bundled, checked_name, name_of
 
     if source in PACKAGED and not Path(source).exists():
         source, name = PACKAGED[source].hub, name or source
@@ -223,8 +222,7 @@ def _here() -> Iterator[dict[str, Any]]:
     from engine.errors import ModelError
     from engine.text.gguf import parts_of
     from workers.library import LocalModels
-    from workers.library.packaged import packaged
-    from workers.library.reference import bundled
+    from workers.library.reference import bundled, packaged
 
     with needs("gateway"):
         from engine.text import ModelCard, TemplateSource

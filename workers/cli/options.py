@@ -222,8 +222,7 @@ def health_ports(first: int | None, workers: int) -> list[int | None]:
 
 def complete_model(incomplete: str) -> list[str]:
     """Names of models on this machine that begin with `incomplete`, for shell completion."""
-    from workers.library.packaged import PACKAGED
-    from workers.library.reference import available
+    from workers.library.reference import PACKAGED, available
 
     return [name for name in dict.fromkeys([*available(), *PACKAGED]) if name.startswith(incomplete)]
 

@@ -26,7 +26,7 @@ from producers.contract.message import id_of, is_plain
 from producers.contract.record import error_json, trace_fields
 from producers.contract.task import Task
 from producers.errors import InvalidTask, SecretUnreadable
-from workers.breaker.breaker import Breaker
+from workers.breaker import Breaker
 from workers.flow.claimer import Claimer, Decode
 from workers.flow.deliveries import Deliveries
 from workers.flow.finisher import Finisher

@@ -30,9 +30,8 @@ from producers.connection.storage import STARTED, Storage, parse
 from producers.contract import keys
 from producers.contract.message import BODY_HEADER, BodyGone, redeem
 from workers.connect import LOST, connect
-from workers.flow.acker import Acker
 from workers.flow.celery_side import CelerySide
-from workers.flow.deliveries import NO_CREDIT, Deliveries, Size
+from workers.flow.deliveries import NO_CREDIT, Acker, Deliveries, Size
 from workers.state.delivery import Delivery, Incarnation
 from workers.state.served import Served
 

@@ -21,17 +21,15 @@ from producers.connection.trouble import error_text
 from producers.contract import keys
 from producers.store.epoch import EpochChanged
 from producers.store.fleet import cards
-from workers.breaker.breaker import Breaker
+from workers.breaker import Breaker
 from workers.connect import LOST, connect
 from workers.flow.deliveries import Deliveries
 from workers.flow.finisher import Finisher
 from workers.flow.publisher import Publisher
 from workers.leases.control import Control
 from workers.leases.lease import Lease, Reconciler
-from workers.leases.neighbours import LOOK_S, Neighbours
-from workers.leases.others import Others, Peers
-from workers.measure.increments import SEND_S
-from workers.measure.measured import Keeper
+from workers.leases.neighbours import LOOK_S, Neighbours, Others, Peers
+from workers.measure import SEND_S, Keeper
 from workers.state.clock import Clock
 from workers.state.delivery import Delivery, Incarnation
 from workers.state.served import Served

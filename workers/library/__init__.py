@@ -2,7 +2,7 @@
 
 NAME=, a path, a bundled or pulled name -> reference -> its folder
 hf://OWNER/NAME[@REVISION] -> hub: the needed files -> huggingface_hub's cache -> checksums -> local_models
-packaged: smollm2, the file of an installed package, or else the hub's
+smollm2: the file of an installed package, or else the hub's
 local_models: {root}/{name}/{version}/ with a manifest.json, written last, of every file's SHA-256
 verify: compares a folder's files with its manifest at every load
 """

@@ -18,18 +18,16 @@ from redis import Redis
 from producers.contract import levels
 from producers.contract.profile import Profile
 from producers.release import release
-from workers.breaker.breaker import Breaker
-from workers.breaker.figures import Window, kind_of
+from workers.breaker import Breaker, Window, kind_of
 from workers.flow import probe
-from workers.flow.acker import Acker
 from workers.flow.celery_side import CelerySide
 from workers.flow.claimer import Claimer
-from workers.flow.deliveries import Deliveries
+from workers.flow.deliveries import Acker, Deliveries
 from workers.flow.finisher import Finisher
 from workers.flow.intake import Intake
 from workers.flow.publisher import Publisher
 from workers.leases.housekeeper import Housekeeper
-from workers.measure.measured import Keeper, Measured
+from workers.measure import Keeper, Measured
 from workers.pool.transport import Link
 from workers.runtime.cold_start import COLD_START
 from workers.runtime.drain import Drain, Part, within

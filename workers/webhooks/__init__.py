@@ -1,6 +1,6 @@
 """Delivers the outbox's rows to webhooks (`penstock webhooks run`). Any number of such processes may run.
 
-    deliverer: TAKE due rows ─▶ targets: URL and secrets now ─▶ limits: has the receiver room? ── no ─▶ RETRY, later
+    deliverer: TAKE due rows ─▶ `targets`: URL and secrets now ─▶ limits: has it room? ── no ─▶ RETRY, later
                                                                    │ yes
                      sender: resolve, check addresses, connect to one of them, POST, read 1 KB of the answer
                                                                    │

@@ -16,8 +16,7 @@ from producers.admin.fleet import Fleet, Pool, Scaling
 from producers.connection.script import parsed
 from producers.gateway.metrics import scaling_metrics
 from tests.workers.autoscaler.conftest import Recorder
-from workers.autoscaler.acting import Acting
-from workers.autoscaler.control import Control
+from workers.autoscaler.control import Acting, Control
 from workers.autoscaler.explain import explained, summary
 from workers.autoscaler.policy import Rules
 from workers.autoscaler.pools import PoolSettings, Scaled

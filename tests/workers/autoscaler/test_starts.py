@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from workers.autoscaler.actuators import Actual
+from workers.autoscaler.control import FIRST_PAUSE_S, GIVEN_UP_S, Starts, limit_of
 from workers.autoscaler.policy import restored
-from workers.autoscaler.starts import FIRST_PAUSE_S, GIVEN_UP_S, Starts, limit_of
 
 LIMIT = 100.0
 

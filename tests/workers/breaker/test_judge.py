@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.plan import StepWork
-from workers.breaker import figures
-from workers.breaker.figures import SLICE_S, Figures, Window, judge, slowness
+from workers import breaker
+from workers.breaker import SLICE_S, Figures, Window, judge, slowness
 
 COST = st.floats(0.0, 0.01)
 
@@ -20,7 +20,7 @@ def run(loads: list[tuple[int, int]], cost: tuple[float, float, float], times: f
     now = [0.0]
     window = Window("m", lambda: now[0])
     fixed, token, kv = cost
-    for k in range(figures.SLICES * len(loads)):
+    for k in range(breaker.SLICES * len(loads)):
         n, length = loads[k % len(loads)]
         window.on_step(StepWork(0.0, times * (fixed + token * n + kv * n * length), n, 0, n, n, n * length))
         if k % len(loads) == len(loads) - 1:
@@ -101,7 +101,7 @@ def test_one_hiccup_is_none_of_the_figures() -> None:
         window.on_step(StepWork(0.0, 5.0 if k == 30 else 0.02, 4, 0, 4, 4, 100))
         now[0] += SLICE_S / 20
     assert window.figures().steps == {(3, 7): (80, pytest.approx(0.02))}
-    now[0] += figures.SLICES * SLICE_S
+    now[0] += breaker.SLICES * SLICE_S
     assert window.figures().steps == {}
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from engine.errors import NOT_FINITE, EngineError
-from workers.breaker import breaker as module
-from workers.breaker.breaker import FIRST_S, GIVE_UP, IN_A_ROW, MOST_S, Breaker, State
-from workers.breaker.figures import Figures, Window
+from workers import breaker as module
+from workers.breaker import FIRST_S, GIVE_UP, IN_A_ROW, MOST_S, Breaker, Figures, State, Window
 
 
 class Bench:

@@ -20,8 +20,7 @@ from tests.engine.gguf_files import write_gguf
 from tests.engine.random_models import FAMILIES, write_model
 from tests.workers.cli.conftest import Run
 from workers.library import LocalModels
-from workers.library.packaged import PACKAGED
-from workers.library.reference import BUNDLED
+from workers.library.reference import BUNDLED, PACKAGED
 
 TINY = BUNDLED / "tiny"
 

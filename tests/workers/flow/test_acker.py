@@ -15,7 +15,7 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
 from tests.producers.proxy import Proxy
-from workers.flow.acker import Acker
+from workers.flow.deliveries import Acker
 from workers.state.delivery import Incarnation
 
 QUEUE = "penstock:queue:x"

@@ -10,7 +10,7 @@ import pytest
 from engine.errors import NOT_FINITE
 from engine.request import Event
 from producers.contract.record import Record
-from workers.flow.batch import MAX_ENTRIES, Batch, Conclusion, part
+from workers.flow.publisher import MAX_ENTRIES, Batch, Conclusion, part
 from workers.state.delivery import Delivery, Incarnation
 
 

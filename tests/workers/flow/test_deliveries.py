@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from producers.contract.keys import Pool
-from workers.flow.acker import Acker
-from workers.flow.deliveries import Deliveries, Size
+from workers.flow.deliveries import Acker, Deliveries, Size
 from workers.settings import WorkerSettings
 from workers.state.delivery import Delivery, Incarnation
 from workers.state.served import Served

@@ -26,7 +26,7 @@ from workers.errors import Refused
 from workers.library import LocalModels, find_model, verify
 from workers.library.hub import HubModel, pull
 from workers.library.local_models import sha256_of
-from workers.library.packaged import PACKAGED
+from workers.library.reference import PACKAGED
 from workers.progress import bytes_bar
 
 TINY = Path(__file__).parents[3] / "workers" / "models" / "tiny"

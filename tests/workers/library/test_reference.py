@@ -10,8 +10,7 @@ import pytest
 
 from workers.errors import Refused
 from workers.library import LocalModels, ResolvedModel, find_model, name_of
-from workers.library.packaged import PACKAGED
-from workers.library.reference import BUNDLED, available
+from workers.library.reference import BUNDLED, PACKAGED, available
 
 TINY = BUNDLED / "tiny"
 

@@ -9,7 +9,7 @@ from functools import cache
 from math import ceil
 
 from engine.plan import StepWork
-from workers.measure.steps import KNEE_SHARE
+from workers.measure import KNEE_SHARE
 
 #: Tokens of one step at most.
 BUDGET = 512

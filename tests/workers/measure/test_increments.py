@@ -11,8 +11,8 @@ from redis.exceptions import ConnectionError as Lost
 
 from engine.plan import StepWork
 from producers.contract import keys
-from workers.measure import increments
-from workers.measure.increments import Increments
+from workers import measure
+from workers.measure import Increments
 
 STATISTICS = dict.fromkeys(
     ("prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "drafted", "draft_accepted"), 0
@@ -23,7 +23,7 @@ def test_nothing_is_lost_or_counted_twice(valkey: Redis, monkeypatch: pytest.Mon
     engine = SimpleNamespace(statistics=dict(STATISTICS))
     engine.stats = lambda: SimpleNamespace(**engine.statistics)
     worker = Increments("tiny", engine)
-    run = increments.run
+    run = measure.run
 
     def send(failing: str = "") -> None:
         def failing_run(store: Redis, call: Any) -> Any:
@@ -34,7 +34,7 @@ def test_nothing_is_lost_or_counted_twice(valkey: Redis, monkeypatch: pytest.Mon
                 raise Lost("the answer was lost")
             return answer
 
-        monkeypatch.setattr(increments, "run", failing_run)
+        monkeypatch.setattr(measure, "run", failing_run)
         worker.send(valkey)
 
     def fields() -> dict[str, int]:

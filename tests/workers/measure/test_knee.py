@@ -9,7 +9,7 @@ import pytest
 from engine.plan import StepWork
 from tests.exhaustive import few
 from tests.workers.measure.synthetic import BUDGET, Machine, Shape, noisy, steps, true_knee
-from workers.measure.steps import Knee, Mix, StepTimes
+from workers.measure import Knee, Mix, StepTimes
 
 SEQS = 96
 #: Tokens that the KV cache holds where that is not what is tested.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workers.measure.measured import FIRST, Duty, FirstTokens, TaskSizes
+from workers.measure import FIRST, Duty, FirstTokens, TaskSizes
 
 
 def test_duty_is_the_share_of_the_last_ten_seconds() -> None:

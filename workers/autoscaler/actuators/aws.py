@@ -36,7 +36,7 @@ from workers.autoscaler.actuators import SCHEMES, Actual, ActuatorError, Address
 T = TypeVar("T")
 #: Options of the URLs; `endpoint`: another server than AWS's.
 OPTIONS: Final = ("region", "endpoint")
-#: Silence (s) after which a request is tried once more, within the time limit of a call (`workers.autoscaler.acting`).
+#: Silence (s) after which a request is tried once more, within the time limit of a call (`workers.autoscaler.control`).
 SILENT_S: Final = 4.0
 #: Number of activities that are read to explain why instances do not come.
 ACTIVITIES: Final = 20

@@ -18,7 +18,7 @@ from engine.declared import declared
 from engine.params import SamplingParams
 from producers.contract.stream import Event, Prompt, Token
 from producers.errors import PenstockError, SubmitFailed, TaskExists, TaskNotFound
-from workers.trials.chaos.checker.history import Journal, ObservedTask
+from workers.trials.chaos.checker.case import Journal, ObservedTask
 from workers.trials.chaos.load import Manner
 from workers.trials.chaos.senders import AWAY, Declined, Senders
 

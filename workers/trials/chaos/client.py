@@ -23,7 +23,7 @@ from typing import Final
 from pydantic import TypeAdapter
 
 from workers.trials.chaos.caller import Caller
-from workers.trials.chaos.checker.history import History, Journal, ObservedTask, lines_of
+from workers.trials.chaos.checker.case import History, Journal, ObservedTask, lines_of
 from workers.trials.chaos.load import Load, Manner, quiet
 from workers.trials.chaos.senders import Holder, Senders
 

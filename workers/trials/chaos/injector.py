@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 from redis.exceptions import RedisError
 
 from producers.connection.connect import connect
-from workers.trials.chaos.checker.history import Journal
+from workers.trials.chaos.checker.case import Journal
 from workers.trials.chaos.checker.rest import at_work
 from workers.trials.chaos.plan import Fault, Plan
 

@@ -21,8 +21,7 @@ from redis import Redis
 
 from producers.connection.connect import connect
 from workers.processes import guarded
-from workers.trials.chaos.checker.case import Case, Violation
-from workers.trials.chaos.checker.history import History, Journal, journal_path
+from workers.trials.chaos.checker.case import Case, History, Journal, Violation, journal_path
 from workers.trials.chaos.checker.report import Report
 from workers.trials.chaos.checker.rules import judge
 from workers.trials.chaos.checker.store import Stores, Watcher, letters_of, wait_until_over

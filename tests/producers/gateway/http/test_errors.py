@@ -81,7 +81,7 @@ def test_the_table_of_errors_is_that_of_the_code() -> None:
 def test_each_kind_of_source_is_read() -> None:
     """So that the comparison cannot hold for want of anything to compare."""
     assert "dead_lettered" in codes_of(ROOT / "producers" / "store" / "scripts" / "claim.lua")
-    assert "engine_error" in codes_of(ROOT / "workers" / "flow" / "batch.py")
+    assert "engine_error" in codes_of(ROOT / "workers" / "flow" / "publisher.py")
     assert "kv_capacity_exceeded" in codes_of(ROOT / "engine" / "scheduling" / "limits.py")
     assert {"invalid_type", "invalid_value", "missing_parameter"} <= codes_of(
         ROOT / "producers" / "contract" / "task.py"

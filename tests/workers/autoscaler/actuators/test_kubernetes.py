@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from tests.workers.autoscaler.actuators.kubernetes_server import Kubernetes, crash
-from workers.autoscaler import acting
+from workers.autoscaler import control
 from workers.autoscaler.actuators import Actual, Actuator, ActuatorError, open_actuator
 
 URL = "kubernetes://default/worker-tiny"
@@ -163,9 +163,9 @@ async def test_an_hpa_of_the_same_deployment_is_refused_where_it_may_be_seen(
 async def test_a_server_that_does_not_answer_is_given_up(
     kubernetes: Kubernetes, actuator: Actuator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(acting, "CALL_S", 0.2)
+    monkeypatch.setattr(control, "CALL_S", 0.2)
     kubernetes.answering.clear()
-    one = acting.Acting(actuator, lambda: True, 60.0)
+    one = control.Acting(actuator, lambda: True, 60.0)
     await one._once()
     assert one.refused == "no answer for 0.2 s"
     kubernetes.answering.set()

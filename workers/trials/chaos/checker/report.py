@@ -14,8 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from workers.trials.chaos.checker.case import Case, Violation, tokens_of
-from workers.trials.chaos.checker.history import History
+from workers.trials.chaos.checker.case import Case, History, Violation, tokens_of
 
 #: Gap (s) of a stream that did not resume while it was watched: the true one is at least as long.
 LONG_S = 120.0

@@ -18,8 +18,7 @@ from workers.trials.chaos.checker.billing import (
     tenants_are_apart,
     usage_is_the_stream,
 )
-from workers.trials.chaos.checker.case import DECLINES, NOTHING, Case, Rule, Violation, outputs_of
-from workers.trials.chaos.checker.history import ObservedTask
+from workers.trials.chaos.checker.case import DECLINES, NOTHING, Case, ObservedTask, Rule, Violation, outputs_of
 from workers.trials.chaos.checker.rest import held_by
 from workers.trials.chaos.checker.store import FINAL, Stream
 
