@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Final
 
-from engine.errors import RequestError
+from engine.errors import ErrorText, FieldName, RequestError
 
 MAX_INT32: Final = (1 << 31) - 1
 #: A text of JSON may be this many times as long as it may be without white space.
@@ -98,7 +98,10 @@ class Integer(Bound):
         if isinstance(value, bool) or not isinstance(value, int):
             raise wrong_type(name, value, "an integer")
         if not self.low <= value <= self.high:
-            raise RequestError(f"{name}={shown(value)} must be from {self.low} to {self.high}", param=name)
+            raise RequestError(
+                ErrorText.of("{}={} must be from {} to {}", FieldName(name), shown(value), self.low, self.high),
+                param=name,
+            )
         return value
 
 
@@ -122,7 +125,9 @@ class Number(Bound):
             allowed = (
                 f"above {self.low:g}, up to {self.high:g}" if self.above else f"from {self.low:g} to {self.high:g}"
             )
-            raise RequestError(f"{name}={shown(value)} must be a number {allowed}", param=name)
+            raise RequestError(
+                ErrorText.of("{}={} must be a number {}", FieldName(name), shown(value), allowed), param=name
+            )
         return value
 
 
@@ -147,7 +152,9 @@ class OneOf(Bound):
 
     def check(self, name: str, value: object) -> Any:
         if value not in self.choices:
-            raise RequestError(f"{name}={shown(value)} must be {self.description}", param=name)
+            raise RequestError(
+                ErrorText.of("{}={} must be {}", FieldName(name), shown(value), self.description), param=name
+            )
         return value
 
 
@@ -165,7 +172,10 @@ class Text(Bound):
         if not isinstance(value, str) or (not value and self.longest is None):
             raise wrong_type(name, value, self.description)
         if self.longest is not None and not 1 <= len(value) <= self.longest:
-            raise RequestError(f"{name} has {len(value)} characters; it must have 1 to {self.longest}", param=name)
+            raise RequestError(
+                ErrorText.of("{} has {} characters; it must have 1 to {}", FieldName(name), len(value), self.longest),
+                param=name,
+            )
         return _unicode(name, value)
 
 
@@ -182,7 +192,10 @@ class JsonObject(Bound):
     def check(self, name: str, value: object) -> Any:
         kept = None
         if isinstance(value, str) and len(value) > _SPACED * self.longest:  # before it is parsed
-            raise RequestError(f"{name} has {len(value)} characters; at most {self.longest} are taken", param=name)
+            raise RequestError(
+                ErrorText.of("{} has {} characters; at most {} are taken", FieldName(name), len(value), self.longest),
+                param=name,
+            )
         try:
             read = json.loads(value) if isinstance(value, str) else value
             if isinstance(read, Mapping):
@@ -193,7 +206,10 @@ class JsonObject(Bound):
             raise wrong_type(name, value, "a JSON object")
         if len(kept) > self.longest:
             raise RequestError(
-                f"{name} has {len(kept)} characters as JSON; at most {self.longest} are taken", param=name
+                ErrorText.of(
+                    "{} has {} characters as JSON; at most {} are taken", FieldName(name), len(kept), self.longest
+                ),
+                param=name,
             )
         return _unicode(name, kept)
 
@@ -213,10 +229,20 @@ class Strings(Bound):
         items = _sequence(name, (value,) if self.allow_single and isinstance(value, str) else value, self.limit)
         for item in items:
             if not isinstance(item, str):
-                raise RequestError(f"{name} has {shown(item)}, which is not a string", param=name, code="invalid_type")
+                raise RequestError(
+                    ErrorText.of("{} has {}, which is not a string", FieldName(name), shown(item)),
+                    param=name,
+                    code="invalid_type",
+                )
             if not 1 <= len(item) <= self.longest:
                 raise RequestError(
-                    f"{name} has a string of {len(item)} characters; each must have 1 to {self.longest}", param=name
+                    ErrorText.of(
+                        "{} has a string of {} characters; each must have 1 to {}",
+                        FieldName(name),
+                        len(item),
+                        self.longest,
+                    ),
+                    param=name,
                 )
             _unicode(name, item)
         return items
@@ -260,11 +286,13 @@ class Biases(Bound):
         for pair in pairs:
             if not isinstance(pair, Sequence) or isinstance(pair, (str, bytes)) or len(pair) != 2:
                 raise RequestError(
-                    f"{name} has {shown(pair)}, which is not a token id with its bias", param=name, code="invalid_type"
+                    ErrorText.of("{} has {}, which is not a token id with its bias", FieldName(name), shown(pair)),
+                    param=name,
+                    code="invalid_type",
                 )
             token_id, bias = _ID.check(name, pair[0]), Number(-self.reach, self.reach).check(name, pair[1])
             if token_id in biases:
-                raise RequestError(f"{name} has token id {token_id} twice", param=name)
+                raise RequestError(ErrorText.of("{} has token id {} twice", FieldName(name), token_id), param=name)
             biases[token_id] = float(bias)
         return tuple(sorted(biases.items()))
 
@@ -274,7 +302,9 @@ def _unicode(name: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        message = f"{name} is not valid Unicode: it has a lone surrogate at character {error.start}"
+        message = ErrorText.of(
+            "{} is not valid Unicode: it has a lone surrogate at character {}", FieldName(name), error.start
+        )
         raise RequestError(message, param=name) from None
     return text
 
@@ -289,7 +319,9 @@ def shown(value: object) -> str:
 
 
 def wrong_type(name: str, value: object, expected: str) -> RequestError:
-    return RequestError(f"{name}={shown(value)} must be {expected}", param=name, code="invalid_type")
+    return RequestError(
+        ErrorText.of("{}={} must be {}", FieldName(name), shown(value), expected), param=name, code="invalid_type"
+    )
 
 
 def _sequence(name: str, value: object, limit: int) -> tuple[Any, ...]:
@@ -298,5 +330,7 @@ def _sequence(name: str, value: object, limit: int) -> tuple[Any, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise wrong_type(name, value, "a list")
     if len(value) > limit:
-        raise RequestError(f"{name} has {len(value)} entries; at most {limit} are allowed", param=name)
+        raise RequestError(
+            ErrorText.of("{} has {} entries; at most {} are allowed", FieldName(name), len(value), limit), param=name
+        )
     return tuple(value)

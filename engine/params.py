@@ -21,7 +21,7 @@ from engine.declared import (
     declare,
     declared,
 )
-from engine.errors import RequestError
+from engine.errors import ErrorText, FieldName, RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -165,19 +165,26 @@ class SamplingParams:
         checked(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}", param="min_tokens"
+                ErrorText.of("{min_tokens}={} is more than {max_tokens}={}", self.min_tokens, self.max_tokens),
+                param="min_tokens",
             )
         if self.best_of is not None and self.best_of < self.n:
             raise RequestError(
-                f"best_of={self.best_of} is less than n={self.n}; it must be from n to {MAX_CHOICES}",
+                ErrorText.of(
+                    "{best_of}={} is less than {n}={}; it must be from {n} to {}", self.best_of, self.n, MAX_CHOICES
+                ),
                 param="best_of",
             )
         if self.allowed_token_ids and set(self.allowed_token_ids) <= set(self.banned_token_ids):
             raise RequestError(
-                "allowed_token_ids has no token that banned_token_ids does not ban", param="allowed_token_ids"
+                ErrorText.of("{allowed_token_ids} has no token that {banned_token_ids} does not ban"),
+                param="allowed_token_ids",
             )
         if len(forms := self.forms) > 1:
-            raise RequestError(f"{forms[0]} and {forms[1]} are both given; an output has one form", param=forms[1])
+            raise RequestError(
+                ErrorText.of("{} and {} are both given; an output has one form", *map(FieldName, forms[:2])),
+                param=forms[1],
+            )
         if forms and (why := too_large(forms[0], getattr(self, forms[0]), self.width)):
             raise RequestError(why, param=forms[0], code="form_too_large")
 
@@ -246,15 +253,22 @@ def too_large(name: str, form: str | Mapping[str, Any] | Sequence[str], outputs:
     if name == "choice":
         form = grammar_of(form)  # type: ignore[arg-type]
         if len(form) > MAX_GRAMMAR:
-            return f"choice has {len(form)} characters with what separates its texts; at most {MAX_GRAMMAR} are taken"
+            return ErrorText.of(
+                "{choice} has {} characters with what separates its texts; at most {} are taken", len(form), MAX_GRAMMAR
+            )
     parts = parts_of_form(name, form)  # type: ignore[arg-type]
     if parts * outputs <= MAX_FORM_PARTS:
         return None
     outputs_limit = MAX_FORM_PARTS // parts
     advice = f"at most {outputs_limit} outputs may have it" if outputs_limit else "make it smaller"
-    return (
-        f"{name} has {parts} parts, and with {outputs} outputs that is {parts * outputs}; at most {MAX_FORM_PARTS} are "
-        f"taken: {advice}"
+    return ErrorText.of(
+        "{} has {} parts, and with {} outputs that is {}; at most {} are taken: {}",
+        FieldName(name),
+        parts,
+        outputs,
+        parts * outputs,
+        MAX_FORM_PARTS,
+        advice,
     )
 
 

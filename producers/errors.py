@@ -14,10 +14,12 @@ class PenstockError(Exception):
 
 
 class InvalidTask(PenstockError, ValueError):
-    """The task was refused and nothing was queued. `param` names the field, `code` is for programs."""
+    """The task was refused and nothing was queued. `param` names the field, `code` is for programs. `message` is an
+    `engine.errors.ErrorText` where it names fields that a caller may know by other names."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value") -> None:
         super().__init__(message)
+        self.message = message
         self.param = param
         self.code = code
 

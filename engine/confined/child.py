@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from engine.confined.frames import HEADER, TEXT, VALUE, framed, reason
 from engine.confined.seal import seal
-from engine.errors import ModelError, RequestError
+from engine.errors import ModelError, RequestError, fields_of
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def _serve(make: Callable[[Any], Callable[[Any], Any]], cpu: float, memory: int,
         except ModelError as error:
             return reason(model=str(error))
         except RequestError as error:
-            return reason(request=str(error), code=error.code, param=error.param)
+            return reason(fields_of(error.message), request=error.message, code=error.code, param=error.param)
         except RecursionError:
             return reason(request="the request is nested too deep", code="too_deep", param=None)
         except MemoryError:

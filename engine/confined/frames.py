@@ -6,6 +6,7 @@ The bytes are JSON. In an answer, the first byte says what follows.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Final
 
 HEADER: Final = 4
@@ -14,7 +15,7 @@ TEXT: Final = b"T"
 #: JSON follows.
 VALUE: Final = b"V"
 #: JSON follows that says why there is no answer: {"stopped": why}, {"model": message} or {"request": message, "code":
-#: code, "param": parameter or null}.
+#: code, "param": parameter or null, "fields": those of an ErrorText}.
 REASON: Final = b"R"
 #: The most characters of each text of a reason, because a template chooses the text of its errors.
 LONGEST: Final = 1000
@@ -26,9 +27,10 @@ def framed(data: bytes) -> bytes:
     return len(data).to_bytes(HEADER, "big") + data
 
 
-def reason(**fields: str | None) -> bytes:
-    """An answer's content that says why there is no answer."""
-    return REASON + json.dumps({name: text and text[:LONGEST] for name, text in fields.items()}).encode()
+def reason(named: Sequence[Sequence[int | str]] = (), **fields: str | None) -> bytes:
+    """An answer's content that says why there is no answer. `named`: the fields that its message names."""
+    texts = {name: text and text[:LONGEST] for name, text in fields.items()}
+    return REASON + json.dumps(texts | ({"fields": named} if named else {})).encode()
 
 
 def answer_of(data: bytes) -> tuple[bool, Any]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from engine.confined.frames import HEADER, LONGEST_REASON, TEXT, answer_of, framed
-from engine.errors import ModelError, RequestError
+from engine.errors import ErrorText, ModelError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,8 @@ class ConfinedProcess:
             return answer
         match answer:
             case {"request": str(message)}:
-                raise RequestError(message, param=answer["param"], code=answer["code"])
+                text = ErrorText.read(message, answer.get("fields"))
+                raise RequestError(text, param=answer["param"], code=answer["code"])
             case {"model": str(message)}:
                 raise ModelError(message)
             case _:

@@ -306,7 +306,7 @@ def _refused(ticket: Ticket) -> Event:
     """The only event of a request that was found after its submission to be none that can run."""
     if ticket.refusal is None:
         return _last_event(ticket.request, ticket.fault)
-    event = _last_event(ticket.request, str(ticket.refusal))
+    event = _last_event(ticket.request, ticket.refusal.message)
     return replace(event, refused=True, param=ticket.refusal.param)
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-from engine.errors import RequestError
+from engine.errors import ErrorText, FieldName, RequestError
 
 #: Runs of white space in JSON end. Else a model may go on writing it until it meets max_tokens.
 _JSON: Final[Any] = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
@@ -40,7 +40,11 @@ def check_installed(name: str) -> None:
         import llguidance  # noqa: F401
     except ImportError:
         raise RequestError(
-            f"{name} needs the package llguidance, which is not installed here; install penstock[worker]", param=name
+            ErrorText.of(
+                "{} needs the package llguidance, which is not installed here; install penstock[worker]",
+                FieldName(name),
+            ),
+            param=name,
         ) from None
 
 
@@ -153,7 +157,11 @@ def _drawn(bits: int, draw: random.Random) -> int:
 def slow(name: str, why: str) -> RequestError:
     """The error for a form whose tokens take too long to find."""
     many = "objects of many properties that may be missing, as alternatives to each other, are the usual cause"
-    return RequestError(f"{name} cannot be followed: it is too slow: {why} ({many})", param=name, code="form_slow")
+    return RequestError(
+        ErrorText.of("{} cannot be followed: it is too slow: {} ({})", FieldName(name), why, many),
+        param=name,
+        code="form_slow",
+    )
 
 
 def limits() -> Any:
@@ -165,7 +173,7 @@ def limits() -> Any:
 
 def refused(name: str, reason: str) -> RequestError:
     """The error for a form that cannot be followed. `reason`: llguidance's."""
-    return RequestError(f"{name} cannot be followed: {readable(reason)}", param=name)
+    return RequestError(ErrorText.of("{} cannot be followed: {}", FieldName(name), readable(reason)), param=name)
 
 
 def readable(reason: str) -> str:

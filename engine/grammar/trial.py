@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from engine.confined import ConfinedProcess, Limits, Stopped
-from engine.errors import RequestError
+from engine.errors import ErrorText, FieldName, RequestError
 from engine.grammar.keywords import STEP
 from engine.grammar.source import SLOW, STACK_BYTES, check_installed, form_of, judge
 from engine.params import parts_of_form
@@ -136,7 +136,7 @@ class Trials:
         verdict = _Verdict()
         if error is not None:
             lasts = REMEMBERED_S if error.code in (STOPPED, SLOW) else math.inf
-            verdict = _Verdict(str(error), error.code, time.monotonic() + lasts)
+            verdict = _Verdict(error.message, error.code, time.monotonic() + lasts)
         with self._lock:
             self._verdicts[key] = verdict
             self._verdicts.move_to_end(key)
@@ -166,7 +166,9 @@ class Trials:
 
 def stopped(name: str, why: str) -> RequestError:
     """The error for a form that was not read to its end."""
-    return RequestError(f"{name} cannot be followed: {why}", param=name, code="form_stopped")
+    return RequestError(
+        ErrorText.of("{} cannot be followed: {}", FieldName(name), why), param=name, code="form_stopped"
+    )
 
 
 def light(name: str, text: str) -> bool:

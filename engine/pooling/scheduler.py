@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 from engine.declared import shown
-from engine.errors import EngineError, RequestError
+from engine.errors import EngineError, ErrorText, RequestError
 from engine.plan import Sampled, ScheduledSeq, StepPlan
 from engine.request import Event, Request
 from engine.scheduling.policy import TIERS, WaitingQueue
@@ -56,7 +56,8 @@ class TextLimits:
         for token_id in (lowest, highest):
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(
-                    f"input has token id {shown(token_id)}; ids are from 0 to {self.vocab_size - 1}", param="input"
+                    ErrorText.of("{input} has token id {}; ids are from 0 to {}", shown(token_id), self.vocab_size - 1),
+                    param="input",
                 )
         if pooling.dimensions is not None and not 1 <= pooling.dimensions <= self.dimensions:
             raise RequestError(

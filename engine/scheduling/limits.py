@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.declared import Number, shown, wrong_type
-from engine.errors import RequestError
+from engine.errors import ErrorText, FieldName, RequestError
 from engine.params import MAX_PROMPT_LOGPROBS, SamplingParams
 from engine.request import Request
 from engine.scheduling.policy import TIERS
@@ -53,10 +53,13 @@ class RequestLimits:
         self._check_ids("prompt_ids", request.prompt_ids)
         if len(request.resume) > request.params.n:
             raise RequestError(
-                f"resume has {len(request.resume)} choices, more than n={request.params.n}", param="resume"
+                ErrorText.of("resume has {} choices, more than {n}={}", len(request.resume), request.params.n),
+                param="resume",
             )
         if any(request.resume) and request.params.selects:
-            raise RequestError("resume has tokens, but best_of chooses among outputs that are whole", param="resume")
+            raise RequestError(
+                ErrorText.of("resume has tokens, but {best_of} chooses among outputs that are whole"), param="resume"
+            )
         for token_ids in request.resume:
             self._check_ids("resume", token_ids)
         self._check_params(request.params, len(request.prompt_ids))
@@ -69,43 +72,67 @@ class RequestLimits:
         self._check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
         if self.vocab_size is not None and len(set(params.banned_token_ids)) >= self.vocab_size:
             raise RequestError(
-                f"banned_token_ids bans all {self.vocab_size} tokens of the vocabulary", param="banned_token_ids"
+                ErrorText.of("{banned_token_ids} bans all {} tokens of the vocabulary", self.vocab_size),
+                param="banned_token_ids",
             )
         if params.prompt_logprobs is not None:
             requested = (params.prompt_logprobs + 1) * prompt
             if requested > MAX_PROMPT_LOGPROBS:
                 raise RequestError(
-                    f"prompt_logprobs={params.prompt_logprobs} of {prompt} prompt tokens are {requested} log "
-                    f"probabilities; at most {MAX_PROMPT_LOGPROBS} are given",
+                    ErrorText.of(
+                        "{prompt_logprobs}={} of {} prompt tokens are {} log probabilities; at most {} are given",
+                        params.prompt_logprobs,
+                        prompt,
+                        requested,
+                        MAX_PROMPT_LOGPROBS,
+                    ),
                     param="prompt_logprobs",
                 )
 
     def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:
         if not set(map(type, token_ids)) <= {int}:
             wrong = next(token_id for token_id in token_ids if type(token_id) is not int)
-            raise RequestError(f"{name} has {shown(wrong)}, which is not a token id", param=name, code="invalid_type")
+            raise RequestError(
+                ErrorText.of("{} has {}, which is not a token id", FieldName(name), shown(wrong)),
+                param=name,
+                code="invalid_type",
+            )
         size = (1 << 31) if self.vocab_size is None else self.vocab_size
         for extreme in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= extreme < size:
-                raise RequestError(f"{name} has token id {shown(extreme)}; ids are from 0 to {size - 1}", param=name)
+                raise RequestError(
+                    ErrorText.of("{} has token id {}; ids are from 0 to {}", FieldName(name), shown(extreme), size - 1),
+                    param=name,
+                )
 
     def _check_length(self, prompt: int, max_tokens: int | None) -> None:
         requested = prompt + (1 if max_tokens is None else max_tokens)
         computed = max(requested - 1, prompt)
-        needs = f"{prompt} tokens of prompt" + ("" if max_tokens is None else f" + max_tokens={max_tokens}")
+        needs = f"{prompt} tokens of prompt"
+        if max_tokens is not None:
+            needs = ErrorText.of("{} + {max_tokens}={}", needs, max_tokens)
         if requested > self.max_model_len:
             # The text is OpenAI's: clients that shorten a conversation recognise an overflow by how the message begins.
             raise RequestError(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
-                f"{requested} tokens ({prompt} in the prompt, {requested - prompt} in the completion). Shorten the "
-                "prompt or lower max_tokens.",
+                ErrorText.of(
+                    "This model's maximum context length is {} tokens. However, you requested {} tokens ({} in the "
+                    "prompt, {} in the completion). Shorten the prompt or lower {max_tokens}.",
+                    self.max_model_len,
+                    requested,
+                    prompt,
+                    requested - prompt,
+                ),
                 param="prompt_ids" if prompt >= self.max_model_len else "max_tokens",
                 code="context_length_exceeded",
             )
         if computed > self.kv_capacity:
             raise RequestError(
-                f"{needs} do not fit the KV cache of {self.kv_capacity} tokens; shorten the prompt, lower "
-                f"max_tokens or serve with a larger kv_cache_bytes",
+                ErrorText.of(
+                    "{} do not fit the KV cache of {} tokens; shorten the prompt, lower {max_tokens} or "
+                    "serve with a larger kv_cache_bytes",
+                    needs,
+                    self.kv_capacity,
+                ),
                 param="prompt_ids" if prompt > self.kv_capacity else "max_tokens",
                 code="kv_capacity_exceeded",
             )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import chain, count
 
-from engine.errors import EngineError
+from engine.errors import EngineError, ErrorText, FieldName
 from engine.grammar.matcher import Grammars
 from engine.kv import BlockTables, Capacity, long_root, root_hash
 from engine.logprobs import PromptScores
@@ -406,9 +406,8 @@ class Scheduler:
         self._not_finite += not result.refused
         if result.refused and seq.matcher is not None and seq.matcher.error:
             form = seq.request.params.forms[0]
-            return self.fail(
-                seq, f"{form} cannot be followed any further: {seq.matcher.error}", refused=True, param=form
-            )
+            why = ErrorText.of("{} cannot be followed any further: {}", FieldName(form), seq.matcher.error)
+            return self.fail(seq, why, refused=True, param=form)
         return self.fail(seq, result.error or "", refused=result.refused)
 
     def _release_followers(self, group: Group, leader: Sequence) -> None:

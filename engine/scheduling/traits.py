@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from engine.errors import RequestError
+from engine.errors import ErrorText, FieldName, RequestError
 from engine.grammar.matcher import Grammars
 from engine.grammar.source import check_installed
 from engine.params import SamplingParams
@@ -39,7 +39,9 @@ class ModelTraits:
         """All token sequences that write these words and that the model can write: a tokenizer may have more tokens.
         Raises RequestError for a word that the tokenizer drops."""
         if bad_words and self.spellings is None:
-            raise RequestError("the model has no tokenizer.json: bad_words must be banned_token_ids", param="bad_words")
+            raise RequestError(
+                ErrorText.of("the model has no tokenizer.json: bad_words must be {banned_token_ids}"), param="bad_words"
+            )
         spellings: dict[tuple[int, ...], None] = {}
         size = self.vocab_size or 1 << 31
         for word in bad_words:
@@ -55,7 +57,9 @@ class ModelTraits:
             return
         (name,) = params.forms
         if self.grammars is None:
-            raise RequestError(f"the model has no tokenizer.json: it cannot follow {name}", param=name)
+            raise RequestError(
+                ErrorText.of("the model has no tokenizer.json: it cannot follow {}", FieldName(name)), param=name
+            )
         check_installed(name)
 
     def with_text(self, tokenizer: Tokenizer) -> ModelTraits:

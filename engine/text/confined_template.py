@@ -70,7 +70,7 @@ class ConfinedTemplate:
                 code="template_stopped",
             ) from None
         except RequestError as error:
-            raise RequestError(str(error), param="messages", code=error.code) from None
+            raise RequestError(error.message, param="messages", code=error.code) from None
         return text
 
     def kill(self) -> None:

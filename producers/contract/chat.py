@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from engine.errors import ErrorText, FieldName
 from producers.contract.json_parts import MAX_PARTS, SMALL, count_parts
 from producers.errors import InvalidTask, shown
 
@@ -181,7 +182,7 @@ def read_string(value: Any, path: str) -> str:
 
 def too_many(count: int, param: str = "messages") -> InvalidTask:
     """The error for more messages than a request may have."""
-    text = f"{param} has {count} messages; at most {MAX_MESSAGES} are taken"
+    text = ErrorText.of("{} has {} messages; at most {} are taken", FieldName(param), count, MAX_MESSAGES)
     return InvalidTask(text, code="array_above_max_length", param=param)
 
 

@@ -64,6 +64,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal, cast, get_args
 
+from engine.errors import ErrorText, fields_of
 from engine.params import MAX_CHOICES
 from producers.connection.script import text
 from producers.contract import keys
@@ -284,7 +285,7 @@ class Record:
             parsed = json.loads(value, parse_constant=_finite, parse_float=_finite) if value else None
             if value and "\\ud" in value.lower():
                 json.dumps(parsed, ensure_ascii=False).encode()  # half of a character is nothing that could be sent
-            return parsed
+            return read_error(parsed) if name == "error" else parsed
 
 
 @contextmanager
@@ -303,8 +304,17 @@ def _finite(literal: str) -> float:
 
 
 def error_json(code: str, message: str, param: str | None = None) -> str:
-    """A record's `error` field."""
-    return json.dumps({"code": code, "message": message, "param": param})
+    """A record's `error` field. Its `fields` are those that the message names, if it is an ErrorText."""
+    fields = fields_of(message)
+    return json.dumps({"code": code, "message": message, "param": param} | ({"fields": fields} if fields else {}))
+
+
+def read_error(stored: Any) -> Any:
+    """The error in a record or a terminal entry: with an ErrorText as its message, in place of `fields`."""
+    if not isinstance(stored, dict) or not isinstance(stored.get("message"), str):
+        return stored
+    error = {name: value for name, value in stored.items() if name != "fields"}
+    return error | {"message": ErrorText.read(stored["message"], stored.get("fields"))}
 
 
 # ---- the trace of a task's caller ----------------------------------------------------------------------------------

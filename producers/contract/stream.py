@@ -31,7 +31,7 @@ from itertools import chain
 from json.encoder import encode_basestring
 from typing import Any, Final
 
-from producers.contract.record import Record
+from producers.contract.record import Record, read_error
 from producers.errors import TaskFailed
 
 #: Most tokens of a prompt in one entry.
@@ -132,7 +132,7 @@ def decode(position: int, entry: Any) -> Event | None:
         )
     if "end" in entry:
         reasons = tuple(entry["reasons"])
-        return End(position, entry["end"], reasons, entry["usage"], entry["error"], entry.get("result"))
+        return End(position, entry["end"], reasons, entry["usage"], read_error(entry["error"]), entry.get("result"))
     if "prompt" in entry:
         return Prompt(
             position, entry["prompt"], tuple(entry["token_ids"]), tuple(_logprobs(item) for item in entry["logprobs"])

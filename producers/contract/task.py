@@ -34,7 +34,7 @@ from pydantic.fields import FieldInfo
 from engine.declared import MAX_INT32, Integer, JsonObject, Number, Strings, TokenIds, declared
 from engine.declared import Biases as BiasesBound
 from engine.declared import Text as TextBound
-from engine.errors import RequestError
+from engine.errors import ErrorText, FieldName, RequestError, renamed
 from engine.grammar.schema import bounded, rules_of, to_the_letter
 from engine.params import (
     DEFAULTS,
@@ -98,26 +98,36 @@ def _prompt(value: Any) -> Any:
             size = len(value.encode())
         except UnicodeEncodeError as error:
             raise InvalidTask(
-                f"prompt is not valid Unicode: a lone surrogate at character {error.start}", param="prompt"
+                ErrorText.of("{prompt} is not valid Unicode: a lone surrogate at character {}", error.start),
+                param="prompt",
             ) from None
         if size > MAX_PROMPT_BYTES:
-            raise InvalidTask(f"prompt has {size} bytes of UTF-8; at most {MAX_PROMPT_BYTES} are taken", param="prompt")
+            raise InvalidTask(
+                ErrorText.of("{prompt} has {} bytes of UTF-8; at most {} are taken", size, MAX_PROMPT_BYTES),
+                param="prompt",
+            )
     elif isinstance(value, (list, tuple)):
         if len(value) > MAX_PROMPT_TOKENS:
             raise InvalidTask(
-                f"prompt has {len(value)} token ids; at most {MAX_PROMPT_TOKENS} are taken", param="prompt"
+                ErrorText.of("{prompt} has {} token ids; at most {} are taken", len(value), MAX_PROMPT_TOKENS),
+                param="prompt",
             )
         if value and not ({*map(type, value)} == {int} and min(value) >= 0 and max(value) <= MAX_INT32):
             at, token = next((at, item) for at, item in enumerate(value) if not _is_token(item))
             raise InvalidTask(
-                f"prompt[{at}] is {shown(token)}; a token id is an integer from 0 to {MAX_INT32}", param="prompt"
+                ErrorText.of("{prompt}[{}] is {}; a token id is an integer from 0 to {}", at, shown(token), MAX_INT32),
+                param="prompt",
             )
     if not isinstance(value, (str, list, tuple)):
         raise InvalidTask(
-            f"prompt is {shown(value)}; it must be text or a list of token ids", param="prompt", code="invalid_type"
+            ErrorText.of("{prompt} is {}; it must be text or a list of token ids", shown(value)),
+            param="prompt",
+            code="invalid_type",
         )
     if not value:
-        raise InvalidTask("prompt is empty; give text, or at least one token id", param="prompt", code="empty_prompt")
+        raise InvalidTask(
+            ErrorText.of("{prompt} is empty; give text, or at least one token id"), param="prompt", code="empty_prompt"
+        )
     return value if isinstance(value, str) else tuple(value)
 
 
@@ -126,13 +136,15 @@ def _inputs(value: Any) -> Any:
     items = (value,) if isinstance(value, str) else value
     if not isinstance(items, (list, tuple)):
         raise InvalidTask(
-            f"input is {shown(value)}; it must be a text, a list of texts, or a list of lists of token ids",
+            ErrorText.of(
+                "{input} is {}; it must be a text, a list of texts, or a list of lists of token ids", shown(value)
+            ),
             param="input",
             code="invalid_type",
         )
     if len(items) > MAX_INPUTS:
         raise InvalidTask(
-            f"input has {len(items)} texts; at most {MAX_INPUTS} are taken in one request",
+            ErrorText.of("{input} has {} texts; at most {} are taken in one request", len(items), MAX_INPUTS),
             param="input",
             code="array_above_max_length",
         )
@@ -141,15 +153,18 @@ def _inputs(value: Any) -> Any:
         try:
             checked_item = _prompt(item)
         except InvalidTask as error:
-            named = str(error).replace("prompt", f"input[{at}]", 1)
+            named = renamed(error.message, {"prompt": ErrorText.of("{input}[{}]", at)})
             raise InvalidTask(named, param="input", code=error.code) from None
         if isinstance(checked_item, str) and "\0" in checked_item:
-            raise InvalidTask(f"input[{at}] has a NUL character", param="input")
+            raise InvalidTask(ErrorText.of("{input}[{}] has a NUL character", at), param="input")
         size += len(checked_item.encode()) if isinstance(checked_item, str) else 4 * len(checked_item)
         inputs.append(checked_item)
     if size > MAX_PROMPT_BYTES:
         raise InvalidTask(
-            f"input has {size} bytes (4 a token id); at most {MAX_PROMPT_BYTES} are taken in one request", param="input"
+            ErrorText.of(
+                "{input} has {} bytes (4 a token id); at most {} are taken in one request", size, MAX_PROMPT_BYTES
+            ),
+            param="input",
         )
     return tuple(inputs)
 
@@ -164,9 +179,12 @@ def _messages(value: Any) -> Any:
     try:
         size = len(json_of(messages))
     except (RecursionError, UnicodeEncodeError) as error:
-        raise InvalidTask(f"messages cannot be kept as JSON: {error}", param="messages") from None
+        raise InvalidTask(ErrorText.of("{messages} cannot be kept as JSON: {}", error), param="messages") from None
     if size > MAX_PROMPT_BYTES:
-        raise InvalidTask(f"messages have {size} bytes as JSON; at most {MAX_PROMPT_BYTES} are taken", param="messages")
+        raise InvalidTask(
+            ErrorText.of("{messages} have {} bytes as JSON; at most {} are taken", size, MAX_PROMPT_BYTES),
+            param="messages",
+        )
     return tuple(messages)
 
 
@@ -200,7 +218,7 @@ def checked_form(name: str, value: Any) -> Any:
     try:
         kept = bound.check(name, value)
     except RequestError as error:
-        raise InvalidTask(str(error), param=name, code=error.code) from None
+        raise InvalidTask(error.message, param=name, code=error.code) from None
     return json.loads(kept) if isinstance(bound, JsonObject) else kept
 
 
@@ -309,7 +327,12 @@ def unknown_field(name: str, fields: Iterable[str]) -> InvalidTask:
 
 def too_many(name: str, value: Any, fields: Mapping[str, FieldInfo]) -> InvalidTask:
     """The error for a list or an object of too many entries."""
-    return InvalidTask(f"{name} is {shown(value)}; {name} must be {fields[name].description}", param=name)
+    return InvalidTask(
+        ErrorText.of(
+            "{} is {}; {} must be {}", FieldName(name), shown(value), FieldName(name), fields[name].description
+        ),
+        param=name,
+    )
 
 
 def refusal(error: ValidationError, fields: Mapping[str, FieldInfo]) -> InvalidTask:
@@ -321,12 +344,22 @@ def refusal(error: ValidationError, fields: Mapping[str, FieldInfo]) -> InvalidT
     field = str(first["loc"][0])
     expected = fields[field].description
     if first["type"] == "missing":
-        return InvalidTask(f"{field} is missing: {expected}", param=field, code="missing_parameter")
-    path = field + "".join(f"[{shown(part)}]" for part in first["loc"][1:] if part != "[key]")
+        return InvalidTask(
+            ErrorText.of("{} is missing: {}", FieldName(field), expected), param=field, code="missing_parameter"
+        )
+    path = ErrorText.of(
+        "{}{}", FieldName(field), "".join(f"[{shown(part)}]" for part in first["loc"][1:] if part != "[key]")
+    )
     if first["type"] == "string_unicode":
-        return InvalidTask(f"{path} is not valid Unicode: {shown(first['input'])} has a lone surrogate", param=field)
+        return InvalidTask(
+            ErrorText.of("{} is not valid Unicode: {} has a lone surrogate", path, shown(first["input"])), param=field
+        )
     code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
-    return InvalidTask(f"{path} is {shown(first['input'])}; {field} must be {expected}", param=field, code=code)
+    return InvalidTask(
+        ErrorText.of("{} is {}; {} must be {}", path, shown(first["input"]), FieldName(field), expected),
+        param=field,
+        code=code,
+    )
 
 
 def _no_default(schema: dict[str, Any]) -> None:
@@ -382,7 +415,7 @@ class Task(BaseModel):
     max_tokens: int | None = sampling(
         "max_tokens", f"an integer from 0 to {MAX_INT32} (unset: as far as the context goes)"
     )
-    min_tokens: int = sampling("min_tokens", f"an integer from 0 to {MAX_INT32}, at most max_tokens")
+    min_tokens: int = sampling("min_tokens", ErrorText.of("an integer from 0 to {}, at most {max_tokens}", MAX_INT32))
     temperature: float | None = sampling("temperature")
     top_k: int | None = sampling("top_k")
     top_p: float | None = sampling("top_p")
@@ -477,29 +510,41 @@ class Task(BaseModel):
             return self
         if misplaced := [name for name in OF_INPUT if getattr(self, name) not in ((), None, False)]:
             raise InvalidTask(
-                f"{misplaced[0]} goes with kind embed, classify or rerank, and this task's kind is generate",
+                ErrorText.of(
+                    "{} goes with kind embed, classify or rerank, and this task's kind is generate",
+                    FieldName(misplaced[0]),
+                ),
                 param=misplaced[0],
             )
         if self.messages is None and not self.prompt:
             raise InvalidTask(
-                "prompt is missing: text or a list of token ids; or give messages",
+                ErrorText.of("{prompt} is missing: text or a list of token ids; or give {messages}"),
                 param="prompt",
                 code="missing_parameter",
             )
         if self.messages is not None and self.prompt:
-            raise InvalidTask("prompt and messages are both given; a task has one of them", param="messages")
+            raise InvalidTask(
+                ErrorText.of("{prompt} and {messages} are both given; a task has one of them"), param="messages"
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidTask(
-                f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens})", param="min_tokens"
+                ErrorText.of("{min_tokens} is {}, more than {max_tokens} ({})", self.min_tokens, self.max_tokens),
+                param="min_tokens",
             )
         if self.best_of is not None and self.best_of < self.n:
-            raise InvalidTask(f"best_of is {self.best_of}, less than n ({self.n})", param="best_of")
+            raise InvalidTask(
+                ErrorText.of("{best_of} is {}, less than {n} ({})", self.best_of, self.n), param="best_of"
+            )
         if self.allowed_token_ids and set(self.allowed_token_ids) <= set(self.banned_token_ids):
             raise InvalidTask(
-                "allowed_token_ids has no token that banned_token_ids does not ban", param="allowed_token_ids"
+                ErrorText.of("{allowed_token_ids} has no token that {banned_token_ids} does not ban"),
+                param="allowed_token_ids",
             )
         if len(forms := [name for name in FORMS if getattr(self, name) not in (None, ())]) > 1:
-            raise InvalidTask(f"{forms[0]} and {forms[1]} are both given; an output has one form", param=forms[1])
+            raise InvalidTask(
+                ErrorText.of("{} and {} are both given; an output has one form", *map(FieldName, forms[:2])),
+                param=forms[1],
+            )
         if forms and (why := too_large(forms[0], getattr(self, forms[0]), self.width)):
             raise InvalidTask(why, param=forms[0], code="form_too_large")
         return self
@@ -510,25 +555,35 @@ class Task(BaseModel):
         allowed |= {"rerank": {"query"}, "embed": {"dimensions", "prompt_name"}}.get(self.kind, set())
         values = self.model_dump(exclude_defaults=True)
         if misplaced := sorted(values.keys() - allowed):
-            raise InvalidTask(f"{misplaced[0]} does not go with kind {self.kind}", param=misplaced[0])
+            raise InvalidTask(
+                ErrorText.of("{} does not go with kind {}", FieldName(misplaced[0]), self.kind), param=misplaced[0]
+            )
         if self.n != 1:
-            raise InvalidTask(f"n is {self.n}; with kind {self.kind} it is 1", param="n")
+            raise InvalidTask(ErrorText.of("{n} is {}; with kind {} it is 1", self.n, self.kind), param="n")
         if not self.input:
             raise InvalidTask(
-                "input is missing: a text, or a list of texts or of lists of token ids",
+                ErrorText.of("{input} is missing: a text, or a list of texts or of lists of token ids"),
                 param="input",
                 code="missing_parameter",
             )
         if self.kind != "rerank":
             return
         if self.query is None:
-            raise InvalidTask("query is missing: the text to rank by", param="query", code="missing_parameter")
+            raise InvalidTask(
+                ErrorText.of("{query} is missing: the text to rank by"), param="query", code="missing_parameter"
+            )
         if not all(isinstance(item, str) for item in self.input):
-            raise InvalidTask("input has token ids; documents to rank are texts", param="input", code="invalid_type")
+            raise InvalidTask(
+                ErrorText.of("{input} has token ids; documents to rank are texts"), param="input", code="invalid_type"
+            )
         if (size := len(self.query.encode()) * len(self.input)) > MAX_PROMPT_BYTES:
             raise InvalidTask(
-                f"query has {size // len(self.input)} bytes, and is read with each of {len(self.input)} documents; at "
-                f"most {MAX_PROMPT_BYTES} are taken in all",
+                ErrorText.of(
+                    "{query} has {} bytes, and is read with each of {} documents; at most {} are taken in all",
+                    size // len(self.input),
+                    len(self.input),
+                    MAX_PROMPT_BYTES,
+                ),
                 param="query",
             )
 
@@ -611,23 +666,30 @@ class Task(BaseModel):
             return
         if self.messages is not None and "chat" not in card["capabilities"]:
             raise InvalidTask(
-                f"model {shown(self.model)} has no chat template; give a prompt in place of messages",
+                ErrorText.of("model {} has no chat template; give a prompt in place of {messages}", shown(self.model)),
                 param="messages",
                 code="unsupported_model",
             )
         if not isinstance(self.prompt, str) and max(self.prompt, default=0) >= vocabulary:
             raise InvalidTask(
-                f"prompt has token id {max(self.prompt)}; {shown(self.model)} has ids 0 to {vocabulary - 1}",
+                ErrorText.of(
+                    "{prompt} has token id {}; {} has ids 0 to {}", max(self.prompt), shown(self.model), vocabulary - 1
+                ),
                 param="prompt",
             )
         for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids", "logit_bias"):
             highest = max(getattr(self, name), default=0)
             if highest >= vocabulary:
                 raise InvalidTask(
-                    f"{name} has {highest}; {shown(self.model)} has ids 0 to {vocabulary - 1}", param=name
+                    ErrorText.of(
+                        "{} has {}; {} has ids 0 to {}", FieldName(name), highest, shown(self.model), vocabulary - 1
+                    ),
+                    param=name,
                 )
         if len(set(self.banned_token_ids)) >= vocabulary:
-            raise InvalidTask(f"banned_token_ids bans all tokens of {shown(self.model)}", param="banned_token_ids")
+            raise InvalidTask(
+                ErrorText.of("{banned_token_ids} bans all tokens of {}", shown(self.model)), param="banned_token_ids"
+            )
         if counted:
             self._check_length(card, context)
 
@@ -638,13 +700,24 @@ class Task(BaseModel):
                 continue
             if (highest := max(item)) >= vocabulary:
                 raise InvalidTask(
-                    f"input[{at}] has token id {highest}; {shown(self.model)} has ids 0 to {vocabulary - 1}",
+                    ErrorText.of(
+                        "{input}[{}] has token id {}; {} has ids 0 to {}",
+                        at,
+                        highest,
+                        shown(self.model),
+                        vocabulary - 1,
+                    ),
                     param="input",
                 )
             if len(item) > context and not self.truncate:
                 raise InvalidTask(
-                    f"input[{at}] has {len(item)} tokens; {shown(self.model)} takes {context}; shorten it, or give "
-                    "truncate: true",
+                    ErrorText.of(
+                        "{input}[{}] has {} tokens; {} takes {}; shorten it, or give truncate: true",
+                        at,
+                        len(item),
+                        shown(self.model),
+                        context,
+                    ),
                     param="input",
                     code="context_length_exceeded",
                 )
@@ -655,15 +728,23 @@ class Task(BaseModel):
             width = self.dimensions
         if self.prompt_name is not None and self.prompt_name not in (prompts := pooling.get("prompts") or {}):
             raise InvalidTask(
-                f"prompt_name is {shown(self.prompt_name)}; {shown(self.model)} has the prompts "
-                f"{', '.join(map(shown, prompts)) or 'none'}",
+                ErrorText.of(
+                    "{prompt_name} is {}; {} has the prompts {}",
+                    shown(self.prompt_name),
+                    shown(self.model),
+                    ", ".join(map(shown, prompts)) or "none",
+                ),
                 param="prompt_name",
             )
         if self.result_bytes(card) > MAX_RESULT_BYTES:
             most = MAX_RESULT_BYTES * 3 // (16 * width)
             raise InvalidTask(
-                f"input has {len(self.input)} texts: with {width} numbers each, at most {most} are taken in one "
-                "request",
+                ErrorText.of(
+                    "{input} has {} texts: with {} numbers each, at most {} are taken in one request",
+                    len(self.input),
+                    width,
+                    most,
+                ),
                 param="input",
                 code="array_above_max_length",
             )
@@ -693,7 +774,10 @@ class Task(BaseModel):
             else "not be cut (no Matryoshka)"
         )
         raise InvalidTask(
-            f"dimensions is {requested}; vectors of {shown(self.model)} have {width} and may {may}", param="dimensions"
+            ErrorText.of(
+                "{dimensions} is {}; vectors of {} have {} and may {}", requested, shown(self.model), width, may
+            ),
+            param="dimensions",
         )
 
     def _check_length(self, card: Mapping[str, Any], context: int) -> None:
@@ -704,10 +788,18 @@ class Task(BaseModel):
         if prompt + output > context:
             # OpenAI's words: clients recognise an overflow by the message's beginning and shorten the conversation.
             raise InvalidTask(
-                f"This model's maximum context length is {context} tokens. However, you requested "
-                f"{least}{prompt + output} tokens ({least}{prompt} in the prompt, "
-                f"{output} in the completion). Shorten the prompt, lower max_tokens, or use a model with "
-                f"more context than {shown(self.model)}.",
+                ErrorText.of(
+                    "This model's maximum context length is {} tokens. However, you requested {}{} tokens "
+                    "({}{} in the prompt, {} in the completion). Shorten the prompt, lower {max_tokens}, or use a "
+                    "model with more context than {}.",
+                    context,
+                    least,
+                    prompt + output,
+                    least,
+                    prompt,
+                    output,
+                    shown(self.model),
+                ),
                 param="prompt" if prompt >= context else "max_tokens",
                 code="context_length_exceeded",
             )
@@ -715,8 +807,13 @@ class Task(BaseModel):
         capacity, needed = int(card.get("kv_capacity", context)), max(prompt, prompt + output - 1)
         if needed > capacity:
             raise InvalidTask(
-                f"prompt and output need {needed} tokens of KV cache; the workers of {shown(self.model)} have room for "
-                f"{capacity}; shorten the prompt, lower max_tokens or serve with a larger KV cache",
+                ErrorText.of(
+                    "prompt and output need {} tokens of KV cache; the workers of {} have room for {}; shorten the "
+                    "prompt, lower {max_tokens} or serve with a larger KV cache",
+                    needed,
+                    shown(self.model),
+                    capacity,
+                ),
                 param="prompt" if prompt > capacity else "max_tokens",
                 code="kv_capacity_exceeded",
             )
@@ -725,23 +822,42 @@ class Task(BaseModel):
         """Raise InvalidTask if the task would store too much at once."""
         if self.prompt_logprobs is not None and (count := (self.prompt_logprobs + 1) * prompt) > MAX_PROMPT_LOGPROBS:
             raise InvalidTask(
-                f"prompt_logprobs is {self.prompt_logprobs}: with {prompt} prompt tokens these are {count} log "
-                f"probabilities; at most {MAX_PROMPT_LOGPROBS} are given",
+                ErrorText.of(
+                    "{prompt_logprobs} is {}: with {} prompt tokens these are {} log probabilities; at most {} are "
+                    "given",
+                    self.prompt_logprobs,
+                    prompt,
+                    count,
+                    MAX_PROMPT_LOGPROBS,
+                ),
                 param="prompt_logprobs",
             )
         # Without max_tokens, `resolved` sets the most that is allowed.
         output = self.min_tokens if self.max_tokens is None else self.max_tokens
         if self.logprobs is not None and (count := (self.logprobs + 1) * output * self.n) > MAX_LOGPROBS:
             raise InvalidTask(
-                f"logprobs is {self.logprobs}: with n = {self.n} and up to {output} output tokens these are {count} "
-                f"log probabilities; at most {MAX_LOGPROBS} are given; lower max_tokens, n or logprobs",
+                ErrorText.of(
+                    "{logprobs} is {}: with {n} = {} and up to {} output tokens these are {} log probabilities; at "
+                    "most {} are given; lower {max_tokens}, {n} or {logprobs}",
+                    self.logprobs,
+                    self.n,
+                    output,
+                    count,
+                    MAX_LOGPROBS,
+                ),
                 param="logprobs",
             )
         output = context - prompt if self.max_tokens is None else self.max_tokens
         if self.width > self.n and self.n * output > MAX_BEST_TOKENS:
             raise InvalidTask(
-                f"best_of is {self.best_of}: {self.n} choices of up to {output} tokens are more than the "
-                f"{MAX_BEST_TOKENS} tokens that are given at once; lower max_tokens or n",
+                ErrorText.of(
+                    "{best_of} is {}: {} choices of up to {} tokens are more than the {} tokens that are given at "
+                    "once; lower {max_tokens} or {n}",
+                    self.best_of,
+                    self.n,
+                    output,
+                    MAX_BEST_TOKENS,
+                ),
                 param="best_of",
             )
 

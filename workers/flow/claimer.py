@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
-from engine.errors import ModelError, RequestError
+from engine.errors import ErrorText, ModelError, RequestError, renamed
 from engine.params import SamplingParams
 from engine.request import Pooling, Request
 from engine.text import ConfinedTemplate, TemplateSource
@@ -352,7 +352,12 @@ def pooled(task: Task, engine: Any) -> tuple[list[int], Pooling]:
             text = engine.encoded([*item], task.truncate)
         if len(text.ids) > limit:
             raise RequestError(
-                f"input[{at}] has {text.whole} tokens; the model takes {limit}; shorten it, or give truncate: true",
+                ErrorText.of(
+                    "{input}[{}] has {} tokens; the model takes {}; shorten it, or give truncate: true",
+                    at,
+                    text.whole,
+                    limit,
+                ),
                 param="input",
                 code="context_length_exceeded",
             )
@@ -367,9 +372,9 @@ def _refusal(delivery: Delivery, exc: RequestError | InvalidTask) -> str:
     """Returns the error's JSON. The engine's `prompt_ids` is named as in the task: `prompt` or `messages`."""
     record = delivery.record
     if record is None or isinstance(exc, InvalidTask) or exc.param != "prompt_ids":
-        return error_json(exc.code, str(exc), exc.param)
+        return error_json(exc.code, exc.message, exc.param)
     name = "prompt" if record.task.get("messages") is None else "messages"
-    return error_json(exc.code, str(exc).replace("prompt_ids", name), name)
+    return error_json(exc.code, renamed(exc.message, {"prompt_ids": name}), name)
 
 
 def _begun(fields: Mapping[str, str]) -> bool:

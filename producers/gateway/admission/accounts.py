@@ -27,6 +27,7 @@ from typing import Any, Final
 
 from starlette.requests import HTTPConnection
 
+from engine.errors import ErrorText
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES, Read, once, persistently
 from producers.connection.connect import SILENT_S
@@ -279,7 +280,9 @@ def fitted(account: Account, task: Task, context: int) -> Task:
     if limits.max_output is None:
         return task
     if output is not None and output > limits.max_output:
-        message = f"max_tokens is {output}; with this {account.whose} it may be {limits.max_output} at most."
+        message = ErrorText.of(
+            "{max_tokens} is {}; with this {} it may be {} at most.", output, account.whose, limits.max_output
+        )
         raise Problem(400, message, code="output_too_long", param="max_tokens")
     if task.min_tokens > limits.max_output:
         bound = f"with this {account.whose} an output may have {limits.max_output} at most"

@@ -128,7 +128,7 @@ async def respond(
     text_request: TextRequest, foreground: Foreground, answer: Callable[[], Awaitable[Response]]
 ) -> Response:
     """Submit the tasks and answer. Without an answer the tasks are cancelled; a stream's tasks end with the stream."""
-    with text_request.in_its_words():
+    with text_request.naming():
         try:
             await foreground.submit()
             response = await answer()

@@ -99,7 +99,7 @@ def read_line(
             raise refused(name, body[name], nothing, "which a line of a batch cannot have")
     read = _READ[url](body, fields)
     task, response, calling = read.task, read.response, None
-    with read.text_request.in_its_words():
+    with read.text_request.naming():
         if task.messages is not None:
             check_chats(card)
         task = task.resolved(card)
@@ -120,7 +120,7 @@ def read_line(
 def in_words_of(url: str, body: Mapping[str, Any], error: Problem | InvalidTask) -> Problem | InvalidTask:
     """An error of a line's task, in the words of its body, which `read_line` has taken."""
     try:
-        with POOLED[url].in_its_words() if url in POOLED else _READ[url](body, {}).text_request.in_its_words():
+        with POOLED[url].naming() if url in POOLED else _READ[url](body, {}).text_request.naming():
             raise error
     except (Problem, InvalidTask) as renamed:
         return renamed
@@ -162,7 +162,7 @@ def answer_pooled(
 def _pooled(url: str, body: Mapping[str, Any], card: Mapping[str, Any], fields: Mapping[str, Any]) -> Task:
     endpoint = POOLED[url]
     task = endpoint.task(endpoint.fields(body), **fields)
-    with endpoint.in_its_words():
+    with endpoint.naming():
         return task.resolved(card)
 
 

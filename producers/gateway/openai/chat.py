@@ -129,7 +129,7 @@ async def create(request: Request) -> Response:
     resolved = await idempotency.resolve(request, gateway.client, task.model, 1, tenant=task.tenant)
     calling = None
     if chat.tools is not None:
-        with text_request.in_its_words():
+        with text_request.naming():
             calling = await calling_of(gateway, resolved.card, chat.tools, work_of(request))
         chat = replace(chat, template={**chat.template, **calling.variables})
     task = task.model_copy(update={"prompt": await _prompt(request, gateway, resolved, chat, task)})
@@ -139,7 +139,7 @@ async def create(request: Request) -> Response:
         work_of(request).warnings += calling.warnings
     scorer = None if chat.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(resolved.card))
     scored = [] if task.prompt_logprobs is None else [ScoredPrompt(await gateway.prompts.tokenizer(resolved.card))]
-    with text_request.in_its_words():
+    with text_request.naming():
         foreground = await keyed(request, gateway, [task])
     kind = "chat.completion.chunk" if text_request.stream else "chat.completion"
     first = head(kind, "chatcmpl", foreground, resolved) | {"service_tier": text_request.service_tier}
@@ -198,7 +198,7 @@ async def _prompt(
     """The token ids of the messages, after all other checks."""
     work, card = work_of(request), resolved.card
     spelled = chat.logprobs is not None or task.prompt_logprobs is not None
-    with chat.text_request.in_its_words():
+    with chat.text_request.naming():
         task.check(card, counted=False)
         check_chats(card)
         prompts = await idempotency.made_prompts(
@@ -251,7 +251,7 @@ class _Stream:
 
     async def chunks(self, foreground: Foreground, direct: Direct) -> AsyncGenerator[bytes]:
         self._task_id = foreground.ids[0]
-        with self._chat.text_request.in_its_words():
+        with self._chat.text_request.naming():
             ends: dict[int, End] = {}
             async with aclosing(output_batches(foreground.events(direct), self._chat.n)) as batches:
                 async for batch in batches:

@@ -21,6 +21,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from engine.declared import MAX_INT32
+from engine.errors import ErrorText
 from engine.text import Tokenizer
 from producers.contract.stream import End, Prompt, Token
 from producers.contract.task import MAX_LOGPROBS, MAX_PROMPT_BYTES, MAX_PROMPT_TOKENS, Task
@@ -143,13 +144,13 @@ class Completion:
         try:
             results = await work(list(prompts.values()))
         except InvalidPrompt as error:
-            with self._named_for(indexes[error.at]).in_its_words():
+            with self._named_for(indexes[error.at]).naming():
                 raise
         return dict(zip(indexes, results, strict=True))
 
     def _checked(self, card: Mapping[str, Any], at: int, task: Task, ids: tuple[int, ...] | None, usual: int) -> Task:
         """A task ready to submit. `ids`: the token ids of a text prompt, else None. `usual`: its output, if unsaid."""
-        with self._named_for(at).in_its_words():
+        with self._named_for(at).naming():
             if ids is None and not self.prompts[at]:
                 ids = _beginning(card)
             if ids is not None:
@@ -237,7 +238,10 @@ def _beginning(card: Mapping[str, Any]) -> tuple[int, ...]:
     tokens = [token for token in (card["bos_token_id"], *card["eos_token_ids"]) if token is not None]
     if not tokens:
         raise InvalidTask(
-            f"prompt is empty, and model {shown(card['name'])} has no token for a beginning; give text, or a token id",
+            ErrorText.of(
+                "{prompt} is empty, and model {} has no token for a beginning; give text, or a token id",
+                shown(card["name"]),
+            ),
             param="prompt",
             code="empty_prompt",
         )
@@ -330,7 +334,7 @@ async def create(request: Request) -> Response:
     tokenizer = await gateway.prompts.tokenizer(resolved.card) if completion.logprobs else None
     echoes = await _echoes(gateway, resolved.card, completion, tasks, work, tokenizer)
     scorers = _scorers(completion, tokenizer, echoes)
-    with text_request.in_its_words():
+    with text_request.naming():
         foreground = await keyed(request, gateway, tasks)
     first = head("text_completion", "cmpl", foreground, resolved)
     if text_request.tier_given:
@@ -413,7 +417,7 @@ class _Stream:
         return self._of(OutputBatch.of(tokens))
 
     async def chunks(self, foreground: Foreground, direct: Direct) -> AsyncGenerator[bytes]:
-        with self._completion.text_request.in_its_words():
+        with self._completion.text_request.naming():
             ends: dict[int, End] = {}
             for number, echo in enumerate(self._echoes):
                 if echo.text and not echo.scored:

@@ -6,13 +6,13 @@ here, is refused by name. Values that a `Task` has too are checked there; a refu
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from engine.declared import declared
+from engine.errors import renamed
 from engine.params import MAX_SEED, SamplingParams
 from producers.contract.task import Task, likely
 from producers.errors import InvalidTask, UnknownModel, shown
@@ -123,34 +123,32 @@ class TextRequest:
     service_tier: str
     tier_given: bool
 
-    @contextmanager
-    def in_its_words(self) -> Iterator[None]:
-        """Rewrites errors raised within: the task's field names become the caller's names."""
-        try:
-            yield
-        except UnknownModel:
-            raise
-        except InvalidTask as error:
-            message, param = in_callers_names(self.names, str(error), error.param)
-            raise InvalidTask(message, param=param, code=error.code) from None
-        except Problem as error:
-            error.message, error.param = in_callers_names(self.names, error.message, error.param)
-            raise
+    def naming(self) -> AbstractContextManager[None]:
+        """Errors raised within have the caller's names of a task's fields."""
+        return naming(self.names)
 
     def task(self, prompt: Any, **fields: Any) -> Task:
         """The task of one prompt, with the form that its outputs follow. Raises InvalidTask."""
-        with self.in_its_words():
+        with self.naming():
             return Task(**({"model": self.model, "prompt": prompt, "ttl": KEPT_S} | self.fields | fields)).formed()
 
 
-def in_callers_names(names: Mapping[str, str], message: str, param: str | None) -> tuple[str, str | None]:
-    """Returns an error's message and parameter in the caller's names. `names`: a task's field -> the caller's name."""
-    for ours, theirs in names.items():
-        if ours not in ("prompt", "messages"):
-            message = re.sub(rf"\b{ours}\b", theirs, message)
-        elif param == ours:  # elsewhere in a message, it is a plain word
-            message = re.sub(rf"^{ours}\b", theirs, message)
-    return message, names.get(param or "", param)
+@contextmanager
+def naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors raised within name a task's fields as their caller does. `names`: a task's field -> the caller's name.
+
+    A message says itself where it names a field (`engine.errors.ErrorText`); nothing else in it changes.
+    """
+    try:
+        yield
+    except UnknownModel:
+        raise
+    except InvalidTask as error:
+        message, param = renamed(error.message, names), names.get(error.param or "", error.param)
+        raise InvalidTask(message, param=param, code=error.code) from None
+    except Problem as error:
+        error.message, error.param = renamed(error.message, names), names.get(error.param or "", error.param)
+        raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import base64
 import json
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from starlette.responses import Response
 from engine.declared import MAX_INT32
 from producers.contract.stream import End, rows_of
 from producers.contract.task import MAX_INPUTS, MAX_PROMPT_BYTES, Task
-from producers.errors import InvalidTask, UnknownModel, shown
+from producers.errors import InvalidTask, shown
 from producers.gateway.admission.limits import check_may_use
 from producers.gateway.context import gateway_of
 from producers.gateway.http import idempotency
@@ -30,7 +30,7 @@ from producers.gateway.http.authorization import PARAMETER, SUBMITS_TASKS, princ
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.request_body import checked_fields, documented, fields_of
 from producers.gateway.openai.answer import run_by_weight
-from producers.gateway.openai.parameters import KEPT_S, SERVICE_TIERS, in_callers_names
+from producers.gateway.openai.parameters import KEPT_S, SERVICE_TIERS, naming
 from producers.gateway.tasks import large
 from producers.gateway.tasks.foreground import Foreground, answered, keyed
 from producers.gateway.tasks.views import errors
@@ -123,23 +123,12 @@ class Endpoint:
         own |= {name: fields[name] for name in ("model", "dimensions", "prompt_name") if name in fields}
         own |= {"truncate": fields.get("truncate", self.cuts), "ttl": KEPT_S}
         own["tier"] = SERVICE_TIERS[fields.get("service_tier", "auto")][0]
-        with self.in_its_words():
+        with self.naming():
             return Task(**{**own, "kind": self.kind, **more})
 
-    @contextmanager
-    def in_its_words(self) -> Iterator[None]:
+    def naming(self) -> AbstractContextManager[None]:
         """Errors raised within have the body's names."""
-        names = {ours: theirs for ours, theirs in self.texts.items() if ours != theirs}
-        try:
-            yield
-        except UnknownModel:
-            raise
-        except InvalidTask as error:
-            message, param = in_callers_names(names, str(error), error.param)
-            raise InvalidTask(message, param=param, code=error.code) from None
-        except Problem as problem:
-            problem.message, problem.param = in_callers_names(names, problem.message, problem.param)
-            raise
+        return naming(self.texts)
 
 
 def _any(value: Any, name: str) -> Any:
@@ -281,7 +270,7 @@ async def _answer(request: Request) -> Response:
     await gateway.streams.enter(request.scope, "answer")
     fields = await fields_of(request, gateway.settings.max_body, endpoint.schema, endpoint.checks)
     task = endpoint.task(fields, **({} if tenant is None else {"tenant": tenant}))
-    with endpoint.in_its_words():
+    with endpoint.naming():
         request.state.tier = task.tier
         check_may_use(principal_of(request), task)
         resolved = await idempotency.resolve(request, gateway.client, task.model, 1, tenant=tenant)

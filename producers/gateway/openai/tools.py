@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
+from engine.errors import renamed
 from engine.grammar.schema import Budget, bounded, rules_of
 from engine.grammar.source import SPACE
 from engine.grammar.trial import STOPPED
@@ -264,7 +265,7 @@ def with_tools(text_request: TextRequest, tools: Tools) -> tuple[TextRequest, To
     fields = dict(text_request.fields)
     answer = fields.pop("json_schema", None)
     if answer is not None:
-        with text_request.in_its_words():
+        with text_request.naming():
             answer = checked_form("json_schema", answer)
         answer = bounded(answer, open_objects=fields.get("open_objects") is True, budget=tools.budget).schema
     return replace(text_request, fields=fields, names=text_request.names | {"grammar": "tools"}), replace(
@@ -448,7 +449,7 @@ def _check_answer(answer: Mapping[str, Any], judge: Judge) -> None:
     try:
         judge(*_form(answer))
     except RequestError as error:
-        raise InvalidTask(str(error), param=error.param, code=error.code) from None
+        raise InvalidTask(error.message, param=error.param, code=error.code) from None
 
 
 def _grammar(
@@ -518,7 +519,7 @@ def _followed(function: Function, judge: Judge, warnings: list[str]) -> dict[str
     try:
         judge(*_form(function.parameters))
     except RequestError as error:
-        message = str(error).replace("json_schema", parameter)
+        message = renamed(error.message, {"json_schema": parameter})
         if not function.strict and error.code != STOPPED:
             warnings.append(f"{message}; any object is taken")
             return bounded({"type": "object"}).schema

@@ -166,7 +166,7 @@ def _form(task: Task) -> tuple[str, str] | None:
 
 
 def _invalid(error: RequestError) -> InvalidTask:
-    return InvalidTask(str(error), param=error.param, code=error.code)
+    return InvalidTask(error.message, param=error.param, code=error.code)
 
 
 def _busy(why: str) -> Problem:

@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 from redis.asyncio import Redis
 
 from engine.confined import Stopped
+from engine.errors import ErrorText
 from engine.text import ModelError, RequestError, Tokenizer
 from engine.text.confined_tokenizer import ConfinedTokenizer, TextError
 from producers.errors import InvalidTask, shown
@@ -91,7 +92,7 @@ class Prompts:
         )
         for at, ids in enumerate(encoded):
             if not ids:
-                raise InvalidPrompt("prompt has no token: the model's tokenizer drops all of it", at)
+                raise InvalidPrompt(ErrorText.of("{prompt} has no token: the model's tokenizer drops all of it"), at)
         return encoded
 
     async def decode_all(self, card: Mapping[str, Any], prompts: Sequence[Sequence[int]], work: Work) -> list[str]:
@@ -194,7 +195,7 @@ class _Encoder:
             try:
                 done.append(do(self.tokenizer, prompt))
             except RequestError as error:
-                raise InvalidPrompt(str(error), at, param=error.param, code=error.code) from error
+                raise InvalidPrompt(error.message, at, param=error.param, code=error.code) from error
         return done
 
     def close(self) -> None:
@@ -258,7 +259,7 @@ class _LargeTexts:
                     code="tokenizer_stopped",
                 ) from None
             except TextError as error:
-                raise InvalidPrompt(str(error), error.at, param=error.param, code=error.code) from error
+                raise InvalidPrompt(error.message, error.at, param=error.param, code=error.code) from error
             except ExecutorClosed:
                 raise unavailable("This gateway is stopping; send the request again.", code="stopping") from None
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from redis.asyncio import Redis
 
+from engine.errors import ErrorText
 from engine.text import ConfinedTemplate, ModelError, RequestError, TemplateSource
 from producers.contract.chat import MAX_MESSAGES, too_many
 from producers.contract.task import MAX_PROMPT_BYTES
@@ -61,7 +62,7 @@ class Templates:
                 with suppress(ExecutorClosed):  # it was evicted meanwhile
                     return await renderer.render(messages, work, large, **options)
         except RequestError as error:
-            raise InvalidTask(str(error), param=error.param, code=error.code) from error
+            raise InvalidTask(error.message, param=error.param, code=error.code) from error
         except ModelError as error:
             raise _unusable(card["name"], error) from error
 
@@ -143,8 +144,11 @@ def check_size(messages: Sequence[Mapping[str, Any]], work: Work, variables: Map
         raise InvalidTask(message, param="messages", code="too_deep") from None
     if size > MAX_PROMPT_BYTES:
         raise InvalidTask(
-            f"messages, tools and the template's variables have {size} bytes as JSON; at most {MAX_PROMPT_BYTES} are "
-            "taken",
+            ErrorText.of(
+                "{messages}, tools and the template's variables have {} bytes as JSON; at most {} are taken",
+                size,
+                MAX_PROMPT_BYTES,
+            ),
             param="messages",
         )
     return size > LARGE or len(messages) > MANY

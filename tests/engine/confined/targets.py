@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ModelError, RequestError
+from engine.errors import ErrorText, ModelError, RequestError
 
 _PTRACE_ATTACH = 16
 
@@ -43,7 +43,7 @@ def refusing(setup: Any) -> Callable[[Any], Any]:
             case "deep":
                 return refuse("deep")
             case "refused":
-                raise RequestError("not this", param="that", code="no_such_thing")
+                raise RequestError(ErrorText.of("{that} is not this"), param="that", code="no_such_thing")
         return request
 
     return refuse

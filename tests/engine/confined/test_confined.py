@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from engine.confined import ConfinedProcess, Limits, Stopped
-from engine.errors import ModelError, RequestError
+from engine.errors import ModelError, RequestError, renamed
 from tests.waiting import until
 
 Make = Callable[..., ConfinedProcess]
@@ -42,9 +42,10 @@ def test_setup_and_requests_reach_the_target(make: Make) -> None:
 
 def test_what_the_target_refuses_is_refused_here(make: Make) -> None:
     process = make("refusing")
-    with pytest.raises(RequestError, match="not this") as caught:
+    with pytest.raises(RequestError, match="that is not this") as caught:
         process.call("refused")
     assert (caught.value.param, caught.value.code) == ("that", "no_such_thing")
+    assert renamed(caught.value.message, {"that": "it"}) == "it is not this"
     with pytest.raises(RequestError, match="JSON data"):
         process.call(object())
     with pytest.raises(ModelError, match="this setup is bad"):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from engine import Engine, EngineConfig, Request, RequestError, SamplingParams
+from engine.errors import fields_of
 from engine.request import Event
 from tests.engine.conftest import Load
 from tests.engine.random_models import write_model
@@ -137,6 +138,7 @@ def test_a_form_that_grows_too_complex_fails_its_own_request_alone(engine: Engin
     found = engine.generate(["x", "y"], [SamplingParams(grammar=broad, ignore_eos=True), SamplingParams(regex="abc")])
     assert found[0].finish_reason == "error"
     assert "grammar cannot be followed any further: Parser Error: Current row has" in (found[0].error or "")
+    assert fields_of(found[0].error or "") == [[0, "grammar"]]
     assert (found[1].text, found[1].error) == ("abc", None)
 
 

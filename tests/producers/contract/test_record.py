@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from producers.contract.record import trace_fields, trace_id, trace_suffix
+from engine.errors import ErrorText, renamed
+from producers.contract.record import Record, error_json, trace_fields, trace_id, trace_suffix
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 GOOD = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -34,3 +35,10 @@ def test_a_good_one_is_kept_as_it_is(given: str) -> None:
 )
 def test_a_bad_one_is_ignored(given: Any) -> None:
     assert (trace_id(given), trace_fields(given), trace_suffix({"traceparent": given})) == (None, {}, "")
+
+
+def test_an_error_knows_its_fields_and_shows_them_to_nobody() -> None:
+    stored = error_json("invalid_value", ErrorText.of("{n} is {}", "n"), "n")
+    error = Record("a", {"error": stored}).json("error")
+    assert error == {"code": "invalid_value", "message": "n is n", "param": "n"}
+    assert renamed(error["message"], {"n": "choices"}) == "choices is n"

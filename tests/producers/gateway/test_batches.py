@@ -10,10 +10,11 @@ import openai
 import pytest
 from redis import Redis
 
+from engine.errors import ErrorText, FieldName
 from producers.client.aio import AsyncClient
 from producers.connection.script import run
 from producers.contract import keys
-from producers.contract.record import Record
+from producers.contract.record import Record, error_json, read_error
 from producers.contract.stream import End
 from producers.gateway.batch_endpoints import LineEndpoints
 from producers.store import batches
@@ -172,7 +173,8 @@ async def test_a_line_of_text_is_counted_where_there_are_limits(valkey: Redis, v
 async def test_a_worker_s_refusal_is_told_in_the_line_s_words(
     valkey_url: str, path: str, asked: dict[str, Any], ours: str, theirs: str
 ) -> None:
-    end = End(0, "failed", (None,), {}, {"code": "invalid_value", "message": f"{ours} is too much", "param": ours})
+    stored = error_json("invalid_value", ErrorText.of("{} is too much", FieldName(ours)), ours)
+    end = End(0, "failed", (None,), {}, read_error(json.loads(stored)))
     async with AsyncClient(valkey_url) as client:
         endpoints = LineEndpoints(client)
         (answer,) = await endpoints.answers(

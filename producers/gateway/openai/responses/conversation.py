@@ -147,7 +147,7 @@ async def fitted(
     Without truncation those are all. With it the oldest go, as few as must: the system's and developer's messages at
     the beginning stay, and what follows them begins with a user's message.
     """
-    with response_request.text_request.in_its_words():
+    with response_request.text_request.naming():
         task.check(card, counted=False)
         check_chats(card)
         stay, starts = _starts(items, response_request.truncate)

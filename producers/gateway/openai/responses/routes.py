@@ -275,7 +275,7 @@ async def make(request: Request, gateway: Gateway, response_request: ResponseReq
     resolved = await idempotency.resolve(request, gateway.client, task.model, 1, tenant=task.tenant)
     calling = None
     if response_request.tools is not None:
-        with response_request.text_request.in_its_words():
+        with response_request.text_request.naming():
             calling = await calling_of(gateway, resolved.card, response_request.tools, work_of(request))
     prompts = await idempotency.made_prompts(request, gateway.client, resolved, 1, tenant=task.tenant)
     if prompts is not None:  # its record has its conversation
@@ -287,7 +287,7 @@ async def make(request: Request, gateway: Gateway, response_request: ResponseReq
         task, items = await conversation.fitted(
             gateway, resolved.card, response_request, task, items, work_of(request), variables
         )
-    with response_request.text_request.in_its_words():
+    with response_request.text_request.naming():
         (task,) = await gateway.accounts.sized(request, [task])
         task = bounded(task, resolved.card).resolved(resolved.card)
     if calling is not None:
@@ -317,7 +317,7 @@ async def _background(
     scorer: ChatLogprobs | None,
 ) -> Response:
     """Submit the task, which nobody's leaving cancels."""
-    with response_request.text_request.in_its_words():
+    with response_request.text_request.naming():
         task_id, earlier = await submitted(request, gateway, task, more)
     if earlier is not None:
         return await _again(request, gateway, response_request, earlier)
@@ -337,7 +337,7 @@ async def _foreground(
     scorer: ChatLogprobs | None,
 ) -> Response:
     """Submit the task, whose caller waits; with a key, the one of an earlier request, if there was one."""
-    with response_request.text_request.in_its_words():
+    with response_request.text_request.naming():
         await gateway.forms.check(task, work_of(request))
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=task.tenant)
     if entry is not None:

@@ -27,6 +27,7 @@ from typing import Any, Final, Self, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
+from engine.errors import renamed
 from producers.client.aio import AsyncHandle
 from producers.contract.record import Record
 from producers.contract.stream import End, Event, Token
@@ -38,7 +39,6 @@ from producers.gateway.http.request_body import INLINE
 from producers.gateway.http.sse import Direct, LiveStream
 from producers.gateway.openai.answer import run_by_weight, weight
 from producers.gateway.openai.logprobs import ChatLogprobs
-from producers.gateway.openai.parameters import in_callers_names
 from producers.gateway.openai.responses.request import NAMES, Item, call_view
 from producers.gateway.openai.tool_call_parser import CallArguments, CallEnd, CallStart, ParsedPart, ToolCallParser
 from producers.gateway.openai.tools import CallSyntax
@@ -336,8 +336,8 @@ def _error(record: Record) -> dict[str, Any] | None:
     error = record.json("error")
     if not error:
         return None
-    message, param = in_callers_names(NAMES, error["message"], error.get("param"))
-    return {"code": error["code"], "message": message, "param": param}
+    param = error.get("param")
+    return {"code": error["code"], "message": renamed(error["message"], NAMES), "param": NAMES.get(param, param)}
 
 
 def _usage(record: Record) -> dict[str, Any]:

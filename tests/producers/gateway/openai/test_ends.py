@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
 import pytest
 from openai import OpenAI
 
-from producers.contract.record import Record
+from engine.errors import ErrorText, FieldName
+from producers.contract.record import Record, error_json
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Ask
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, chunks, ends
@@ -76,13 +78,23 @@ def test_what_there_is_at_the_deadline_is_the_answer(chat: Ask, answering: Answe
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_workers_refusal_is_told_in_the_callers_words(chat: Ask, answering: Answering, stream: bool) -> None:
-    message = "9 tokens of prompt + max_tokens=9 do not fit; shorten the prompt, lower max_tokens"
-    error = {"code": "kv_capacity_exceeded", "message": message, "param": "max_tokens"}
-    answering.scripts = [ends(status="failed", error=error)]
+    message = ErrorText.of("{max_tokens}=9 does not fit with a prompt of 9 tokens; lower {max_tokens}")
+    stored = error_json("kv_capacity_exceeded", message, "max_tokens")
+    answering.scripts = [ends(status="failed", error=json.loads(stored))]
     answer = chat(max_completion_tokens=9, stream=stream)
     told = (chunks(answer)[-1] if stream else answer.json())["error"]
     assert (told["param"], told["code"]) == ("max_completion_tokens", "kv_capacity_exceeded")
-    assert told["message"] == message.replace("max_tokens", "max_completion_tokens")
+    expected = "max_completion_tokens=9 does not fit with a prompt of 9 tokens; lower max_completion_tokens"
+    assert told["message"] == expected
+    assert told.keys() == {"message", "type", "param", "code"}
+
+
+def test_what_a_worker_quotes_is_not_rewritten(chat: Ask, answering: Answering) -> None:
+    message = ErrorText.of("{} cannot be followed: unknown rule json_schema", FieldName("json_schema"))
+    answering.scripts = [ends(status="failed", error=json.loads(error_json("invalid_value", message, "json_schema")))]
+    form = {"type": "json_schema", "json_schema": {"name": "f", "schema": {"type": "object"}}}
+    told = chat(response_format=form).json()["error"]
+    assert told["message"] == "response_format cannot be followed: unknown rule json_schema"
 
 
 def test_a_workers_word_for_the_prompt_is_the_callers(chat: Ask, answering: Answering) -> None:

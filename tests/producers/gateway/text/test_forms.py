@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from engine.confined import Limits
-from engine.errors import RequestError
+from engine.errors import ErrorText, RequestError
 from engine.grammar.trial import STACK_BYTES, STOPPED, Trials
 from engine.text import Tokenizer
 from producers.contract.task import Task
@@ -135,7 +135,7 @@ def test_a_functions_schema_that_is_never_read_is_no_any_object() -> None:
 
     def judge(name: str, text: str) -> None:
         judged.append(text)
-        raise RequestError("json_schema cannot be followed: stopped", param="json_schema", code=STOPPED)
+        raise RequestError(ErrorText.of("{json_schema} cannot be followed: stopped"), param="json_schema", code=STOPPED)
 
     function = {"type": "function", "function": {"name": "f", "parameters": json.loads(ENDLESS)}}
     named = [{**function, "function": {**function["function"], "name": f"f{n}"}} for n in range(3)]

@@ -12,8 +12,9 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from redis import Redis
 
+from engine.errors import ErrorText
 from producers.contract import keys
-from producers.contract.record import Record
+from producers.contract.record import Record, error_json
 from producers.gateway.openai.responses import routes
 from producers.gateway.openai.responses.view import ResponseMetadata
 from producers.store.protocol import DEFAULT_TTL_S
@@ -81,7 +82,9 @@ async def test_the_asyncio_client(door: Door, answering: Answering) -> None:
 
 def test_each_end_is_told(client: OpenAI, answering: Answering) -> None:
     """Status and reason of what was cut, what failed, and what never began."""
-    failed = {"code": "dead_lettered", "message": "given up; lower max_tokens", "param": "max_tokens"}
+    failed = json.loads(
+        error_json("dead_lettered", ErrorText.of("given up on max_tokens; lower {max_tokens}"), "max_tokens")
+    )
 
     def fails(worker: FakeWorker, record: Record) -> None:
         worker.finish(record.id, [0], status="failed", reasons=[], error=failed)
@@ -99,7 +102,8 @@ def test_each_end_is_told(client: OpenAI, answering: Answering) -> None:
     assert cut["response"]["output"][0]["status"] == "incomplete"
     assert (broken["type"], broken["response"]["output"]) == ("response.failed", [])
     assert broken["sequence_number"] == 2, "what never began was never in progress"
-    error = {"code": "dead_lettered", "message": "given up; lower max_output_tokens", "param": "max_output_tokens"}
+    message = "given up on max_tokens; lower max_output_tokens"
+    error = {"code": "dead_lettered", "message": message, "param": "max_output_tokens"}
     assert broken["response"]["error"] == error
     assert (ended["type"], ended["response"]["incomplete_details"]) == ("response.incomplete", {"reason": "deadline"})
     assert ended["response"]["error"]["code"] == "expired"
