@@ -116,6 +116,13 @@ class EngineConfig:
     """The number of CPU threads. None means one for each core, within a container's limit of processor time. After each
     call the threads poll for work for a tenth of a millisecond and then sleep. If another process keeps a core busy,
     one thread less may be faster."""
+    adapter_bytes: int = declare(
+        1 << 30,
+        Integer(0, 1 << 50),
+        "Most bytes of memory that loaded adapters take together. Unset: 1 GiB.",
+        serving=True,
+    )
+    """The most bytes that loaded LoRA adapters take together, at their data type in memory."""
     kernels: KernelSet = declare("auto", OneOf(get_args(KernelSet)))
     """The kernel set that computes the model. "auto" picks "triton" on CUDA, or "sdpa" if triton is not installed. On a
     CPU it picks "native" (Penstock's own C++), or "cpu" (oneDNN, torch) if that was not built at install. Tests use

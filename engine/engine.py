@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from engine.adapters import Adapter, load_adapter
 from engine.config import EngineConfig
 from engine.errors import DeviceLostError, EngineError, RequestError, brief
 from engine.execution.loop import StepLoop
@@ -28,6 +29,7 @@ from engine.memory import release
 from engine.models import Model, load_model
 from engine.params import SamplingParams
 from engine.request import Choice, Event, Output, Request
+from engine.scheduling.adapters import AdapterTable
 from engine.scheduling.policy import Policy
 from engine.scheduling.scheduler import Scheduler, SchedulerStats
 from engine.scheduling.traits import ModelTraits
@@ -72,6 +74,9 @@ class Engine(StepLoop):
         if draft is not None:
             check_same_tokens(self.tokenizer, model, Path(str(config.draft_model)), draft)
         self._model = model
+        self._adapter_bytes = config.adapter_bytes
+        self._adapters: AdapterTable[Adapter] = AdapterTable()
+        self._loading = threading.Lock()
         self._ids = itertools.count()
         self.fingerprint = fingerprint_of(model, config.block_size)
         capacity = plan_capacity(model, config, draft)
@@ -101,7 +106,7 @@ class Engine(StepLoop):
 
     def _traits(self, folder: Path, version: str) -> ModelTraits:
         eos = () if self.tokenizer else _eos(Config.of_model(read_config(folder)))
-        traits = ModelTraits(version, self._model.vocab_size, eos, self._model.rope_switch)
+        traits = ModelTraits(version, self._model.vocab_size, eos, self._model.rope_switch, adapters=self._adapters)
         if self.tokenizer is None:
             return traits
         traits = traits.with_text(self.tokenizer)
@@ -148,10 +153,39 @@ class Engine(StepLoop):
             loaded("compile")
         return engine
 
+    def load_adapter(self, name: str, path: str | Path) -> Adapter:
+        """Load the LoRA adapter in the folder `path`, as PEFT saves one, for requests whose `adapter` is `name`.
+
+        Running steps go on meanwhile; calls wait for each other. Raises ModelError naming what is wrong with the
+        folder, if it does not fit the model, or if there is no room for it in `EngineConfig.adapter_bytes`; EngineError
+        if the name is empty or taken by another adapter.
+        """
+        if not name:
+            raise EngineError("an adapter's name is empty")
+        with self._loading:
+            room = self._adapter_bytes - sum(adapter.nbytes for adapter in self.adapters.values())
+            adapter = load_adapter(path, self._model, max_bytes=room)
+            self._adapters.add(name, adapter)
+            return adapter
+
+    def unload_adapter(self, name: str) -> bool:
+        """Unload an adapter. Requests that use it go on to their ends; its memory is free after the last of them.
+        Returns False if there is none of this name."""
+        return self._adapters.remove(name)
+
+    @property
+    def adapters(self) -> dict[str, Adapter]:
+        """The loaded adapters by name."""
+        return self._adapters.items()
+
     def generate(
-        self, prompts: Seq[str | list[int]], params: SamplingParams | Seq[SamplingParams] | None = None
+        self,
+        prompts: Seq[str | list[int]],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        adapter: str = "",
     ) -> list[Output]:
         """Generate outputs for all prompts (texts or lists of token ids) and wait. `params`: one for all, or one each.
+        `adapter`: the name of a loaded adapter; "" for the model itself.
 
         The tokenizer adds its own special tokens to texts. Raises RequestError before anything runs. A request that
         fails later, or whose form cannot be followed, has finish_reason "error", and says why as `error`.
@@ -167,7 +201,7 @@ class Engine(StepLoop):
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts and {len(each)} params; give one for all or one each")
         collectors = [
-            _Collector(Request(f"generate-{next(self._ids)}", self._token_ids(prompt), request_params))
+            _Collector(Request(f"generate-{next(self._ids)}", self._token_ids(prompt), request_params, adapter=adapter))
             for prompt, request_params in zip(prompts, each, strict=True)
         ]
         try:

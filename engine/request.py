@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from engine.logprobs import TokenLogprobs
 from engine.params import FinishReason, SamplingParams
@@ -75,6 +75,14 @@ class Pooling:
     """The dimensions to which vectors are cut; None for all."""
 
 
+class LoadedAdapter(Protocol):
+    """A loaded LoRA adapter (`engine.adapters`)."""
+
+    @property
+    def version(self) -> str:
+        """It separates the cached blocks of different adapters."""
+
+
 @dataclass(slots=True)
 class Request:
     """A prompt as token ids, with its sampling parameters and scheduling attributes."""
@@ -90,6 +98,7 @@ class Request:
     weight: float = 1.0
     """The tenant's weight. While both have requests waiting, weight 2 is served twice the tokens of weight 1."""
     adapter: str = ""
+    """The name of the LoRA adapter to use; "" for none."""
     resume: list[list[int]] = field(default_factory=list)
     """For each choice, the tokens that were already published. Choices past the end of the list have none."""
     arrival: float = field(default_factory=time.monotonic)
@@ -99,6 +108,8 @@ class Request:
     course: Course = field(default_factory=Course, compare=False)
     matchers: list[Matcher] = field(default_factory=list, compare=False, repr=False)
     """Those of its outputs' form, one for each choice, from when they were made until it is queued."""
+    loaded: LoadedAdapter | None = field(default=None, compare=False, repr=False)
+    """The adapter of that name, from when the request was checked. The request keeps it until it ends."""
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from engine.request import Request, Tier
+from engine.request import LoadedAdapter, Request, Tier
 
 if TYPE_CHECKING:
     from engine.grammar.matcher import Matcher
@@ -115,6 +115,8 @@ class Sequence:
     """The token ids of each way to write each bad word."""
     matcher: Matcher | None = None
     """Follows the output, if it is to have a form."""
+    adapter: LoadedAdapter | None = None
+    """The adapter of the model that computes it. None: the model itself."""
     plain: bool = False
     """Whether its decodes only need the text of their tokens: it has no form, no candidates of best_of, no scores of
     its prompt, no drafts and no rope switch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Each
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.adapters import step_adapters
 from engine.kernels import Kernels, RaggedBatch
 from engine.kernels.upload import upload
 from engine.kv import KvSpace, Table
+from engine.layers import AdaptedRows, StepAdapters
+from engine.models import Model
 from engine.plan import ScheduledSeq, StepPlan
 
 Ints = NDArray[np.int64]
@@ -45,6 +49,8 @@ class StepBatch:
     Attention reads the rest of a sequence's last block as masked padding. But 0 x NaN is NaN, so NaNs that an earlier
     sequence left there would harm this one.
     """
+    adapters: StepAdapters | None
+    """The adapters of the rows. None if no row has one."""
 
 
 class BatchBuilder:
@@ -81,13 +87,15 @@ class BatchBuilder:
         queries[1:] = ends
         tokens = np.fromiter((token for row in rows for token in row.computed()), np.int64, len(positions))
         every = np.arange(len(rows), dtype=np.int32)
-        arrays: list[NDArray[Any]] = [tokens, positions, _output_rows(plan, last_row), queries, every]
+        output_rows = _output_rows(plan, last_row)
+        arrays: list[NDArray[Any]] = [tokens, positions, output_rows, queries, every]
         for i, group in enumerate(self._groups):
             arrays += self._group_arrays(i, group, rows, slots, starts, counts, positions)
         if self._rope_switch is not None:
             totals = np.fromiter((len(row.seq.tokens) for row in rows), np.int64, len(rows))
             arrays.append((totals > self._rope_switch).repeat(counts))
-        return self._batch(upload(arrays, self._device), int(counts.max()), int((starts + counts).max()))
+        adapters = step_adapters(rows, output_rows, self._device)
+        return self._batch(upload(arrays, self._device), int(counts.max()), int((starts + counts).max()), adapters)
 
     @staticmethod
     def _group_arrays(
@@ -105,7 +113,9 @@ class BatchBuilder:
             group.entered(slots, starts - skipped, lengths),
         ]
 
-    def _batch(self, sent: list[Tensor], most_queries: int, most_places: int) -> StepBatch:
+    def _batch(
+        self, sent: list[Tensor], most_queries: int, most_places: int, adapters: StepAdapters | None
+    ) -> StepBatch:
         tokens, positions, output_rows, queries, every = sent[:_SHARED]
         by_group = [sent[_SHARED + i * _PER_GROUP :][:_PER_GROUP] for i in range(len(self._groups))]
         batches = (
@@ -132,6 +142,7 @@ class BatchBuilder:
                 for batch, group in zip(batches, self._groups, strict=True)
             ),
             entered=tuple(entered if len(entered) else None for *_, entered in by_group),
+            adapters=adapters,
         )
 
 
@@ -203,6 +214,18 @@ class BlockRows:
         chosen = (last * self._size >= starts) & (ends % self._size != 0)
         blocks: Ints = self._rows[slots[chosen], last[chosen]].astype(np.int64)
         return blocks
+
+
+def logits_from(model: Model, adapters: AdaptedRows | None, first: int = 0) -> Callable[[Tensor, int], Tensor]:
+    """A function from a slice of a step's last hidden states, and the index of its first row, to logits.
+
+    `adapters`: those of the step's output rows. `first`: the output row from which those indexes count.
+    """
+    if adapters is None or not adapters.changes_head:
+        return lambda hidden, start: model.logits(hidden)
+    return lambda hidden, start: model.logits(
+        hidden, adapters.select(slice(first + start, first + start + len(hidden)))
+    )
 
 
 def copy_blocks(caches: Each[Tensor], copies: Each[tuple[int, int, int]]) -> None:

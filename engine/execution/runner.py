@@ -8,8 +8,9 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from engine.execution.batch import BatchBuilder, copy_blocks
+from engine.execution.batch import BatchBuilder, copy_blocks, logits_from
 from engine.kv import KvSpace
+from engine.layers import AdaptedRows
 from engine.models import Model
 from engine.plan import Sampled, StepPlan, accepted
 from engine.sampling import SamplingBatch, SamplingRows, chosen, sample, score_prompts
@@ -81,24 +82,36 @@ class Runner:
             if entered is not None:
                 cache.index_fill_(2, entered, 0)
         hidden = self._model.forward(
-            batch.tokens, batch.positions, batch.long, batch.attention, self._caches, batch.output_rows
+            batch.tokens,
+            batch.positions,
+            batch.long,
+            batch.attention,
+            self._caches,
+            batch.output_rows,
+            batch.adapters,
         )
         self._model.kernels.settle()
+        adapters = None if batch.adapters is None else batch.adapters.outputs
         if len(hidden) > len(chosen):
             scored = [(row, span) for row in plan.rows if (span := row.scored_span())]
-            score_prompts(scored, hidden[len(chosen) :], self._model.logits, self._model.vocab_size)
+            logits = logits_from(self._model, adapters, len(chosen))
+            score_prompts(scored, hidden[len(chosen) :], logits, self._model.vocab_size)
             hidden = hidden[: len(chosen)]
         if how is None:
             return []
-        sampled = self._sample(hidden, how)
+        sampled = self._sample(hidden, how, adapters)
         if len(chosen) == len(sampling):
             return sampled
         each = iter(sampled)
         return [accepted(row.draft, list(islice(each, 1 + len(row.draft)))) for row in sampling]
 
-    def _sample(self, hidden: Tensor, how: SamplingBatch) -> list[Sampled]:
-        peaks = self._model.peaks(hidden) if how.plain else None
-        return chosen(*peaks) if peaks else sample(self._model.logits(hidden), how, self._model.kernels.candidates)
+    def _sample(self, hidden: Tensor, how: SamplingBatch, adapters: AdaptedRows | None) -> list[Sampled]:
+        own_heads = adapters is not None and adapters.changes_head
+        peaks = self._model.peaks(hidden) if how.plain and not own_heads else None
+        if peaks:
+            return chosen(*peaks)
+        logits = logits_from(self._model, adapters)(hidden, 0)
+        return sample(logits, how, self._model.kernels.candidates)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:

@@ -38,6 +38,9 @@ class DeterministicGpu(Gpu):
     def prepare_fp8(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> PreparedLinear:
         return self._fixed_linear((values.float() * scales).to(self.compute_dtype), bias)
 
+    def prepare_adapter(self, weight: Tensor) -> PreparedLinear:
+        return fixed_linear(weight, None)
+
     def _fixed_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
         self.keeps(weight.shape, weight.nbytes)
         return DenseProduct(weight, bias, fixed_linear(weight, bias))

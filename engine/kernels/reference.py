@@ -86,6 +86,11 @@ class Reference:
         it."""
         return self.prepare_linear(weight, bias)
 
+    def prepare_adapter(self, weight: Tensor) -> PreparedLinear:
+        """Like `prepare_linear`, for a matrix of an adapter, which is freed with it. Any thread may call it, also while
+        a step runs. `weight`: of `weight_dtype`, which sets that quantise other matrices leave as it is."""
+        return lambda x: F.linear(x, weight)
+
     def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
         """Like `prepare_linear`, for a quantised weight. It stays quantised: each product dequantises it, some outputs
         at a time."""

@@ -5,6 +5,7 @@ land in one packed matrix. The loader fills the views, `pack` hands the tensors 
 runs it on token rows [tokens, width].
 """
 
+from engine.layers.adapted import AdaptedRows, StepAdapters
 from engine.layers.attention import Attention, AttentionShape, NormedAttention
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
@@ -22,6 +23,7 @@ from engine.layers.rope import (
 )
 
 __all__ = [
+    "AdaptedRows",
     "Attention",
     "AttentionShape",
     "DividedScaling",
@@ -38,5 +40,6 @@ __all__ = [
     "RmsNorm",
     "Rope",
     "RopeScaling",
+    "StepAdapters",
     "YarnScaling",
 ]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import Kernels, RaggedBatch
+from engine.layers.adapted import AdaptedRows
 from engine.layers.linear import Linear
 from engine.layers.norm import RmsNorm
 
@@ -50,14 +51,21 @@ class Attention:
         shape = self.shape
         self._kernels.prepare_attention(shape.heads, shape.kv_heads, shape.head_dim, shape.softcap)
 
-    def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: RaggedBatch) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        cache: Tensor,
+        batch: RaggedBatch,
+        adapters: AdaptedRows | None = None,
+    ) -> Tensor:
         """`x`: [tokens, width]. `rotation`: from Rope. `cache`: this layer's, [2, blocks, block, kv_heads,
         head_dim]."""
         shape, kernels = self.shape, self._kernels
-        heads = self._prepared(self.qkv(x).view(len(x), -1, shape.head_dim))
+        heads = self._prepared(self.qkv(x, adapters).view(len(x), -1, shape.head_dim))
         query = kernels.rope_and_write(heads, *rotation, cache, batch)
         out = kernels.paged_attention(query, cache, batch, shape.scale, shape.softcap)
-        return self.output(out.reshape(len(x), -1))
+        return self.output(out.reshape(len(x), -1), adapters)
 
     @property
     def head_norms(self) -> tuple[Tensor, Tensor] | None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.kernels import Kernels, PreparedLinear
 from engine.kernels.packed import Int4Weight, Int8Weight
+from engine.layers.adapted import AdaptedRows
 from engine.quant.formats import Stored
 
 
@@ -65,8 +66,10 @@ class Embedding:
     def _packed_table(self) -> Tensor | Int4Weight | Int8Weight:
         return self._table if self._table is not None else self.weights("")["weight"]
 
-    def __call__(self, tokens: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
         table = self._packed_table()
         looked_up = F.embedding(tokens, table) if isinstance(table, Tensor) else table.rows(tokens)
         rows = looked_up.to(self._kernels.compute_dtype)
+        if adapters is not None:
+            adapters.embed(tokens, rows)
         return rows if self._scale is None else rows.mul_(self._scale)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import Kernels, PreparedLinear
+from engine.layers.adapted import AdaptedRows
 from engine.quant.formats import Quantised, Stored, stacked
 
 
@@ -108,5 +109,8 @@ class Linear:
             raise RuntimeError("a Linear is packed before it is called")
         return self._run
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.prepared(x)
+    def __call__(self, x: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
+        out = self.prepared(x)
+        if adapters is not None:
+            adapters.add(self, x, out)
+        return out

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import ExpertParts, Kernels, PreparedExperts
+from engine.layers.adapted import AdaptedRows
 from engine.layers.linear import Linear
 
 
@@ -44,8 +45,8 @@ class GatedMlp:
         self.gate_up.pack()
         self.down.pack()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self._multiply(self.gate_up(x)))
+    def __call__(self, x: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
+        return self.down(self._multiply(self.gate_up(x, adapters)), adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +106,9 @@ class Experts:
         """Prepare the experts' products to be run together. Call it again after one of them was replaced."""
         self._run = self._kernels.prepare_experts(self.parts)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
         # The router comes first: see quant/make/model.py.
-        logits = self.router(x)
+        logits = self.router(x, adapters)
         if self._run is None:
             raise RuntimeError("experts are packed before they are called")
         return self._run(x, logits)

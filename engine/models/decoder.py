@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.kernels import Kernels, LayerParts, PreparedLayers, PreparedLinear, RaggedBatch
 from engine.layers import (
+    AdaptedRows,
     Attention,
     AttentionShape,
     Embedding,
@@ -19,6 +20,7 @@ from engine.layers import (
     NormedAttention,
     RmsNorm,
     Rope,
+    StepAdapters,
 )
 from engine.models.loader import Fill
 from engine.models.settings import DecoderSettings
@@ -124,11 +126,18 @@ class DecoderLayer:
             experts=experts,
         )
 
-    def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: RaggedBatch) -> Tensor:
-        return self._attention(x, rotation, cache, batch)
+    def attend(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        cache: Tensor,
+        batch: RaggedBatch,
+        adapters: AdaptedRows | None = None,
+    ) -> Tensor:
+        return self._attention(x, rotation, cache, batch, adapters)
 
-    def feed(self, x: Tensor) -> Tensor:
-        return self.mlp(x)
+    def feed(self, x: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
+        return self.mlp(x, adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,14 +242,15 @@ class Decoder:
         attention: Sequence[RaggedBatch],
         caches: Sequence[Tensor],
         output_rows: Tensor,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         rotations = self.rotations(positions, long)
-        if self._together is not None:
+        if self._together is not None and adapters is None:
             return self._together(self._embedding(tokens), rotations, attention, caches, output_rows)
-        x, residual = self.enter(tokens)
+        x, residual = self.enter(tokens, adapters)
         for i in range(self.depth):
             last = output_rows if i + 1 == self.depth else None
-            x, residual = self.layer(i, x, residual, rotations, attention, caches, last)
+            x, residual = self.layer(i, x, residual, rotations, attention, caches, last, adapters)
         return x
 
     def feed_forward(self, i: int) -> GatedMlp | Experts:
@@ -255,9 +265,9 @@ class Decoder:
     def rotations(self, positions: Tensor, long: Tensor | None) -> list[tuple[Tensor, Tensor]]:
         return [rope(positions, long) for rope in self._ropes]
 
-    def enter(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def enter(self, tokens: Tensor, adapters: StepAdapters | None = None) -> tuple[Tensor, Tensor]:
         """The input of the first layer, as (x, residual)."""
-        residual = self._embedding(tokens)
+        residual = self._embedding(tokens, None if adapters is None else adapters.tokens)
         return self._layers[0].input_norm(residual), residual
 
     def layer(
@@ -269,24 +279,29 @@ class Decoder:
         attention: Sequence[RaggedBatch],
         caches: Sequence[Tensor],
         output_rows: Tensor | None = None,
+        adapters: StepAdapters | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run layer `i`. Returns (x, residual) for the next layer; after the last, x are the last hidden states.
 
-        `output_rows`: int64 [rows], the tokens to go on with after attention; None is all.
+        `output_rows`: int64 [rows], the tokens to go on with after attention, those of `adapters.outputs`; None is all.
         """
         layer = self._layers[i]
         group, cache_index, rope = self._homes[i]
-        x = layer.attend(x, rotations[rope], caches[group][cache_index], attention[group])
+        adapted = None if adapters is None else adapters.tokens
+        x = layer.attend(x, rotations[rope], caches[group][cache_index], attention[group], adapted)
+        if adapters is not None and output_rows is not None:
+            adapted = adapters.outputs
         if output_rows is not None:
             x, residual = x[output_rows], residual[output_rows]
         x, residual = layer.middle_norm.add(x, residual)
-        x = layer.feed(x)
+        x = layer.feed(x, adapted)
         # The sum and the next layer's norm are one operation, so this takes the norm from the next layer.
         after = self._layers[i + 1].input_norm if i + 1 < len(self._layers) else self._norm
         return after.add(x, residual)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = self._logits_of(hidden)
+    def logits(self, hidden: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
+        head = self._logits_of
+        logits = head(hidden) if adapters is None else adapters.logits(head, hidden)
         if self._softcap is None:
             return logits
         return logits.div_(self._softcap).tanh_().mul_(self._softcap)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import Kernels, LayerParts, RaggedBatch
-from engine.layers import RmsNorm
+from engine.layers import AdaptedRows, RmsNorm
 from engine.models.decoder import DecoderLayer
 from engine.models.settings import DecoderSettings, mixed_windows, read_activation
 from engine.text.config import MOST_LAYERS, Config
@@ -40,11 +40,18 @@ class GemmaLayer(DecoderLayer):
         parts = super().parts(group, cache_index, rope)
         return replace(parts, attended_norm=self._attended_norm.weight, fed_norm=self._fed_norm.weight)
 
-    def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: RaggedBatch) -> Tensor:
-        return self._attended_norm(super().attend(x, rotation, cache, batch))
+    def attend(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        cache: Tensor,
+        batch: RaggedBatch,
+        adapters: AdaptedRows | None = None,
+    ) -> Tensor:
+        return self._attended_norm(super().attend(x, rotation, cache, batch, adapters))
 
-    def feed(self, x: Tensor) -> Tensor:
-        return self._fed_norm(super().feed(x))
+    def feed(self, x: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
+        return self._fed_norm(super().feed(x, adapters))
 
 
 def read_gemma2(config: Config) -> DecoderSettings:

@@ -17,7 +17,7 @@ from engine.declared import shown
 from engine.errors import ModelError
 from engine.kernels import Kernels, RaggedBatch, select
 from engine.kv import KvGroup
-from engine.layers import Embedding, Linear
+from engine.layers import AdaptedRows, Embedding, Linear, StepAdapters
 from engine.memory import check_weights
 from engine.models.decoder import Decoder
 from engine.models.encoder import Encoder
@@ -79,17 +79,19 @@ class Model(Protocol):
         attention: Sequence[RaggedBatch],
         caches: Sequence[Tensor],
         output_rows: Tensor,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         """The last hidden states [output_rows, width], normed, of the token rows whose indexes are in `output_rows`.
 
         `tokens`, `positions`: int64 [tokens]. `long`: bool [tokens], whether the token's sequence is beyond
         `rope_switch`; None if the model has none. `attention` and `caches` have one entry for each of `kv_groups`. A
-        cache is [layers of the group, 2, blocks, block_size, kv_heads, head_dim].
+        cache is [layers of the group, 2, blocks, block_size, kv_heads, head_dim]. `adapters`: those of the rows; None
+        if no row has one.
         """
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
         """The logits [rows, vocabulary] of hidden states from `forward`. Separate, so that a long prompt's come in
-        parts."""
+        parts. `adapters`: those of these rows."""
 
     def peaks(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         """The index of each row's largest logit, and whether all logits are finite (see Kernels.peaks). None if the

@@ -59,13 +59,13 @@ def listed(
 
 
 def score_prompts(
-    rows: list[tuple[ScheduledSeq, range]], hidden: Tensor, logits: Callable[[Tensor], Tensor], vocab: int
+    rows: list[tuple[ScheduledSeq, range]], hidden: Tensor, logits: Callable[[Tensor, int], Tensor], vocab: int
 ) -> None:
     """Set `scored` of each row.
 
     `rows`: the rows with their wanted positions, at least one each. `hidden`: [wanted positions, hidden size], their
-    hidden states in order. `logits`: a function from any slice of these to logits. Only a prompt whose logits are not
-    all finite gets an error.
+    hidden states in order. `logits`: a function from any slice of these, and the index of its first row, to logits.
+    Only a prompt whose logits are not all finite gets an error.
     """
     ids: list[int] = []
     counts: list[int] = []
@@ -78,7 +78,7 @@ def score_prompts(
     size = max(1, _SLICE // vocab)
     for start in range(0, len(ids), size):
         end = min(start + size, len(ids))
-        part = logits(hidden[start:end]).float()
+        part = logits(hidden[start:end], start).float()
         finite += (part.amin(-1).isfinite() & part.amax(-1).isfinite()).tolist()
         logprobs += token_logprobs(log_softmax(part), tokens[start:end], ids[start:end], counts[start:end])
     start = 0

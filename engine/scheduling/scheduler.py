@@ -101,6 +101,7 @@ class Scheduler:
         self._limits.check(request)
         self._traits.spelled(request.params.bad_words)
         self._traits.check_form(request.params)
+        request.loaded = self._traits.adapter(request.adapter)
 
     @property
     def grammars(self) -> Grammars | None:
@@ -145,7 +146,8 @@ class Scheduler:
         request, traits = group.request, self._traits
         params, prompt = request.params, request.prompt_ids
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        root = root_hash(request.salt, request.adapter, traits.version)
+        # By version: a name may stand for another adapter by and by.
+        root = root_hash(request.salt, request.loaded.version if request.loaded else "", traits.version)
         bad_words = traits.spelled(params.bad_words)
         limit = self._limits.output_limit(request)
         matchers, request.matchers = request.matchers, []
@@ -166,6 +168,7 @@ class Scheduler:
                 scores=group.scores,
                 bad_words=bad_words,
                 matcher=matcher,
+                adapter=request.loaded,
                 plain=plain,
             )
             for choice, matcher in enumerate(each)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
+from engine.declared import shown
 from engine.errors import ErrorText, FieldName, RequestError
 from engine.grammar.matcher import Grammars
 from engine.grammar.source import check_installed
 from engine.params import SamplingParams
+from engine.request import LoadedAdapter
+from engine.scheduling.adapters import AdapterTable
 from engine.text import Tokenizer
 from engine.text.detokenizer import Detokenizer
 
@@ -34,6 +38,8 @@ class ModelTraits:
     """A word's ways to be written in tokens."""
     grammars: Grammars | None = None
     """Makes the matchers of outputs that are to have a form."""
+    adapters: AdapterTable[Any] | None = None
+    """The adapters that requests may name. None: there are none."""
 
     def spelled(self, bad_words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """All token sequences that write these words and that the model can write: a tokenizer may have more tokens.
@@ -61,6 +67,16 @@ class ModelTraits:
                 ErrorText.of("the model has no tokenizer.json: it cannot follow {}", FieldName(name)), param=name
             )
         check_installed(name)
+
+    def adapter(self, name: str) -> LoadedAdapter | None:
+        """The loaded adapter of this name; None for "". Raises RequestError if it is not loaded."""
+        if not name:
+            return None
+        if self.adapters is None:
+            text = ErrorText.of("{adapter}={}: the model is served without adapters", shown(name))
+            raise RequestError(text, param="adapter")
+        adapter: LoadedAdapter = self.adapters.find(name)
+        return adapter
 
     def with_text(self, tokenizer: Tokenizer) -> ModelTraits:
         """The same with a tokenizer, which knows better than config.json which tokens end an output."""

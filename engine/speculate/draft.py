@@ -133,6 +133,7 @@ class DraftModel:
             tokens=list(owner.tokens),
             tables=[table] * self._groups,
             scores=None,
+            adapter=None,
         )
         return _Shadow(owner, seq, len(seq.tokens), shared * self._size)
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from engine.adapters import Adapter
 from engine.execution.device import DeviceRunner
 from engine.execution.runner import Runner
 from engine.kv import KvSpace
+from engine.layers import AdaptedRows
 from engine.models import Model
 from engine.params import SamplingParams
 from engine.plan import StepPlan
@@ -64,9 +66,13 @@ class Driver:
         self._overlap = overlap
         self._flight: tuple[StepPlan, Any] | None = None
 
-    def add(self, name: str, prompt: list[int], params: SamplingParams, **more: Any) -> None:
+    def add(
+        self, name: str, prompt: list[int], params: SamplingParams, adapter: Adapter | None = None, **more: Any
+    ) -> None:
         self.found[name] = {choice: [] for choice in range(params.n)}
-        self.scheduler.add(Request(name, prompt, params, arrival=0.0, **more))
+        request = Request(name, prompt, params, arrival=0.0, **more)
+        request.loaded = adapter
+        self.scheduler.add(request)
 
     def step(self) -> None:
         under = self._flight
@@ -113,8 +119,8 @@ def recorded(model: Model) -> list[torch.Tensor]:
     seen: list[torch.Tensor] = []
     logits = model.logits
 
-    def record(hidden: torch.Tensor) -> torch.Tensor:
-        seen.append(logits(hidden).clone())
+    def record(hidden: torch.Tensor, adapters: AdaptedRows | None = None) -> torch.Tensor:
+        seen.append(logits(hidden, adapters).clone())
         return seen[-1]
 
     model.logits = record  # type: ignore[method-assign]

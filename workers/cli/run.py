@@ -92,6 +92,10 @@ def run(
     system: Annotated[str | None, typer.Option(help="The system message of a chat.")] = None,
     sampling: dict[str, Any],
     open_objects: OpenObjects = False,
+    adapter: Annotated[
+        str | None,
+        typer.Option(metavar="NAME=PATH", help="Use the LoRA adapter in the folder PATH, as PEFT saves one."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
     engine: dict[str, Any],
 ) -> None:
@@ -99,6 +103,9 @@ def run(
 
     if system is not None and chat is False:
         raise Failure("--system is a chat's, and --raw leaves the chat template out: leave one of them out")
+    adapter_name, _, adapter_path = ("" if adapter is None else adapter).partition("=")
+    if adapter is not None and not (adapter_name and adapter_path):
+        raise Failure(f"--adapter {adapter} is not NAME=PATH")
     with needs("worker"):
         from engine import Engine, EngineConfig, EngineError, Request, SamplingParams
         from engine.grammar.schema import bounded
@@ -118,8 +125,11 @@ def run(
         with Engine.load(resolved.folder, config) as loaded:
             if loaded.card is None:
                 raise Failure(f"{resolved.folder} has no tokenizer.json: it cannot read text")
+            if adapter_name:
+                loaded.load_adapter(adapter_name, adapter_path)
             params = SamplingParams(**sampling, **filled(sampling, loaded.card.defaults))
-            _show(loaded, Request("run", _prompt_ids(loaded, resolved.folder, text, chat, system), params), as_json)
+            prompt_ids = _prompt_ids(loaded, resolved.folder, text, chat, system)
+            _show(loaded, Request("run", prompt_ids, params, adapter=adapter_name), as_json)
 
 
 def _prompt_ids(engine: Engine, folder: Path, text: str, chat: bool | None, system: str | None) -> list[int]:

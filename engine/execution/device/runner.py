@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 
@@ -9,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.batch import copy_blocks
+from engine.adapters import step_adapters
+from engine.execution.batch import copy_blocks, logits_from
 from engine.execution.device.graphs import DecodeGraphs, Record, recorder
 from engine.execution.device.inputs import InputMaker, Shape, shape_of
 from engine.execution.device.ring import PinnedRing
@@ -18,6 +20,7 @@ from engine.execution.device.sampler import DeviceSampler, Drawn, needs_host_tok
 from engine.kernels.sampling_state import Features
 from engine.kernels.upload import upload
 from engine.kv import KvSpace
+from engine.layers import AdaptedRows
 from engine.models import Model
 from engine.plan import Sampled, ScheduledSeq, StepPlan, accepted
 from engine.sampling import score_prompts
@@ -36,6 +39,8 @@ class Launched:
     """The rows whose prompts are scored, with the positions."""
     hidden: Tensor | None
     """The last hidden states of the scored positions, [positions scored, width]."""
+    prompt_logits: Callable[[Tensor, int], Tensor]
+    """See score_prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,8 @@ class _Forward:
     """Integers [sampling sequences]."""
     positions: Tensor
     """The positions of their last tokens, int64 [sampling sequences]."""
+    adapters: AdaptedRows | None = None
+    """The adapters of the rows of `hidden`. None if no row has one."""
 
 
 class DeviceRunner:
@@ -139,13 +146,15 @@ class DeviceRunner:
         sampling = [row for row in plan.rows if row.samples]
         scored = [(row, span) for row in plan.rows if (span := row.scored_span())]
         shape = shape_of(plan, self._rows.windows, self.block_size)
-        padded = None if self.graphs is None or scored else self.graphs.padded(shape)
+        adapted = any(row.seq.adapter is not None for row in plan.rows)
+        # A recorded step has no adapters.
+        padded = None if self.graphs is None or scored or adapted else self.graphs.padded(shape)
         features = self._sampler.admit([row.seq for row in sampling]) if sampling else None
         ended = self._run(plan, shape, scored) if padded is None else self._replay(plan, padded)
         chosen = sum(1 + len(row.draft) for row in sampling)
         prompt_states = ended.hidden[chosen:] if scored else None
         drawn = [] if features is None else self._draw(ended, sampling, features)
-        return Launched(drawn, sampling, scored, prompt_states)
+        return Launched(drawn, sampling, scored, prompt_states, logits_from(self._model, ended.adapters, chosen))
 
     def _draw(self, ended: _Forward, sampling: list[ScheduledSeq], features: Features) -> list[Drawn]:
         """Sample the token after each row's last token. Then sample after the first draft token for rows whose draft
@@ -154,7 +163,7 @@ class DeviceRunner:
         There is one pass for each token of the longest draft, and none waits for the host. After a rejected draft token
         a row samples nothing more, so its slot's counts and last token are those of the accepted tokens.
         """
-        logits = self._model.logits(ended.hidden[: len(sampling)])
+        logits = logits_from(self._model, ended.adapters)(ended.hidden[: len(sampling)], 0)
         chosen = self._sampler.launch(logits, ended.slots, ended.positions, features)
         drawn = [self._sampler.fetch(logits, [row.seq for row in sampling])]
         longest = max(len(row.draft) for row in sampling)
@@ -175,7 +184,8 @@ class DeviceRunner:
             right = (chosen[0][which] == tokens) & (chosen[1][which] == 0)
             slots = torch.where(right, slots[which], -1)
             positions, before = positions[which] + 1, rows
-            logits = self._model.logits(ended.hidden[hidden])
+            adapters = None if ended.adapters is None else ended.adapters.select(np.array(draft_rows, np.int64))
+            logits = logits_from(self._model, adapters)(ended.hidden[hidden], 0)
             chosen = self._sampler.launch(logits, slots, positions, features)
             drawn.append(self._sampler.fetch(logits, [row.seq for row in rows]))
         return drawn
@@ -198,10 +208,12 @@ class DeviceRunner:
         self._inputs.make(shape)
         inputs = self._inputs.view(shape)
         places = sent[: len(output_rows)]
+        adapters = step_adapters(plan.rows, np.array(output_rows, np.int64), self.device)
         hidden = self._model.forward(
-            inputs.tokens, inputs.positions, inputs.long, inputs.attention, self._caches, places
+            inputs.tokens, inputs.positions, inputs.long, inputs.attention, self._caches, places, adapters
         )
-        return _Forward(hidden, sent[len(output_rows) :], inputs.positions[places[:sampling]])
+        outputs = None if adapters is None else adapters.outputs
+        return _Forward(hidden, sent[len(output_rows) :], inputs.positions[places[:sampling]], outputs)
 
     def _replay(self, plan: StepPlan, shape: Shape) -> _Forward:
         chosen = [i for i, row in enumerate(plan.rows) if row.samples]
@@ -250,7 +262,7 @@ class DeviceRunner:
     def collect(self, launched: Launched) -> list[Sampled]:
         """Wait for a launched step. Returns one result for each sampling row, in the plan's order."""
         if launched.hidden is not None:
-            score_prompts(launched.scored, launched.hidden, self._model.logits, self._model.vocab_size)
+            score_prompts(launched.scored, launched.hidden, launched.prompt_logits, self._model.vocab_size)
         if not launched.drawn:
             return []
         passes = [self._sampler.collect(drawn) for drawn in launched.drawn]

@@ -3,7 +3,7 @@ bits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -88,15 +88,23 @@ class Native(Reference):
             )
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
+        self.keeps(weight.shape, weight.numel() * self.weight_dtype.itemsize)
+        return self._packed(weight, bias, self._pages.zeros, self._threads)
+
+    def _packed(self, weight: Tensor, bias: Tensor | None, zeros: Callable[..., Tensor], pool: Pool) -> PackedProduct:
+        """`zeros`: allocates the memory for the weight. `pool`: packs it."""
         outputs, inputs = weight.shape
         half = int(self._half)
         panels = -(-outputs // self._library.columns)
-        packed = self._pages.zeros(panels * self._library.columns, inputs + inputs % 2 * half, dtype=self.weight_dtype)
+        packed = zeros(panels * self._library.columns, inputs + inputs % 2 * half, dtype=self.weight_dtype)
         weight = weight.to(self.weight_dtype).contiguous()
-        self.keeps(weight.shape, weight.nbytes)
-        self._library.pack(self._pool, weight.data_ptr(), packed.data_ptr(), half, inputs, outputs)
+        self._library.pack(pool.address, weight.data_ptr(), packed.data_ptr(), half, inputs, outputs)
         kind = BF16 if self._half else FP32
         return PackedProduct(self._library, self._threads, packed.data_ptr(), kind, packed, bias, outputs, inputs)
+
+    def prepare_adapter(self, weight: Tensor) -> PreparedLinear:
+        # In memory and by a thread of its own: the adapter may be unloaded, and a step may run meanwhile.
+        return self._packed(weight, None, torch.zeros, Pool(self._library, 1))
 
     def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
         product = quantised_product(self._library, self._threads, self._pages, weight, bias)

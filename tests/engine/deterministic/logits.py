@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.execution.batch import logits_from
 from engine.execution.runner import Runner
 from engine.kernels.native import load_library
 from engine.kv import KvSpace, Table
+from engine.layers import AdaptedRows
 from engine.models import Model, load_model
 from engine.plan import Sampled, ScheduledSeq, StepPlan
 from engine.sampling import SamplingBatch
@@ -33,9 +35,9 @@ class _Seen(Runner):
 
     logits: Tensor
 
-    def _sample(self, hidden: Tensor, how: SamplingBatch) -> list[Sampled]:
+    def _sample(self, hidden: Tensor, how: SamplingBatch, adapters: AdaptedRows | None) -> list[Sampled]:
         self.logits = self._model.logits(hidden).clone()
-        return super()._sample(hidden, how)
+        return super()._sample(hidden, how, adapters)
 
 
 NATIVE = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
@@ -103,14 +105,14 @@ def recorded() -> Iterator[Bits]:
         plans[id(self)] = plan
         return execute(self, plan)
 
-    def sampled(self: Runner, hidden: Tensor, how: SamplingBatch) -> list[Sampled]:
+    def sampled(self: Runner, hidden: Tensor, how: SamplingBatch, adapters: AdaptedRows | None) -> list[Sampled]:
         rows = [row for row in plans[id(self)].rows if row.samples]
         # After the last token of each, and after each of its draft.
         places = [(row.seq, row.draft[:i]) for row in rows for i in range(1 + len(row.draft))]
-        for (seq, draft), logits in zip(places, self._model.logits(hidden), strict=True):
+        for (seq, draft), logits in zip(places, logits_from(self._model, adapters)(hidden, 0), strict=True):
             key, found = ((*seq.tokens, *draft), seq.choice), logits.numpy().tobytes()
             assert bits.setdefault(key, found) == found, f"{len(key[0])} tokens, choice {key[1]}: computed otherwise"
-        return sample(self, hidden, how)
+        return sample(self, hidden, how, adapters)
 
     with patch.object(Runner, "execute", executed), patch.object(Runner, "_sample", sampled):
         yield bits

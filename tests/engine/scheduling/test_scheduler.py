@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from engine.errors import EngineError
@@ -45,13 +47,21 @@ def test_the_most_that_was_held_is_known_when_all_have_ended():
     assert (s.stats().kv_blocks_used, s.stats().kv_blocks_most) == (0, 4)
 
 
-@pytest.mark.parametrize("other", [{"salt": "tenant"}, {"adapter": "lora"}])
-def test_nothing_is_shared_across_salts_or_adapters(other):
+def test_nothing_is_shared_across_salts():
     s = scheduler()
     s.add(request("a", list(range(8)), max_tokens=1))
     step(s)
-    s.add(request("b", list(range(8)), max_tokens=1, **other))
+    s.add(request("b", list(range(8)), max_tokens=1, salt="tenant"))
     assert rows(step(s)[0]) == {"b": (0, 8)}
+
+
+def test_what_is_cached_is_shared_by_requests_of_one_version_of_an_adapter():
+    s = scheduler()
+    for name, version, computed in (("a", None, (0, 8)), ("b", "1", (0, 8)), ("c", "1", (4, 4)), ("d", "2", (0, 8))):
+        of_adapter = request(name, list(range(8)), max_tokens=1)
+        of_adapter.loaded = None if version is None else SimpleNamespace(version=version)
+        s.add(of_adapter)
+        assert rows(step(s)[0]) == {name: computed}
 
 
 def test_what_a_failed_sequence_wrote_is_not_found_again():

@@ -10,6 +10,7 @@ import pytest
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.text import ChatTemplate
+from tests.engine.adapters.folders import tensors, write_adapter
 from tests.engine.gguf_files import write_gguf
 from tests.workers.cli.conftest import Run
 from workers.library.reference import BUNDLED
@@ -38,6 +39,27 @@ def test_a_gguf_file_is_a_model_as_a_folder_is(run: Run, tmp_path: Path) -> None
     expected = json.loads(run("run", "tiny", prompt, "--raw", "--max-tokens", "12", "--json", *GREEDY).out)
     assert told["choices"] == expected["choices"]
     assert told["usage"] == expected["usage"]
+
+
+def test_an_adapter_is_applied_by_its_folder(run: Run, engine: Engine, tmp_path: Path) -> None:
+    settings = json.loads((TINY / "config.json").read_text())
+    shape = {name: settings[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    heads = settings["num_attention_heads"]
+    shape |= {"num_attention_heads": heads, "head_dim": settings.get("head_dim", settings["hidden_size"] // heads)}
+    folder = write_adapter(tmp_path / "adapter", tensors(**shape))
+    options = ("--raw", "--max-tokens", "12", "--json", *GREEDY)
+    told = json.loads(run("run", "tiny", "def main():", "--adapter", f"mine={folder}", *options).out)
+    engine.load_adapter("mine", folder)
+    (expected,) = engine.generate(["def main():"], SamplingParams(max_tokens=12, temperature=0), "mine")
+    assert told["choices"][0]["token_ids"] == expected.token_ids
+    assert told["choices"] != json.loads(run("run", "tiny", "def main():", *options).out)["choices"]
+
+
+def test_an_adapter_that_is_none_is_refused(run: Run, tmp_path: Path) -> None:
+    assert "--adapter mine is not NAME=PATH" in run("run", "tiny", "x", "--adapter", "mine").err
+    ran = run("run", "tiny", "x", "--adapter", f"mine={tmp_path}", *GREEDY)
+    assert (ran.status, ran.out) == (2, "")
+    assert "has no adapter_config.json" in ran.err
 
 
 def test_reads_the_prompt_from_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,256 @@
+"""Loads an adapter for a model: checks it against the model's matrices and prepares its products."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.errors import ModelError
+from engine.kernels import PreparedLinear
+from engine.layers import Linear
+from engine.models import Model
+from engine.models.loader import opened_file, read
+from engine.text.adapter import AdapterFiles, LowRankTensors, read_adapter
+from engine.text.tensors import LocatedTensor
+
+#: The module of the output head in checkpoints.
+_HEAD: Final = "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """The change of one product: scale * B A x, for each part of the product that is adapted."""
+
+    down: PreparedLinear
+    """All parts' A, one below another: [rows, inputs] -> [rows, ranks of all parts]."""
+    ups: tuple[tuple[slice, slice, PreparedLinear], ...]
+    """For each part: its outputs, its ranks, and scale * B: [rows, rank] -> [rows, outputs of the part]."""
+
+    def add(self, x: Tensor, out: Tensor, rows: Tensor | None) -> None:
+        """Add the change to `out`, [tokens, outputs], of a product with `x`, [tokens, inputs]. `rows`: int64, the
+        tokens to change; None is all."""
+        inner = self.down(x if rows is None else x[rows])
+        for outputs, ranks, up in self.ups:
+            change = up(inner[:, ranks])
+            if rows is None:
+                out[:, outputs] += change
+            else:
+                out[:, outputs].index_add_(0, rows, change)
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankEmbedding:
+    """The change of an embedding's rows: scale * B A[:, token]."""
+
+    columns: Tensor
+    """A, transposed: [vocabulary, rank]."""
+    up: PreparedLinear
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        return self.up(F.embedding(tokens, self.columns))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """A loaded adapter. It never changes, so any number of requests and threads may share it."""
+
+    version: str
+    """See AdapterFiles."""
+    rank: int
+    """The largest rank of its matrices."""
+    products: Mapping[Linear, LowRank] = field(repr=False)
+    embedding: Tensor | LowRankEmbedding | None = field(default=None, repr=False)
+    """The embedding's own table, [vocabulary, width], or the change of the model's. None: the model's."""
+    head: PreparedLinear | LowRank | None = field(default=None, repr=False)
+    """The product that makes logits, or the change of the model's. None: the model's."""
+    nbytes: int = 0
+    """The bytes that its matrices take."""
+
+
+def load_adapter(folder: str | Path, model: Model, max_bytes: int | None = None) -> Adapter:
+    """Load the adapter in `folder` for `model`. Any thread may call it while the model runs.
+
+    Raises ModelError naming the file, setting or tensor at fault, before anything is read, if the folder is no adapter
+    that is supported, if it does not fit the model, or if it takes more than `max_bytes`; and if values are not finite.
+    """
+    files = read_adapter(folder)
+    return _Loading(files, model).adapter(max_bytes)
+
+
+class _Loading:
+    def __init__(self, files: AdapterFiles, model: Model) -> None:
+        self._files, self._model = files, model
+        self._kernels, self._device = model.kernels, model.device
+        self._parts = {
+            prefix + part: (linear, part) for prefix, linear in model.linears() for part in linear.parts if prefix
+        }
+        self._table_name, self._table = model.embedding()
+        self._open: dict[Path, Any] = {}
+        self._nbytes = 0
+
+    def adapter(self, max_bytes: int | None) -> Adapter:
+        files = self._files
+        products: dict[Linear, dict[str, LowRankTensors]] = defaultdict(dict)
+        head: LowRankTensors | LocatedTensor | None = None
+        embedding: LowRankTensors | LocatedTensor | None = None
+        for module, pair in files.matrices.items():
+            name = self._own_name(module)
+            if name == _HEAD:
+                self._fits(pair, *self._head_shape)
+                head = pair
+                continue
+            linear, part = self._linear(module, name)
+            self._fits(pair, linear.parts[part], linear.inputs)
+            products[linear][part] = pair
+        for module, pair in files.embeddings.items():
+            self._check_embedding(module)
+            rows, width = self._table.shape
+            self._fits(pair, width, rows)
+            embedding = pair
+        for module, whole in files.whole.items():
+            if self._own_name(module) == _HEAD:
+                head = self._replaces(whole, head, self._head_shape)
+            else:
+                self._check_embedding(module)
+                embedding = self._replaces(whole, embedding, self._table.shape)
+        self._check_size(products, head, embedding, max_bytes)
+        with ExitStack() as opened:
+            tensors = [*files.whole.values(), *(t for pair in _pairs(files) for t in (pair.a, pair.b))]
+            for tensor in tensors:
+                if tensor.path not in self._open:
+                    self._open[tensor.path] = opened.enter_context(opened_file(tensor))
+            return Adapter(
+                files.version,
+                files.rank,
+                {linear: self._low_rank(linear.parts, pairs) for linear, pairs in products.items()},
+                self._made_embedding(embedding),
+                self._made_head(head),
+                self._nbytes,
+            )
+
+    # ---- what fits what
+
+    def _own_name(self, module: str) -> str | None:
+        """The model's name of a module of the base's checkpoint; None for a module that the model leaves out."""
+        if module == _HEAD:
+            return _HEAD  # a tied model's checkpoint need not have it
+        own = self._model.canonical(f"{module}.weight")
+        return None if own is None else own.removesuffix(".weight")
+
+    def _linear(self, module: str, name: str | None) -> tuple[Linear, str]:
+        entry = None if name is None else self._parts.get(name)
+        if entry is None or name is None:
+            base = self._files.base
+            raise ModelError(
+                f"{self._files.folder}: the model has no matrix {module}, which the adapter changes"
+                + (f"; the adapter was made for {base}" if base else "")
+            )
+        if ".experts." in name:
+            raise ModelError(f"{self._files.folder}: {module} belongs to an expert; adapters of experts are not served")
+        return entry
+
+    @property
+    def _head_shape(self) -> tuple[int, int]:
+        """The outputs and inputs of the output head."""
+        return self._table.shape
+
+    def _check_embedding(self, module: str) -> None:
+        if self._own_name(module) != self._table_name:
+            raise ModelError(
+                f"{self._files.folder}: {module} is saved whole; of whole matrices only the embedding and the output "
+                f"head are supported (modules_to_save)"
+            )
+
+    def _fits(self, pair: LowRankTensors, outputs: int, inputs: int) -> None:
+        self._check_shape(pair.a, (pair.rank, inputs))
+        self._check_shape(pair.b, (outputs, pair.rank))
+
+    def _replaces(
+        self, whole: LocatedTensor, low_rank: LowRankTensors | LocatedTensor | None, shape: tuple[int, int]
+    ) -> LocatedTensor:
+        if low_rank is not None:
+            raise ModelError(f"{self._files.folder}: {whole.name} is given whole and as a change of low rank")
+        self._check_shape(whole, shape)
+        return whole
+
+    def _check_shape(self, tensor: LocatedTensor, shape: tuple[int, int]) -> None:
+        if tensor.stored.shape != shape:
+            base = self._files.base
+            raise ModelError(
+                f"{tensor.path}: {tensor.name} has shape {list(tensor.stored.shape)}; the model asks for {list(shape)}"
+                + (f" (the adapter was made for {base})" if base else "")
+            )
+
+    def _check_size(
+        self,
+        products: Mapping[Linear, Mapping[str, LowRankTensors]],
+        head: LowRankTensors | LocatedTensor | None,
+        embedding: LowRankTensors | LocatedTensor | None,
+        max_bytes: int | None,
+    ) -> None:
+        pairs = [pair for parts in products.values() for pair in parts.values()]
+        width = self._kernels.weight_dtype.itemsize
+        self._nbytes = width * sum(_numbers(entry) for entry in (*pairs, head, embedding) if entry is not None)
+        if max_bytes is not None and self._nbytes > max_bytes:
+            raise ModelError(
+                f"{self._files.folder}: the adapter takes {self._nbytes} bytes; adapters may take {max_bytes} together"
+            )
+
+    # ---- values
+
+    def _low_rank(self, parts: Mapping[str, int], pairs: Mapping[str, LowRankTensors]) -> LowRank:
+        """`parts`: the outputs of each part of the product, in order. `pairs`: of the parts that are adapted."""
+        downs, ups = [], []
+        output = rank = 0
+        for part, outputs in parts.items():
+            if (pair := pairs.get(part)) is not None:
+                downs.append(self._read(pair.a))
+                up = self._prepared(self._read(pair.b) * pair.scale)
+                ups.append((slice(output, output + outputs), slice(rank, rank + pair.rank), up))
+                rank += pair.rank
+            output += outputs
+        return LowRank(self._prepared(torch.cat(downs)), tuple(ups))
+
+    def _made_embedding(self, entry: LowRankTensors | LocatedTensor | None) -> Tensor | LowRankEmbedding | None:
+        if entry is None:
+            return None
+        if isinstance(entry, LocatedTensor):
+            return self._read(entry).to(self._device, self._model.dtype)
+        columns = self._read(entry.a).T.contiguous().to(self._device, self._kernels.weight_dtype)
+        return LowRankEmbedding(
+            columns.to(self._kernels.compute_dtype), self._prepared(self._read(entry.b) * entry.scale)
+        )
+
+    def _made_head(self, entry: LowRankTensors | LocatedTensor | None) -> PreparedLinear | LowRank | None:
+        if entry is None:
+            return None
+        if isinstance(entry, LocatedTensor):
+            return self._prepared(self._read(entry))
+        return self._low_rank({_HEAD: self._head_shape[0]}, {_HEAD: entry})
+
+    def _read(self, tensor: LocatedTensor) -> Tensor:
+        """A tensor's values in fp32, on the host. Raises ModelError if they are not finite."""
+        values = read(self._open[tensor.path], tensor).float()
+        if not bool(values.isfinite().all()):
+            raise ModelError(f"{tensor.path}: {tensor.name} has values that are not finite (NaN or infinity)")
+        return values
+
+    def _prepared(self, weight: Tensor) -> PreparedLinear:
+        return self._kernels.prepare_adapter(weight.to(self._device, self._kernels.weight_dtype).contiguous())
+
+
+def _pairs(files: AdapterFiles) -> Iterable[LowRankTensors]:
+    return (*files.matrices.values(), *files.embeddings.values())
+
+
+def _numbers(entry: LowRankTensors | LocatedTensor) -> int:
+    tensors = (entry,) if isinstance(entry, LocatedTensor) else (entry.a, entry.b)
+    return sum(rows * columns for rows, columns in (tensor.stored.shape for tensor in tensors))
