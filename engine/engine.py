@@ -74,7 +74,8 @@ class Engine(StepLoop):
         if draft is not None:
             check_same_tokens(self.tokenizer, model, Path(str(config.draft_model)), draft)
         self._model = model
-        self._adapter_bytes = config.adapter_bytes
+        #: The bytes that loaded adapters may take together.
+        self.adapter_bytes = config.adapter_bytes
         self._adapters: AdapterTable[Adapter] = AdapterTable()
         self._loading = threading.Lock()
         self._ids = itertools.count()
@@ -157,13 +158,13 @@ class Engine(StepLoop):
         """Load the LoRA adapter in the folder `path`, as PEFT saves one, for requests whose `adapter` is `name`.
 
         Running steps go on meanwhile; calls wait for each other. Raises ModelError naming what is wrong with the
-        folder, if it does not fit the model, or if there is no room for it in `EngineConfig.adapter_bytes`; EngineError
-        if the name is empty or taken by another adapter.
+        folder, or if it does not fit the model; AdapterRoomError if there is no room for it in
+        `EngineConfig.adapter_bytes`; EngineError if the name is empty or taken by another adapter.
         """
         if not name:
             raise EngineError("an adapter's name is empty")
         with self._loading:
-            room = self._adapter_bytes - sum(adapter.nbytes for adapter in self.adapters.values())
+            room = self.adapter_bytes - sum(adapter.nbytes for adapter in self.adapters.values())
             adapter = load_adapter(path, self._model, max_bytes=room)
             self._adapters.add(name, adapter)
             return adapter

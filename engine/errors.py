@@ -115,6 +115,14 @@ class ModelError(EngineError):
     """A model folder that cannot be served; the message names the file, tensor or setting at fault."""
 
 
+class AdapterRoomError(ModelError):
+    """An adapter for which the loaded ones leave no room. `nbytes`: what it takes."""
+
+    def __init__(self, message: str, nbytes: int) -> None:
+        super().__init__(message)
+        self.nbytes = nbytes
+
+
 class DeviceLostError(EngineError):
     """The device no longer works for this process. Only a new process can use it."""
 

@@ -21,6 +21,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,6 +142,7 @@ class StubEngine:
         self.hold_at = int(os.environ.get("STUB_HOLD_AT", "0"))
         self.go = os.environ.get("STUB_GO", "")
         self.sick = os.environ.get("STUB_SICK", "")
+        self.adapters: dict[str, Any] = {}
         self._failed: dict[str, int] = {}
         self._inbox: deque[tuple[Request, Any]] = deque()
         self._aborts: deque[str] = deque()
@@ -151,6 +153,13 @@ class StubEngine:
         self._generated = self._steps = self._aborted = self._not_finite = 0
         self._thread = threading.Thread(target=self._loop, name="stub-engine", daemon=True)
         self._thread.start()
+
+    def load_adapter(self, name: str, path: str) -> Any:
+        """Loads any adapter, once the file STUB_ADAPTERS is there."""
+        while not Path(os.environ.get("STUB_ADAPTERS", "/")).exists():
+            time.sleep(0.01)
+        self.adapters[name] = SimpleNamespace(nbytes=1, rank=1)
+        return self.adapters[name]
 
     def submit(self, request: Request, on_event: Any) -> None:
         if len(request.prompt_ids) + (request.params.max_tokens or 1) > self.max_model_len:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.errors import ModelError
+from engine.errors import AdapterRoomError, ModelError
 from engine.kernels import PreparedLinear
 from engine.layers import Linear
 from engine.models import Model
@@ -78,8 +78,9 @@ class Adapter:
 def load_adapter(folder: str | Path, model: Model, max_bytes: int | None = None) -> Adapter:
     """Load the adapter in `folder` for `model`. Any thread may call it while the model runs.
 
-    Raises ModelError naming the file, setting or tensor at fault, before anything is read, if the folder is no adapter
-    that is supported, if it does not fit the model, or if it takes more than `max_bytes`; and if values are not finite.
+    Raises ModelError naming the file, setting or tensor at fault if the folder is no adapter that is supported, or does
+    not fit the model, and AdapterRoomError if it takes more than `max_bytes`: both before any value is read. Raises
+    ModelError, too, for values that are not finite.
     """
     files = read_adapter(folder)
     return _Loading(files, model).adapter(max_bytes)
@@ -200,8 +201,9 @@ class _Loading:
         width = self._kernels.weight_dtype.itemsize
         self._nbytes = width * sum(_numbers(entry) for entry in (*pairs, head, embedding) if entry is not None)
         if max_bytes is not None and self._nbytes > max_bytes:
-            raise ModelError(
-                f"{self._files.folder}: the adapter takes {self._nbytes} bytes; adapters may take {max_bytes} together"
+            raise AdapterRoomError(
+                f"{self._files.folder}: the adapter takes {self._nbytes} bytes; there is room for {max_bytes}",
+                self._nbytes,
             )
 
     # ---- values
@@ -238,7 +240,8 @@ class _Loading:
 
     def _read(self, tensor: LocatedTensor) -> Tensor:
         """A tensor's values in fp32, on the host. Raises ModelError if they are not finite."""
-        values = read(self._open[tensor.path], tensor).float()
+        # A copy: the file may change, or shrink, once the adapter is loaded.
+        values = read(self._open[tensor.path], tensor).to(torch.float32, copy=True)
         if not bool(values.isfinite().all()):
             raise ModelError(f"{tensor.path}: {tensor.name} has values that are not finite (NaN or infinity)")
         return values

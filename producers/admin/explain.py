@@ -42,8 +42,8 @@ class Attempt:
     worker: str | None
     """The worker's incarnation."""
     why: str
-    """The cause of end: `died`, `drained`, `preempted`, `lease_lost`, `breaker`; `failed`: the engine failed it, and
-    Celery tries it again; `ended`: the task ended. Or `running`."""
+    """The cause of end: `died`, `drained`, `preempted`, `lease_lost`, `breaker`; `adapter_loading`: its adapter was not
+    loaded yet; `failed`: the engine failed it, and Celery tries it again; `ended`: the task ended. Or `running`."""
     at: float | None = None
     """Time at which that end was known, unix seconds."""
     duration_s: float | None = None
@@ -146,11 +146,11 @@ def reasons(observed: Observation) -> list[Reason]:
         return [Reason("submitting", "its message is on its way into the queue; a sweeper sends it if its sender died")]
     if observed.queue_position is not None and observed.queue_position.due_s is not None:
         text = f"its message was given back with a delay, and is due in {observed.queue_position.due_s:.1f} s"
-        return [Reason("delayed", text), *_workers(observed)]
+        return [*_adapter(observed), Reason("delayed", text), *_workers(observed)]
     if observed.fetched:
         text = "its message is in no queue: a worker has fetched it and not begun, or is giving it back"
-        return [Reason("fetched", text), *_workers(observed)]
-    return [*_workers(observed), *_tasks_ahead(observed), *_room(observed), *_held_back(observed)]
+        return [*_adapter(observed), Reason("fetched", text), *_workers(observed)]
+    return [*_adapter(observed), *_workers(observed), *_tasks_ahead(observed), *_room(observed), *_held_back(observed)]
 
 
 def _inside(observed: Observation) -> Iterator[Reason]:
@@ -171,6 +171,16 @@ def _inside(observed: Observation) -> Iterator[Reason]:
             yield Reason(
                 "kv_room", f"it may need {observed.tokens} tokens of KV cache, and {has} free in worker {name}"
             )
+
+
+def _adapter(observed: Observation) -> Iterator[Reason]:
+    """Workers that load its adapter."""
+    adapter = observed.record.fields.get("adapter")
+    for worker in observed.workers if adapter is not None else ():
+        adapters = worker.get("adapters")
+        loading = adapters.get("loading") if isinstance(adapters, dict) else None
+        if isinstance(loading, list) and adapter in loading:
+            yield Reason("adapter_loading", f"worker {worker.get('worker')} loads its adapter, version {adapter}")
 
 
 def _busy(worker: Lease) -> bool:

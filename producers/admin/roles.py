@@ -76,8 +76,8 @@ _TASKS: Final = (
     "penstock:kept:* penstock:webhooks:waiting penstock:webhooks:waiting:*"
 )
 _TASKS_READ: Final = (
-    "penstock:webhooks:endpoints penstock:webhooks:endpoints:* penstock:pools penstock:models penstock:routes "
-    "penstock:ejected:* penstock:epoch"
+    "penstock:webhooks:endpoints penstock:webhooks:endpoints:* penstock:pools penstock:models penstock:adapters "
+    "penstock:routes penstock:ejected:* penstock:epoch"
 )
 _TASKS_CHANNELS: Final = "penstock:tokens:* penstock:control:* penstock:alive:* penstock:webhooks:wake"
 #: The broker's books of what waits and what workers have.
@@ -101,7 +101,8 @@ _RESULTS: Final = "celery-task*"
 _WORKER: Final = Rights(
     f"{_TASKS} {_DELIVERIES} {_QUEUES} {_CELERY} {_RESULTS} penstock:models penstock:routes penstock:pools "
     "penstock:profiles penstock:ejected:* penstock:blob:* penstock:joins penstock:metrics:*",
-    "penstock:webhooks:endpoints penstock:webhooks:endpoints:* penstock:rollouts penstock:epoch penstock:revoked",
+    "penstock:webhooks:endpoints penstock:webhooks:endpoints:* penstock:rollouts penstock:epoch penstock:revoked "
+    "penstock:adapters penstock:adapter:*",
     f"{_TASKS_CHANNELS} {_CELERY_CHANNELS} {_RESULTS}",
 )
 _AUTOSCALER: Final = Rights(
@@ -159,8 +160,9 @@ ROLES: Final[dict[str, Rights]] = {
         "penstock:task:* penstock:stream:* penstock:result:* penstock:idempotency:* penstock:idempotent:* "
         "penstock:batch:* penstock:file:* penstock:webhooks:row:* penstock:webhooks:due penstock:webhooks:delivered "
         "penstock:webhooks:dead penstock:webhooks:endpoints penstock:webhooks:secrets penstock:replies:* "
-        "penstock:models penstock:routes penstock:pools penstock:profiles penstock:rollouts penstock:schedules "
-        "penstock:blob:* penstock:inbox:* penstock:limits:* penstock:erased:* penstock:keys penstock:tenants:limits "
+        "penstock:models penstock:adapters penstock:adapter:* penstock:routes penstock:pools penstock:profiles "
+        "penstock:rollouts penstock:schedules penstock:blob:* penstock:inbox:* penstock:limits:* penstock:erased:* "
+        "penstock:keys penstock:tenants:limits "
         "penstock:audit penstock:audit:* penstock:ledger penstock:usage penstock:usage:* penstock:epoch penstock:dead "
         "penstock:weights penstock:sqs:* penstock:sorted:* penstock:deliveries:tokens penstock:incarnations "
         f"penstock:revoked penstock:queue:* {_RESULTS}",

@@ -54,6 +54,7 @@ TRIES: Final = 50
 NAMES: Final = (
     keys.REVOKED,
     *(keys.MODELS, keys.ROUTES, keys.POOLS, keys.PROFILES, keys.ROLLOUTS, keys.SCHEDULES, "penstock:sqs:queues"),
+    keys.ADAPTERS,
     *(
         keys.AUDIT,
         keys.AUDIT_ENDPOINTS,
@@ -65,7 +66,7 @@ NAMES: Final = (
 )
 #: Patterns of further keys that are copied whole.
 PATTERNS: Final = (
-    *("penstock:blob:*", "penstock:inbox:*", "celery-task-meta-*", "penstock:idempotent:*"),
+    *("penstock:blob:*", "penstock:adapter:*", "penstock:inbox:*", "celery-task-meta-*", "penstock:idempotent:*"),
     *("penstock:limits:*", "penstock:erased:*"),
 )
 #: Beginnings of names that match a pattern and are left out.

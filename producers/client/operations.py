@@ -28,6 +28,7 @@ from producers.errors import (
     shown,
 )
 from producers.store import idempotency, protocol
+from producers.store.fleet import adapters
 from producers.store.idempotency import Entry, KeyBound
 
 #: Default time (s) for which a client retries a failing connection.
@@ -103,9 +104,11 @@ def delete(task_id: str, patience_s: float) -> Steps[None]:
 
 
 def models(patience_s: float) -> Steps[list[dict[str, Any]]]:
-    """The cards of all models that take tasks, by name."""
-    (raw,) = yield from persistently(Read((("HGETALL", keys.MODELS),)), patience_s)
-    return list(listed(raw).values())
+    """The cards of all models that take tasks, by name, and then those of their adapters."""
+    commands = (("HGETALL", keys.MODELS), ("HGETALL", keys.ADAPTERS))
+    models_raw, adapters_raw = yield from persistently(Read(commands), patience_s)
+    cards = listed(models_raw)
+    return [*cards.values(), *adapters.listed(adapters_raw, cards)]
 
 
 def not_found(task_id: str) -> TaskNotFound:

@@ -12,7 +12,7 @@ import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from producers.client.steps import FAILURES, Read, Send, Steps, lost, persistently
@@ -25,6 +25,7 @@ from producers.contract.task import Task
 from producers.errors import InvalidTask, SubmitFailed, TaskErased, TaskExists, TokenizerChanged, UnknownModel, shown
 from producers.release import release
 from producers.store import protocol
+from producers.store.fleet import adapters
 from producers.store.usage.limits import Charge
 from producers.store.waiting import Room, refused
 
@@ -113,6 +114,10 @@ class Directory:
         hidden = read is not None and "withdrawn" in read
         if read is None or hidden:
             self._models.pop(model, None)
+        if read is None:
+            adapter = yield from self._adapter(model, patience_s, withdrawn=withdrawn)
+            if adapter is not None:
+                return adapter
         if read is None or (hidden and not withdrawn):
             (cards,) = yield from persistently(Read((("HGETALL", keys.MODELS),)), patience_s)
             names = list(listed(cards))
@@ -127,6 +132,19 @@ class Directory:
             read_at=time.monotonic(),
         )
         if not hidden:
+            self._models[model] = resolved
+        return resolved
+
+    def _adapter(self, model: str, patience_s: float, *, withdrawn: bool) -> Steps[ResolvedModel | None]:
+        """The base's queue, with the adapter's card, of a model that is the name of an adapter, or BASE:NAME."""
+        base, name = adapters.names_of(model)
+        (raw,) = yield from persistently(Read((("HGET", keys.ADAPTERS, name),)), patience_s)
+        adapter = adapters.StoredAdapter.parse(raw)
+        if adapter is None or base not in ("", adapter.base):
+            return None
+        resolved = yield from self.find(adapter.base, patience_s, withdrawn=withdrawn)
+        resolved = replace(resolved, card=adapter.card(resolved.card))
+        if "withdrawn" not in resolved.card:
             self._models[model] = resolved
         return resolved
 
@@ -208,7 +226,7 @@ def record_fields(task: Task, model: ResolvedModel) -> dict[str, str | int]:
     fields: dict[str, str | int] = {
         "task": task.to_json(),
         "release": release(),
-        "model": task.model,
+        "model": model.card["name"],
         "version": model.card["version"],
         "encoding": model.encoding,
         "queue": levels.queue_of(model.queue, task.level),
@@ -216,6 +234,8 @@ def record_fields(task: Task, model: ResolvedModel) -> dict[str, str | int]:
         "n": task.n,
         "tokens": task.kv_tokens(int(model.card["context_length"])),
     }
+    if task.adapter is not None:
+        fields["adapter"] = task.adapter
     if task.kind != "generate":
         fields["result_bytes"] = task.result_bytes(model.card)
     if task.level:

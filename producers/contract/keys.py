@@ -48,6 +48,7 @@ WAITING_MEMORY: Final = "penstock:waiting:memory"  # hash: the last look at the 
 WAITING_KEYS: Final = "penstock:waiting:keys"  # hash: API key's id -> the same
 READERS: Final = "penstock:readers"  # zset: task id -> ms; end of its reader lease
 MODELS: Final = "penstock:models"  # hash: model name -> card (JSON)
+ADAPTERS: Final = "penstock:adapters"  # hash: adapter's name -> what it is (JSON, `producers.store.fleet.adapters`)
 ROUTES: Final = "penstock:routes"  # hash: model name -> queue of a pool; earlier releases sent tasks there
 BATCHES: Final = "penstock:batches"  # zset: batch id -> ms; batches that have not ended, or are yet to be tidied up
 BATCH_INDEX: Final = "penstock:batches:index"  # zset: batch id -> 0; all batches; ids sort by time
@@ -97,6 +98,11 @@ def metrics(model: str) -> str:
 def metrics_mark(source: str) -> str:
     """String: the last increments of a worker's process, or of the ledger, that are in those hashes."""
     return f"penstock:metrics:mark:{source}"
+
+
+def adapter(version: str) -> str:
+    """Hash: the files of an adapter in pieces, by `<file>:<number>`."""
+    return f"penstock:adapter:{version}"
 
 
 def task(task_id: str) -> str:

@@ -8,6 +8,7 @@
 | `model`, `queue`, `tier`, `n` | name, version's queue, service tier, choices |
 | `level` | the level of its worker's release that it needs, if above those of all (`producers.contract.levels`) |
 | `release` | the release of Penstock that made the record (`producers.release`) |
+| `adapter` | the version of the adapter that runs it, if its model is one |
 | `encoding` | digest of the tokenizer's and template's files of that version, which make its token ids |
 | `version`, `fingerprint` | the version that runs it; the engine fingerprint of the pool that started it last |
 | `tenant`, `order_key` | the task's tenant and order key, if it names them |

@@ -474,6 +474,11 @@ class Task(BaseModel):
     webhook: OwnWebhook | None = Field(
         None, exclude=True, description="an object with a url, and optionally a secret and events"
     )
+    adapter: str | None = Field(
+        None,
+        pattern="^[0-9a-f]{12}$",
+        description="the version of the adapter that the model names; unset: the present one",
+    )
     ttl: int | None = Field(
         None, ge=60, le=MAX_TTL_S, description=f"seconds that the result is kept, from 60 to {MAX_TTL_S} (30 days)"
     )
@@ -664,6 +669,12 @@ class Task(BaseModel):
         if self.kind != "generate":
             self._check_texts(card, context, vocabulary)
             return
+        current = card.get("adapter", {}).get("version")
+        if self.adapter is not None and self.adapter != current:
+            has = "has no adapter" if current is None else f"has the adapter version {current}"
+            raise InvalidTask(
+                ErrorText.of("{adapter} is {}, and model {} {}", self.adapter, shown(self.model), has), param="adapter"
+            )
         if self.messages is not None and "chat" not in card["capabilities"]:
             raise InvalidTask(
                 ErrorText.of("model {} has no chat template; give a prompt in place of {messages}", shown(self.model)),
@@ -891,6 +902,8 @@ class Task(BaseModel):
         if self.kind != "generate":
             return self
         update = filled({name: getattr(self, name) for name in DEFAULTS}, card.get("defaults", {}))
+        if "adapter" in card:
+            update["adapter"] = card["adapter"]["version"]
         if (formed := self.formed()) is not self:
             update |= {name: getattr(formed, name) for name in (*FORMS, "open_objects")}
         if self.seed is None:

@@ -88,7 +88,7 @@ EXPOSED: Final = (
 )
 
 
-@models_router.get("", dependencies=READS, response_model=views.ModelList)
+@models_router.get("", dependencies=READS, response_model=views.ModelList, response_model_exclude_none=True)
 async def listed(request: Request) -> views.ModelList:
     """List the models that the caller may use."""
     cards = await gateway_of(request).client.models()
@@ -96,7 +96,13 @@ async def listed(request: Request) -> views.ModelList:
     return views.ModelList(data=[views.ModelView.of(card) for card in usable])
 
 
-@models_router.get("/{name:path}", dependencies=READS, response_model=views.ModelView, responses=views.errors(404))
+@models_router.get(
+    "/{name:path}",
+    dependencies=READS,
+    response_model=views.ModelView,
+    response_model_exclude_none=True,
+    responses=views.errors(404),
+)
 async def one(request: Request, name: str) -> views.ModelView:
     """Get one model. Its name may have slashes."""
     check_sees(principal_of(request), name)

@@ -31,6 +31,7 @@ _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 #: The record's fields that tell what keeps a task.
 FIELDS: Final = (
     *("status", "model", "version", "queue", "tier", "tokens", "tenant", "fingerprint", "owner", "claim", "first"),
+    "adapter",
 )
 
 

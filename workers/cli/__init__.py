@@ -38,6 +38,7 @@ MODULES: Final = {
     "tasks": "submit embed tail result cancel explain tasks",
     "batch": "batch",
     "models": "models",
+    "adapters": "adapters",
     "prepare": "quantize warm",
     "worker": "worker",
     "gateway": "gateway",

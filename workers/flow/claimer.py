@@ -29,6 +29,7 @@ from producers.contract.task import Task
 from producers.errors import InvalidTask
 from producers.store.protocol import Claimed, claim, is_last_chance, read_claim, release
 from workers.connect import LOST, connect
+from workers.flow.adapters import AdapterLoader
 from workers.flow.deliveries import Deliveries
 from workers.flow.finisher import Finisher
 from workers.flow.publisher import Publisher
@@ -50,7 +51,13 @@ SAMPLING = tuple(field.name for field in fields(SamplingParams))
 
 class Claimer(threading.Thread):
     def __init__(
-        self, served: Served, deliveries: Deliveries, clock: Clock, publisher: Publisher, finisher: Finisher
+        self,
+        served: Served,
+        deliveries: Deliveries,
+        clock: Clock,
+        publisher: Publisher,
+        finisher: Finisher,
+        adapters: AdapterLoader,
     ) -> None:
         super().__init__(name="penstock-claimer", daemon=True)
         self._served = served
@@ -58,6 +65,7 @@ class Claimer(threading.Thread):
         self._clock = clock
         self._publisher = publisher
         self._finisher = finisher
+        self._adapters = adapters
         self._redis = connect(served.settings.store)
         self._queue: queue.SimpleQueue[tuple[Delivery, Decode | None] | None] = queue.SimpleQueue()
         self._chat = ChatPrompts(served.files, served.engine.tokenizer, served.engine.max_model_len)
@@ -240,8 +248,12 @@ class Claimer(threading.Thread):
         self._look_again(delivery)
 
     def _submit(self, delivery: Delivery) -> bool:
-        """Hands a task to the engine. False if our life ended meanwhile. Raises the error that keeps it from being
-        started."""
+        """Hands a task to the engine. False if our life ended meanwhile, or if its adapter is being loaded: then it
+        goes back for a moment. Raises the error that keeps it from being started."""
+        adapter = None if delivery.record is None else delivery.record.fields.get("adapter")
+        if adapter is not None and not self._adapters.ready(adapter):
+            self._finisher.let_go(delivery, self._adapters.delay(adapter), "adapter_loading")
+            return False
         request = self._request(delivery)
         delivery.prompt_ids = request.prompt_ids
         delivery.prompt_tokens = len(request.prompt_ids)
@@ -291,6 +303,7 @@ class Claimer(threading.Thread):
             salt=task.tenant or "",
             tenant=task.tenant or "",
             weight=self._served.weights.get(task.tenant or "", 1.0),
+            adapter=record.fields.get("adapter", ""),
             resume=self._published(delivery) if any(delivery.base) else [],
         )
 

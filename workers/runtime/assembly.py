@@ -20,6 +20,7 @@ from producers.contract.profile import Profile
 from producers.release import release
 from workers.breaker import Breaker, Window, kind_of
 from workers.flow import probe
+from workers.flow.adapters import AdapterLoader
 from workers.flow.celery_side import CelerySide
 from workers.flow.claimer import Claimer
 from workers.flow.deliveries import Acker, Deliveries
@@ -68,7 +69,8 @@ class Runtime:
             served, self.deliveries, self.finisher, self._break_down, self.measured, self.breaker
         )
         shared = (self.deliveries, clock, self.publisher, self.finisher)
-        self.claimer = Claimer(served, *shared)
+        self.adapters = AdapterLoader(served, self.deliveries)
+        self.claimer = Claimer(served, *shared, self.adapters)
         self.celery = CelerySide(
             served, self.deliveries, clock, self.claimer, self.publisher, self.finisher, self.acker.broker, self.breaker
         )
@@ -97,6 +99,7 @@ class Runtime:
             Part(self.finisher.start, self.finisher.stop),  # once all has ended or is let go
             Part(None, self.drain.let_go),  # what is left, once its tokens are published
             Part(self.publisher.start, self.publisher.stop),  # once nobody begins or ends a task any more
+            Part(self.adapters.start, self.adapters.stop),  # once no task asks for one any more
             Part(self.claimer.start, self.claimer.stop),  # once nothing more comes
             Part(None, self.drain.abort),  # before the claimer, which may be waiting for the engine
             Part(self.intake.start, self._fetch_no_more),  # first, when the drain begins
@@ -238,5 +241,6 @@ class Runtime:
                 "slowness": None if slow is None else round(slow.ratio, 2),
                 "figures": self.window.figures().to_dict(),
                 **({} if gpu is None else {"gpu": gpu}),
+                **({"adapters": adapters} if (adapters := self.adapters.describe()) else {}),
             }
         )

@@ -36,9 +36,17 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: Error code of a task that failed through no fault of its request -> HTTP status. Other codes are a worker's refusals.
-FAULTS: Final = {"engine_error": 500, "dead_lettered": 500, "failed": 500, "release_missing": 503, "expired": 504}
+FAULTS: Final = {
+    "engine_error": 500,
+    "dead_lettered": 500,
+    "failed": 500,
+    "adapter_broken": 500,
+    "adapter_not_found": 404,
+    "release_missing": 503,
+    "expired": 504,
+}
 #: Codes for which a retry is useless: it would wait as long, or kill as many workers.
-FINAL: Final = ("dead_lettered", "release_missing", "expired")
+FINAL: Final = ("dead_lettered", "adapter_broken", "release_missing", "expired")
 
 
 class Foreground:

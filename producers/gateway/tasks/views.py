@@ -189,6 +189,13 @@ class TaskList(BaseModel):
     has_more: bool = Field(description="whether there may be more")
 
 
+class AdapterView(BaseModel):
+    """A LoRA adapter."""
+
+    version: str
+    rank: int
+
+
 class ModelView(BaseModel):
     """A model in OpenAI's form, with further fields from its card."""
 
@@ -202,11 +209,15 @@ class ModelView(BaseModel):
     capabilities: list[str]
     defaults: dict[str, Any]
     """The sampling parameters that the model has of its own."""
+    parent: str | None = None
+    """Of an adapter, the model that it changes."""
+    adapter: AdapterView | None = None
 
     @classmethod
     def of(cls, card: Mapping[str, Any]) -> Self:
         same = ("created", "version", "context_length", "vocab_size", "capabilities")
-        return cls(id=card["name"], defaults=card.get("defaults", {}), **{name: card[name] for name in same})
+        more = {name: card[name] for name in ("parent", "adapter") if name in card}
+        return cls(id=card["name"], defaults=card.get("defaults", {}), **{name: card[name] for name in same}, **more)
 
 
 class ModelList(BaseModel):

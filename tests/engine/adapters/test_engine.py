@@ -88,7 +88,7 @@ def test_loaded_adapters_stay_within_their_memory(base: Path, tmp_path: Path) ->
     size = 4 * sum(value.numel() for value in tensors().values())
     with Engine.load(base, EngineConfig(adapter_bytes=2 * size - 1)) as engine:
         engine.load_adapter("one", write_adapter(tmp_path / "one"))
-        with pytest.raises(ModelError, match=f"adapters may take {size - 1} together"):
+        with pytest.raises(ModelError, match=f"there is room for {size - 1}"):
             engine.load_adapter("two", write_adapter(tmp_path / "two", tensors(seed=1)))
         engine.unload_adapter("one")
         engine.load_adapter("two", tmp_path / "two")

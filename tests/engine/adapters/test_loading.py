@@ -124,7 +124,7 @@ def test_one_that_takes_more_than_there_is_room_for_is_refused_before_it_is_read
     values = changed(A=torch.full((2, 64), math.nan))  # reading it would tell
     size = 4 * sum(value.numel() for value in values.values())
     folder = write_adapter(tmp_path, values)
-    with pytest.raises(ModelError, match=f"the adapter takes {size} bytes; adapters may take {size - 1} together"):
+    with pytest.raises(ModelError, match=f"the adapter takes {size} bytes; there is room for {size - 1}"):
         load_adapter(folder, model, max_bytes=size - 1)
 
 

@@ -402,7 +402,7 @@ def test_every_key_of_the_store_is_somebodys() -> None:
     names = [value for name, value in vars(keys).items() if name.isupper() and str(value).startswith("penstock:")]
     texts = [pattern for rights in ROLES.values() for pattern in (*rights.keys.split(), *rights.channels.split())]
     patterns = [pattern for pattern in texts if pattern != "penstock:*"]
-    operators = {keys.EPOCH, keys.RESTORE, keys.ROLLOUTS}
+    operators = {keys.EPOCH, keys.RESTORE, keys.ROLLOUTS, keys.ADAPTERS}
     assert {name for name in names if not any(fnmatch(name, pattern) for pattern in patterns)} == operators
 
 

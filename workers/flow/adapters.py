@@ -1,0 +1,177 @@
+"""Loads the adapters that tasks ask for into the engine, on a thread of its own, and unloads others to make room.
+
+    claimer ─▶ `ready`: yes ─▶ the task begins
+                        no  ─▶ asked for here; the task goes back to the front of its list for a moment (RELEASE, BACK)
+    this thread: the files from the store ─▶ Engine.load_adapter ─▶ while there is no room: the adapter goes that was
+    used least lately, unless a task runs with it or it was used a moment ago
+
+So no step and no other task waits for it. Adapters are loaded in the order in which tasks asked, and each stays for
+GRACE_S, so two that have no room beside each other take turns.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+from engine.errors import AdapterRoomError, EngineError, RequestError
+from producers.connection.log_throttle import warn_throttled
+from producers.store.fleet.adapters import AdapterGone, fetch
+from workers.connect import LOST, connect
+from workers.flow.deliveries import Deliveries
+from workers.state.served import Served
+
+logger = logging.getLogger(__name__)
+
+#: Time (s) for which an adapter stays from its last use on, and for which a failure to load one is remembered.
+GRACE_S, FAILED_S = 2.0, 5.0
+#: Times (s) after which a task asks again, at first and once loading takes longer than LONG_S.
+SOON_S, LATER_S, LONG_S = 0.05, 0.5, 1.0
+#: Most adapters that are asked for, and most failures that are remembered.
+MAX_WANTED, MAX_FAILED = 256, 256
+RETRY_S = 0.2
+#: Most versions of each kind that the lease lists.
+MAX_LISTED: Final = 32
+
+
+class AdapterLoader(threading.Thread):
+    """Thread-safe. Adapters have their versions as names in the engine."""
+
+    def __init__(self, served: Served, deliveries: Deliveries) -> None:
+        super().__init__(name="penstock-adapters", daemon=True)
+        self._engine = served.engine
+        self._store = served.settings.store
+        self._deliveries = deliveries
+        self._changed = threading.Condition()
+        # Guarded by it: versions asked for, in order, with the time; times of last use; failures with their times.
+        self._wanted: dict[str, float] = {}
+        self._used: dict[str, float] = {}
+        self._failed: dict[str, tuple[RequestError, float]] = {}
+        self._stopping = False
+
+    def ready(self, version: str) -> bool:
+        """Whether a task with this adapter may begin now. Otherwise the adapter is to be loaded.
+
+        Raises RequestError if it could not be loaded.
+        """
+        now = time.monotonic()
+        with self._changed:
+            if version in self._loaded():
+                self._used[version] = now
+                return True
+            error, at = self._failed.get(version, (None, 0.0))
+            if error is not None and now - at < FAILED_S:
+                raise error
+            if len(self._wanted) < MAX_WANTED:
+                self._wanted.setdefault(version, now)
+                self._changed.notify_all()
+            return False
+
+    def delay(self, version: str) -> float:
+        """The time (s) after which a task that waits for this adapter asks again."""
+        with self._changed:
+            asked = self._wanted.get(version, 0.0)
+        return SOON_S if time.monotonic() - asked < LONG_S else LATER_S
+
+    def describe(self) -> dict[str, list[str]]:
+        """The versions that are loaded, and those that are being loaded, for the lease; {} where there are none."""
+        with self._changed:
+            loading = [*self._wanted][:MAX_LISTED]
+        loaded = [*self._loaded()][:MAX_LISTED]
+        return {"loaded": loaded, "loading": loading} if loaded or loading else {}
+
+    def stop(self, timeout: float) -> bool:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self.is_alive():
+            self.join(timeout)
+        return not self.is_alive()
+
+    def run(self) -> None:
+        redis = None
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted or self._stopping)
+                if self._stopping:
+                    return
+                version = next(iter(self._wanted))
+            error = None
+            try:
+                redis = connect(self._store) if redis is None else redis
+                self._load(redis, version)
+            except LOST as exc:
+                warn_throttled(logger, "Cannot read adapter %s, trying again: %s", version, exc)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopping, RETRY_S)
+                continue
+            except AdapterGone as exc:
+                error = RequestError(str(exc), param="model", code="adapter_not_found")
+            except EngineError as exc:
+                text = f"the adapter with the version {version} cannot be served: {exc}"
+                error = RequestError(text, param="model", code="adapter_broken")
+            except Exception as exc:
+                logger.exception("Adapter %s could not be loaded", version)
+                error = RequestError(f"the adapter could not be loaded: {exc!r}", param="model", code="adapter_broken")
+            self._loaded_or_failed(version, error)
+
+    def _loaded(self) -> dict[str, Any]:
+        adapters: dict[str, Any] = getattr(self._engine, "adapters", {})
+        return adapters
+
+    def _load(self, redis: Any, version: str) -> None:
+        with TemporaryDirectory(prefix="penstock-adapter-") as folder:
+            fetch(redis, version, Path(folder))
+            began = time.monotonic()
+            adapter: Any = None
+            while adapter is None:
+                try:
+                    adapter = self._engine.load_adapter(version, folder)
+                except AdapterRoomError as error:
+                    if error.nbytes > self._engine.adapter_bytes:
+                        raise
+                    with self._changed:
+                        if not self._unload_one():
+                            self._changed.wait_for(lambda: self._stopping, SOON_S)
+                        if self._stopping:
+                            return
+            size, seconds = adapter.nbytes / 1e6, time.monotonic() - began
+            logger.info("Adapter %s is loaded: rank %d, %.1f MB, %.2f s", version, adapter.rank, size, seconds)
+
+    def _unload_one(self) -> bool:
+        """Unload the adapter that was used least lately. False if all are in use. Called with the lock held."""
+        in_use = {
+            delivery.record.fields.get("adapter")
+            for delivery in list(self._deliveries.running.values())
+            if delivery.record is not None
+        }
+        now = time.monotonic()
+        idle = [
+            version
+            for version in self._loaded()
+            if version not in in_use and now - self._used.get(version, 0.0) >= GRACE_S
+        ]
+        if not idle:
+            return False
+        version = min(idle, key=lambda version: self._used.get(version, 0.0))
+        self._engine.unload_adapter(version)
+        self._used.pop(version, None)
+        logger.info("Adapter %s is unloaded: others need its room", version)
+        return True
+
+    def _loaded_or_failed(self, version: str, error: RequestError | None) -> None:
+        now = time.monotonic()
+        with self._changed:
+            self._wanted.pop(version, None)
+            self._failed.pop(version, None)
+            if error is None:
+                self._used[version] = now
+                return
+            self._failed[version] = error, now
+            while len(self._failed) > MAX_FAILED:
+                del self._failed[next(iter(self._failed))]
+        logger.warning("Tasks with adapter %s fail: %s", version, error)
