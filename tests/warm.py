@@ -43,9 +43,9 @@ _IMPORTS = """
     celery.backends.redis celery.events celery.fixups.django celery.worker.autoscale celery.worker.consumer
     celery.worker.consumer.delayed_delivery celery.worker.control celery.worker.heartbeat celery.worker.loops
     celery.worker.request celery.worker.strategy encodings.idna importlib.resources.readers
-    producers.broker.memory producers.broker.redis.books producers.broker.redis.broker producers.broker.sqs.check
+    producers.broker.memory producers.broker.redis.calls producers.broker.redis.broker producers.broker.sqs.check
     producers.broker.sqs.consumer producers.broker.sqs.operator producers.broker.sqs.receiver
-    producers.broker.sqs.repair producers.sources.settings
+    producers.broker.sqs.operator producers.sources.settings
     hiredis redis.asyncio tests.chaos.strike tests.chaos.sweeping tests.stub_engine
     workers.pool.consumer workers.pool.engine_pool workers.pool.app workers.runtime.assembly workers.runtime.worker
     producers.gateway producers.gateway.app producers.gateway.batch_endpoints

@@ -32,8 +32,7 @@ from typing import Any, Final
 from redis.asyncio import Redis
 
 from producers.backup import sealed
-from producers.backup.archive import Manifest
-from producers.backup.entries import Entry, encode, line, parse
+from producers.backup.archive import Entry, Manifest, encode, line, parse
 from producers.backup.sealed import Damaged
 from producers.connection.script import aexecute_many, ms, parsed, text
 from producers.contract import keys

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from producers.backup.archive import Archive, Manifest
-from producers.backup.entries import Entry, decode
+from producers.backup.archive import Archive, Entry, Manifest, decode
 from producers.backup.journal import HASHES, JournalChanges
 from producers.connection.script import parsed
 from producers.contract import keys

@@ -23,8 +23,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from producers.backup import journal, plan
-from producers.backup.archive import Archive, Manifest
-from producers.backup.entries import Entry, commands, decode, pairs
+from producers.backup.archive import Archive, Entry, Manifest, commands, decode, pairs
 from producers.backup.plan import BatchFacts, Plan, TaskFacts, charge_of, is_erased, row_id
 from producers.client.aio import AsyncClient
 from producers.connection.connect import connect_async, is_redis, shown

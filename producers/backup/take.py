@@ -24,8 +24,7 @@ from typing import Any, Final
 
 from redis.exceptions import WatchError
 
-from producers.backup.archive import MANIFEST, PROGRESS, Archive, Manifest
-from producers.backup.entries import Entry, encode, line
+from producers.backup.archive import MANIFEST, PROGRESS, Archive, Entry, Manifest, encode, line
 from producers.client.aio import AsyncClient
 from producers.connection.connect import shown
 from producers.connection.script import ms, parsed, text

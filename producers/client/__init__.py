@@ -1,7 +1,8 @@
 """The client library: submit a task, follow its tokens, fetch its result, cancel it.
 
 submission and operations are written once, without I/O: they yield steps, and blocking and aio carry them out
-reader reads one task's stream, then follows its channel; hub shares one pub/sub connection among a process's readers
+reader reads one task's stream, then follows its channel;
+its hub shares one pub/sub connection among a process's readers
 blocking runs the asyncio reader on a thread
-reader_leases end tasks whose readers are gone; leader elects one process of several
+leases end tasks whose readers are gone, and elect one process of several
 """

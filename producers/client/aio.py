@@ -13,10 +13,9 @@ from redis.asyncio import Redis
 
 from producers.broker.connect import connect_broker
 from producers.client import operations
-from producers.client.hub import CLOSED, Hub
 from producers.client.listing import Query, QueryFields, list_tasks, page_of
 from producers.client.operations import submit_once
-from producers.client.reader import Reader, Shortcut
+from producers.client.reader import CLOSED, Hub, Reader, Shortcut
 from producers.client.steps import Fetch, Pause, Send, Step, Steps, T, adrive
 from producers.client.submission import TASK, Directory, ResolvedModel, submit
 from producers.connection.connect import SILENT_S, SMALL_EACH, SMALL_POOL, connect_pools

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from producers.connection.hosts import check_form
+from producers.connection.addresses import check_form
 from producers.contract.sealing import seal
 from producers.errors import InvalidTask, shown
 

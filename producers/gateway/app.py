@@ -14,7 +14,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 
 from producers.client.aio import AsyncClient
-from producers.client.reader_leases import ReaderLeases
+from producers.client.leases import ReaderLeases
 from producers.connection.addresses import networks
 from producers.connection.turns import Turns
 from producers.gateway import (
@@ -30,9 +30,8 @@ from producers.gateway import (
     usage,
     webhooks,
 )
-from producers.gateway.admission.accounts import Accounts
 from producers.gateway.admission.authentication import Callers
-from producers.gateway.admission.limits import Admission, Destinations, check_sees
+from producers.gateway.admission.limits import Accounts, Admission, Destinations, check_sees
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.executor import Executor
 from producers.gateway.fair_share import FairShare
@@ -41,8 +40,8 @@ from producers.gateway.http.authorization import MEASURES, READS, principal_of
 from producers.gateway.http.edge import Edge, InTurn
 from producers.gateway.http.request_body import BodyRoom
 from producers.gateway.http.request_state import TracedClient
-from producers.gateway.http.streams import Bounds as StreamBounds
-from producers.gateway.http.streams import Streams
+from producers.gateway.http.sse import Bounds as StreamBounds
+from producers.gateway.http.sse import Streams
 from producers.gateway.metrics import Metrics
 from producers.gateway.openai import chat, completions, pooling, tokens
 from producers.gateway.openai.responses import routes as responses
@@ -52,8 +51,7 @@ from producers.gateway.settings import GatewaySettings
 from producers.gateway.tasks import events, explain, views
 from producers.gateway.tasks import routes as tasks
 from producers.gateway.text.forms import Forms
-from producers.gateway.text.prompts import Prompts
-from producers.gateway.text.templates import Templates
+from producers.gateway.text.prompts import Prompts, Templates
 from producers.gateway.wait_reasons import WaitReasons
 from producers.release import release
 from producers.store import epoch

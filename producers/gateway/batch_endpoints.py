@@ -23,8 +23,7 @@ from producers.client.submission import ResolvedModel, encoding_of
 from producers.contract.stream import End
 from producers.contract.task import Task
 from producers.errors import InvalidTask, LimitReached, PenstockError, UnknownModel
-from producers.gateway.admission.accounts import Spent, charge_for, fitted, there
-from producers.gateway.admission.limits import check_may_use
+from producers.gateway.admission.limits import Spent, charge_for, check_may_use, fitted, there
 from producers.gateway.executor import Executor
 from producers.gateway.http.errors import Problem, body_of, problem_of
 from producers.gateway.http.request_state import Work
@@ -40,8 +39,7 @@ from producers.gateway.openai.pooling import ENDPOINTS as POOLED
 from producers.gateway.openai.tools import Calling, Tools, make_calling
 from producers.gateway.tasks.foreground import problem_of_end
 from producers.gateway.text.forms import Forms, Judge
-from producers.gateway.text.prompts import Prompts
-from producers.gateway.text.templates import Templates
+from producers.gateway.text.prompts import Prompts, Templates
 from producers.store.access import api_keys, tenants
 from producers.store.access.principal import LOCAL, Account, Limits, Principal
 from producers.store.usage.limits import CODES, Charge, refused

@@ -7,20 +7,18 @@ from dataclasses import dataclass
 from starlette.requests import HTTPConnection
 
 from producers.client.aio import AsyncClient
-from producers.client.reader_leases import ReaderLeases
+from producers.client.leases import ReaderLeases
 from producers.connection.turns import Turns
-from producers.gateway.admission.accounts import Accounts
 from producers.gateway.admission.authentication import Callers
-from producers.gateway.admission.limits import Admission, Destinations
+from producers.gateway.admission.limits import Accounts, Admission, Destinations
 from producers.gateway.executor import Executor
 from producers.gateway.http.request_body import BodyRoom
-from producers.gateway.http.streams import Streams
+from producers.gateway.http.sse import Streams
 from producers.gateway.metrics import Metrics
 from producers.gateway.readiness_checks import Awaited, Reach
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.text.forms import Forms
-from producers.gateway.text.prompts import Prompts
-from producers.gateway.text.templates import Templates
+from producers.gateway.text.prompts import Prompts, Templates
 from producers.gateway.wait_reasons import WaitReasons
 from producers.store.blobs import Blobs
 from producers.store.usage.prices import Prices

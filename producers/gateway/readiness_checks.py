@@ -14,9 +14,7 @@ from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
 from producers.connection.trouble import Trouble, trouble
 from producers.gateway.http.request_state import Work
-from producers.gateway.text.blobs import TOKENIZER
-from producers.gateway.text.prompts import Prompts
-from producers.gateway.text.templates import Templates
+from producers.gateway.text.prompts import TOKENIZER, Prompts, Templates
 from producers.store.blobs import Blobs
 
 #: Time (s) for which a look counts. Many may ask: balancers, supervisors, people.

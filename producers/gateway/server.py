@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from producers.gateway.app import create_app
 from producers.gateway.http.connection import limited
 from producers.gateway.http.peers import SHARE, Peers
-from producers.gateway.http.streams import Streams
+from producers.gateway.http.sse import Streams
 from producers.gateway.http.websocket import MAX_MESSAGE, Socket
 from producers.gateway.settings import GatewaySettings
 

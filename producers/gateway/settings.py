@@ -62,7 +62,7 @@ class GatewaySettings:
     """Most open connections of one address, of IPv6 of 64 bits; 0: any number; None: a quarter of all. Loopback and
     `proxy_headers` may have any number."""
     max_streams: int = 4096
-    """Most open streams (`producers.gateway.http.streams`); 0: as many as leave connections to other requests. Further
+    """Most open streams (`producers.gateway.http.sse`); 0: as many as leave connections to other requests. Further
     ones get 503."""
     max_streams_per_tenant: int = 1024
     """Most open streams of one tenant, or of one address where no keys are asked for; 0: half of all. Further ones get

@@ -27,7 +27,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 from croniter import CroniterError, croniter
 from pydantic import Field, model_validator
 
-from producers.client.leader import Leadership
+from producers.client.leases import Leadership
 from producers.client.operations import stored, submit_as
 from producers.client.steps import Read, Steps, once, persistently
 from producers.connection.script import seconds

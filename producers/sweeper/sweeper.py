@@ -32,9 +32,8 @@ from producers.backup.journal import EVERY_S as JOURNAL_EVERY_S
 from producers.backup.journal import Journal
 from producers.broker.connect import control_url
 from producers.client.aio import AsyncClient
-from producers.client.leader import LEASE_S as LEADER_LEASE_S
-from producers.client.leader import Leadership
-from producers.client.reader_leases import LapsedReaders
+from producers.client.leases import LEASE_S as LEADER_LEASE_S
+from producers.client.leases import LapsedReaders, Leadership
 from producers.client.steps import FAILURES, Steps
 from producers.connection.local import FILES_DIR
 from producers.connection.log_throttle import warn_throttled

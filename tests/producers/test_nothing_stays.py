@@ -19,7 +19,7 @@ from producers import AsyncClient
 from producers.broker.redis import calls as broker
 from producers.broker.redis import keys as broker_keys
 from producers.broker.sqs import keys as sqs_keys
-from producers.client.reader_leases import hold
+from producers.client.leases import hold
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message

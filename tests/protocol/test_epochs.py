@@ -7,7 +7,7 @@ import random
 import pytest
 from redis import Redis
 
-from producers.client import leader
+from producers.client import leases
 from producers.contract import keys
 from producers.store import epoch, protocol
 from tests.protocol.model import epochs as model
@@ -57,7 +57,7 @@ def _history(server: Server, chance: random.Random) -> None:
             assert server.run(protocol.lease(name, POOL, "{}", MS, take=take, epoch=own)) == expected
         else:
             expected, s = model.lead(s, name, own)
-            answer = server.run(leader.lead(name, MS, epoch=own))
+            answer = server.run(leases.lead(name, MS, epoch=own))
             assert (1 if answer > 0 else answer) == expected
         assert {f"w.{k}" for k in range(3) if redis.exists(keys.lease(f"w.{k}"))} == s.leases
         assert (redis.get(keys.SWEEPER) or b"").decode() == s.leader

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from redis import Redis
 
-from producers.client import reader_leases
+from producers.client import leases
 from producers.connection.script import text
 from producers.contract import keys
 from producers.store import protocol
@@ -52,7 +52,7 @@ class UnreadMachine(Pair):
     def unread(self, lease: str, found: bool) -> None:
         """What was found lapsed is `found`, or another lease than there is now."""
         if lease == "renewed":
-            self.server.run(self.acts().of(reader_leases).hold([TASK], HOUR_MS))
+            self.server.run(self.acts().of(leases).hold([TASK], HOUR_MS))
             self.ended = int(self.server.redis.zscore(keys.READERS, TASK) or 0)
         elif lease != "as it is":
             self.ended = {"over": 2, "over before": 1, "later": self.server.now() + HOUR_MS}[lease]

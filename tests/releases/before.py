@@ -19,8 +19,7 @@ NATIVE = Path("engine/kernels/native")
 #: Modules by their name in this release -> in the release before.
 MOVED = {
     "producers.contract.leases": "producers.connection.alive",
-    "producers.client.reader_leases": "producers.sweeper.reader_leases",
-    "producers.client.leader": "producers.sweeper.leader",
+    "producers.client.leases": "producers.sweeper.reader_leases",
 }
 
 #: Arguments by their name in this release -> in the release before.

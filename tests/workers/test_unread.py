@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from producers.client.reader_leases import hold
+from producers.client.leases import hold
 from producers.connection.script import run
 from producers.contract import keys
 from tests.workers.rig import Rig

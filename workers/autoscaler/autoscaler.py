@@ -22,7 +22,7 @@ from typing import Any, Final
 from producers.admin.fleet import Fleet, read_fleet
 from producers.broker.base import Broker
 from producers.client.aio import AsyncClient
-from producers.client.leader import Leadership
+from producers.client.leases import Leadership
 from producers.client.steps import FAILURES
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun

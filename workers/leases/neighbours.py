@@ -23,7 +23,7 @@ from redis import Redis
 
 from producers.broker.base import Consumer
 from producers.broker.values import ListedWorker
-from producers.client.reader_leases import LapsedReaders
+from producers.client.leases import LapsedReaders
 from producers.client.steps import Read, Step, drive
 from producers.connection.script import Call, parsed_value, run, text
 from producers.contract import keys

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from producers.broker.base import NoSuchList, Sender, Waker
 from producers.broker.redis import calls, keys
-from producers.broker.redis.books import Books, Leases
+from producers.broker.redis.calls import Books, Leases
 from producers.broker.values import (
     NO_COUNTS,
     Ack,

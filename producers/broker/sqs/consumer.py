@@ -10,7 +10,7 @@ from redis import Redis
 
 from producers.broker.base import Waker
 from producers.broker.redis import keys as shared
-from producers.broker.redis.books import Leases
+from producers.broker.redis.calls import Leases
 from producers.broker.sqs import keys
 from producers.broker.sqs.address import Address, capabilities, lists
 from producers.broker.sqs.keys import Entry

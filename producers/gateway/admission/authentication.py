@@ -24,8 +24,8 @@ from typing import Final, TypeVar
 from redis.asyncio import Redis
 
 from producers.client.steps import FAILURES
+from producers.connection.addresses import network_of
 from producers.connection.connect import SILENT_S
-from producers.connection.hosts import network_of
 from producers.gateway.http.errors import Problem
 from producers.gateway.lru_cache import LruCache
 from producers.store.access import api_keys

@@ -1,7 +1,7 @@
 """Admission: whether a request's tasks may come now, and by which bounds the store decides of each.
 
     key's models and tiers ─▶ stage of overload: refused, or shortened ─▶ ADMIT: bounds on what waits
-    a submit ─▶ PRESSURE, at most every FRESH_S ─▶ stage ─▶ normal │ shed │ shorten │ priority
+    a submit ─▶ PRESSURE, at most every PRESSURE_FRESH_S ─▶ stage ─▶ normal │ shed │ shorten │ priority
     ADMIT says `full` ──────────────────────────▶ 429, `Retry-After` by what waits and how fast it drains
 
 A queue without a bound accepts everything and answers nobody in time. ADMIT decides by counts in the store, in the
@@ -16,6 +16,20 @@ rate at which workers started tokens.
 
 `Destinations` refuses webhooks that may not be called, while their caller still waits for the answer. Their names may
 resolve to other addresses later, so each delivery checks again.
+
+**Accounts** of a request: what its key and its tenant may use, and its tasks made to fit.
+
+tasks ─▶ sized: within the largest prompt and output ─▶ the request's Charge ─▶ ADMIT (`producers.store.usage.limits`)
+a minute's requests are known to be used up ─▶ check_spent: refused, before the body is read
+refused after work ─▶ charge_refused: one more of a minute's requests
+
+A tenant's limits are those that the store had at most FRESH_S ago. They hold for whoever submits as this tenant: all of
+its keys together, and without keys, all who name it.
+
+`Spent` notes accounts whose requests of this minute are used up, by the answers of ADMIT and REFUSED. Until the minute
+ends, more requests are refused before their body is read, and without the store. The store alone decides what is
+charged. A minute's requests only grow, so nothing is refused that ADMIT would let in; a limit that was raised meanwhile
+goes before the note.
 """
 
 from __future__ import annotations
@@ -26,35 +40,291 @@ import logging
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 from redis.asyncio import Redis
 from starlette.requests import HTTPConnection
 
+from engine.errors import ErrorText
 from producers.client.aio import AsyncClient
-from producers.client.steps import FAILURES
+from producers.client.steps import FAILURES, Read, once, persistently
 from producers.client.submission import TASK
 from producers.connection.addresses import Network, Resolver, Unresolved, refusal
 from producers.connection.connect import SILENT_S
+from producers.contract import keys
 from producers.contract.levels import split
 from producers.contract.task import Task
 from producers.contract.webhook import Destination
-from producers.errors import InvalidTask, QueueFull, shown
-from producers.gateway.admission.accounts import Spent
+from producers.errors import InvalidTask, PenstockError, QueueFull, shown
+from producers.gateway.admission.authentication import FRESH_S
+from producers.gateway.admission.authentication import KEPT as TENANTS
+from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import principal_of
 from producers.gateway.http.errors import ONCE, Problem
-from producers.gateway.http.request_state import resolve
+from producers.gateway.http.request_state import Work, resolve
+from producers.gateway.lru_cache import LruCache
 from producers.store import waiting
-from producers.store.access.principal import NO_LIMITS, Limits, Principal
-from producers.store.usage.limits import Charge
+from producers.store.access import tenants
+from producers.store.access.principal import KEPT, NO_LIMITS, Account, Limits, Principal
+from producers.store.usage.limits import Charge, needed, refused
+from producers.store.usage.prices import Prices
 from producers.store.waiting import LEAVES_AT, REFUSED, SHORTENS, STAGES, Bounds, Pressure, Room
+
+#: Most accounts that are noted; the one noted first makes room.
+MAX_NOTED: Final = 10_000
+#: The charge of a request that is refused before it is read: none of a minute's tokens.
+NO_TOKENS: Final = json.dumps({"tokens": 0})
+
+
+@dataclass(frozen=True, slots=True)
+class _Minute:
+    """An account's minute, until `until` (monotonic). `requests`: how many were charged. `tokens`: the remaining tokens
+    of a minute, and the limit; -1: no such limit."""
+
+    until: float
+    requests: int
+    tokens: tuple[int, int]
+
+
+class Spent:
+    """The accounts of one gateway's callers that are used up. `clock`: seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._noted: OrderedDict[str, _Minute] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._noted)
+
+    def note(self, charge: Charge | None) -> None:
+        """Note the store's answer about a request's accounts, if it says which of them is used up."""
+        if charge is None or not charge.answer or charge.answer[3] != 0 or (account := charge.used_up) is None:
+            return
+        _, _, wait_ms, _, _, *tokens = charge.answer
+        self._noted.pop(account.name, None)
+        minute = _Minute(self._clock() + wait_ms / 1000, account.limits.counted["rpm"], (tokens[0], tokens[1]))
+        self._noted[account.name] = minute
+        if len(self._noted) > MAX_NOTED:
+            self._noted.popitem(last=False)
+
+    def charge_of(self, account: Account) -> Charge | None:
+        """Returns the charge that ADMIT would refuse for one more task of this account, if that is noted; else None."""
+        minute = self._noted.get(account.name)
+        if minute is None:
+            return None
+        remaining_s = minute.until - self._clock()
+        if remaining_s <= 0:
+            del self._noted[account.name]
+            return None
+        rpm = account.limits.rpm
+        if rpm is None or rpm > minute.requests:
+            return None
+        return Charge((account,), answer=["rpm", 0, max(1, int(remaining_s * 1000)), 0, rpm, *minute.tokens])
+
+
+class Accounts:
+    """The accounts of one gateway's callers. `kept`: limits of what is kept for a tenant that has none of its own."""
+
+    def __init__(self, client: AsyncClient, prices: Prices | None, kept: Limits = NO_LIMITS) -> None:
+        self._client = client
+        self._prices = prices
+        self._kept = kept
+        self._tenants: LruCache[str, Limits] = LruCache(TENANTS, fresh=FRESH_S)
+        self.spent: Final = Spent()
+
+    async def check_spent(self, connection: HTTPConnection, tenant: str | None) -> None:
+        """Refuse a request of a key or tenant that is known to have none left in this minute, as ADMIT would.
+
+        One with an Idempotency-Key may be a replay, which costs nothing: it is let in if that key has made something,
+        and `idempotency.note_body` refuses it if it is another request. Raises LimitReached, Problem,
+        redis.exceptions.RedisError or OSError.
+        """
+        accounts = await self.limited(connection, tenant)
+        charge = next(
+            (spent_charge for account in accounts if (spent_charge := self.spent.charge_of(account)) is not None), None
+        )
+        if charge is None or await idempotency.may_replay(connection, self._client, tenant=tenant):
+            return
+        connection.scope["state"]["charge"] = charge
+        charge.apply_answer("rpm", charge.answer, NO_TOKENS)
+
+    async def charge_refused(self, connection: HTTPConnection, work: Work) -> None:
+        """Count a request that is refused after work was done for it, or makes no task of a large body, unless ADMIT
+        has. The store may be away: then nothing is counted."""
+        state = connection.scope["state"]
+        charge: Charge | None = state.get("charge")
+        if charge is not None and charge.counted:
+            return
+        with suppress(*FAILURES, PenstockError, Problem):
+            async with asyncio.timeout(SILENT_S):
+                accounts = [account for account in await work.limited() if account.limits.rpm is not None]
+                if not accounts:
+                    return
+                answer = await self._client.run(once(refused(accounts)))
+                state["charge"] = charge = Charge(tuple(accounts), answer=answer, counted=True)
+                self.spent.note(charge)
+
+    async def sized(self, connection: HTTPConnection, tasks: Sequence[Task]) -> list[Task]:
+        """Fit tasks within their key's and tenant's largest prompt and output, before their Idempotency-Key is taken.
+        They are charged to the accounts of both. A task that names no largest output may be shortened by a budget.
+        Tasks that an earlier request of the key made pass unchanged: they are not made again.
+
+        Raises Problem (400, 403), redis.exceptions.RedisError or OSError, and what `AsyncClient.resolve` does.
+        """
+        try:
+            return await self._sized(connection, tasks)
+        except Problem:
+            if await idempotency.was_made(connection, self._client, len(tasks), tenant=tasks[0].tenant):
+                return [*tasks]
+            raise
+
+    async def _sized(self, connection: HTTPConnection, tasks: Sequence[Task]) -> list[Task]:
+        tenant = tasks[0].tenant
+        state = connection.scope["state"]
+        state["tenant_limits"] = limits = await self.limits_of(tenant)
+        accounts = there(principal_of(connection).account, tenants.account(tenant or "", limits))
+        if not accounts:
+            return [*tasks]
+        context = 0  # looked up only if it is needed, since each request would pay for it
+        bound = "max_output" if tasks[0].kind == "generate" else "max_prompt"
+        if tasks[0].max_tokens is None and any(getattr(limited.limits, bound) is not None for limited in accounts):
+            context = int((await resolve(connection, self._client, tasks[0].model)).card["context_length"])
+        charge: Charge | None = state.get("charge")
+        if charge is None:
+            state["charge"] = charge = charge_for(accounts, tasks[0], self._prices)
+        if charge is not None and tasks[0].max_tokens is None:
+            charge.shortens = True
+        at_once = len(tasks) > 1 and idempotency.HEADER not in connection.headers  # else the next try completes them
+        for account in accounts:
+            if at_once:
+                check_number(account, len(tasks))
+            if account.limits.size_tasks:
+                tasks = [fitted(account, task, context) for task in tasks]
+        if charge is not None and at_once:
+            check_sum(charge, tasks, (await resolve(connection, self._client, tasks[0].model)).card)
+        return [*tasks]
+
+    async def limited(self, connection: HTTPConnection, tenant: str | None) -> list[Account]:
+        """The accounts of the caller's key and of its tenant (`there`). Raises redis.exceptions.RedisError or
+        OSError."""
+        account = tenants.account(tenant or "", await self.limits_of(tenant))
+        return there(principal_of(connection).account, account)
+
+    async def kept(self, tenant: str | None) -> Limits:
+        """The limits of what is kept for a tenant: its own, else the gateway's. Raises redis.exceptions.RedisError or
+        OSError."""
+        limits = await self.limits_of(tenant)
+        tenant_limits = {name: getattr(limits, name) for name in KEPT}
+        return replace(self._kept, **{name: limit for name, limit in tenant_limits.items() if limit is not None})
+
+    async def limits_of(self, tenant: str | None) -> Limits:
+        """A tenant's limits. Raises redis.exceptions.RedisError or OSError."""
+        return NO_LIMITS if tenant is None else await self._tenants.get(tenant, partial(self._read, tenant))
+
+    async def _read(self, tenant: str) -> Limits:
+        read = Read((("HGET", keys.TENANT_LIMITS, tenant),))
+        (raw,) = await self._client.run(persistently(read, self._client.patience))
+        return tenants.parse(raw)
+
+
+def there(key: Account | None, tenant: Account | None) -> list[Account]:
+    """Returns the accounts of a key and its tenant that have limits, the one of the smaller output first."""
+    accounts = [account for account in (key, tenant) if account is not None]
+    return sorted(accounts, key=lambda account: account.limits.max_output or 2**62) if len(accounts) > 1 else accounts
+
+
+def rates(prices: Prices | None, model: str, tier: str) -> tuple[tuple[int, ...], str]:
+    """Returns the cost of a task's tokens that are charged to a budget in money, and its currency. Raises Problem if
+    there is no price: nothing runs for free by mistake."""
+    if prices is not None and (token_rates := prices.rates(model, tier)) is not None:
+        return token_rates, prices.currency
+    message = f"The budget is in money, and this gateway has no price of {shown(model)} in the tier {tier}"
+    raise Problem(403, f"{message} (`penstock gateway --prices`).", code="model_not_priced", param="model")
+
+
+def charge_for(accounts: Sequence[Account], task: Task, prices: Prices | None) -> Charge | None:
+    """The charge of tasks like this one to those of the accounts whose limits count. Raises Problem as `rates` does."""
+    counting = tuple([account for account in accounts if account.limits.counted])
+    if not counting:
+        return None
+    charge = Charge(counting)
+    for account in counting:
+        if account.limits.budget_money is not None:
+            charge.rates, charge.currency = rates(prices, task.model, task.tier)
+    return charge
+
+
+def check_number(account: Account, tasks: int) -> None:
+    """Raise Problem (400) for more tasks than a request can ever have within these limits: a retry would not help."""
+    limits = account.limits
+    max_tasks = min((limit for limit in (limits.rpm, limits.max_in_flight) if limit is not None), default=tasks)
+    if tasks > max_tasks:
+        allowed = f"this {account.whose} may have {max_tasks} tasks"
+        message = f"{tasks} prompts in one request, where {allowed}: send {max_tasks} at a time"
+        raise Problem(400, message, code="array_above_max_length", param="prompt")
+
+
+def check_sum(charge: Charge, tasks: Sequence[Task], card: Mapping[str, Any]) -> None:
+    """Raise Problem (400) for tasks each of which fits into a minute's or a month's tokens, and all together never.
+
+    The charge gets their sum, for the remainder of the month's tokens.
+    """
+    minute = [task.kv_tokens(int(card["context_length"])) for task in tasks]
+    parts = [needed(task, card, charge.shortens) for task in tasks]
+    month = [prompt + least * width for prompt, _, least, width in parts]
+    prompts = sum(prompt for prompt, *_ in parts)
+    charge.all = prompts, sum(month) - prompts
+    for _, limits in charge.accounts:
+        for each, limit in ((minute, limits.tpm), (month, limits.budget_tokens)):
+            if limit is not None and max(each) <= limit < sum(each):
+                message = (
+                    f"{len(tasks)} prompts in one request may need {sum(each)} tokens, of {limit}: send fewer at a time"
+                )
+                raise Problem(400, message, code="array_above_max_length", param="prompt")
+
+
+def fitted(account: Account, task: Task, context: int) -> Task:
+    """The task within an account's largest prompt and output. Its own largest output, if it names none, is the
+    account's, or what the model's context (tokens) leaves.
+
+    Raises Problem (400).
+    """
+    limits, prompt, output = account.limits, task.prompt_tokens, task.max_tokens
+    if limits.max_prompt is not None and prompt is not None and prompt > limits.max_prompt:
+        message = f"The prompt has {prompt} tokens; with this {account.whose} it may have {limits.max_prompt}."
+        raise Problem(400, message, code="prompt_too_long", param="prompt" if task.kind == "generate" else "input")
+    if task.kind != "generate":
+        size = task.kv_tokens(context)
+        if limits.max_prompt is not None and size > limits.max_prompt:
+            message = (
+                f"The texts have some {size} tokens in all; with this {account.whose} it may be {limits.max_prompt}."
+            )
+            raise Problem(400, message, code="prompt_too_long", param="input")
+        return task
+    if limits.max_output is None:
+        return task
+    if output is not None and output > limits.max_output:
+        message = ErrorText.of(
+            "{max_tokens} is {}; with this {} it may be {} at most.", output, account.whose, limits.max_output
+        )
+        raise Problem(400, message, code="output_too_long", param="max_tokens")
+    if task.min_tokens > limits.max_output:
+        bound = f"with this {account.whose} an output may have {limits.max_output} at most"
+        message = f"min_tokens is {task.min_tokens}; {bound}."
+        raise Problem(400, message, code="output_too_long", param="min_tokens")
+    remaining = max(1, context - (prompt or 1))
+    return task if output is not None else task.model_copy(update={"max_tokens": min(limits.max_output, remaining)})
+
 
 logger = logging.getLogger(__name__)
 
 #: Time (s) for which a look counts.
-FRESH_S: Final = 0.05
+PRESSURE_FRESH_S: Final = 0.05
 #: Shortest and longest wait (s) that a refused caller is told. Without a worker it is the longest.
 SHORTEST_S, LONGEST_S = 0.25, 30.0
 #: Bound -> the code of a refusal, and whose tasks are too many.
@@ -90,7 +360,8 @@ class Overload:
         self._queues: dict[str, _Queue] = {}
 
     async def look(self, queue: str, store: Redis | None = None) -> Pressure:
-        """Returns the pressure of a queue, at most FRESH_S old. While the store is away it is none: ADMIT will fail.
+        """Returns the pressure of a queue, at most PRESSURE_FRESH_S old. While the store is away it is none: ADMIT will
+        fail.
 
         `store`: another connection to the store than that for callers' requests.
         """
@@ -98,10 +369,10 @@ class Overload:
 
     async def _look(self, queue: str, store: Redis | None = None) -> Pressure:
         state = self._queues.setdefault(queue, _Queue())
-        if time.monotonic() - state.at <= FRESH_S:
+        if time.monotonic() - state.at <= PRESSURE_FRESH_S:
             return state.pressure
         async with state.looking:
-            if time.monotonic() - state.at > FRESH_S:  # else another looked meanwhile
+            if time.monotonic() - state.at > PRESSURE_FRESH_S:  # else another looked meanwhile
                 before, state.pressure = state.pressure.stage, await self._measured(queue, store or self._store)
                 state.at = time.monotonic()
                 if state.pressure.stage != before:

@@ -22,13 +22,13 @@ from fastapi.security.base import SecurityBase
 from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
-from producers.connection.hosts import network_of
+from producers.connection.addresses import network_of
 from producers.connection.turns import OWNER
 from producers.contract.task import MAX_TENANT
 from producers.errors import shown
 from producers.gateway.fair_share import charge_to
 from producers.gateway.http.errors import Problem
-from producers.gateway.http.streams import OPENED
+from producers.gateway.http.sse import OPENED
 from producers.gateway.settings import GatewaySettings
 from producers.store.access.audit import Actor
 from producers.store.access.principal import LOCAL, Principal
@@ -169,7 +169,7 @@ def marks(connection: HTTPConnection) -> dict[str, str]:
 
 
 def charge_of(connection: HTTPConnection) -> Charge | None:
-    """Returns the charge of the request's tasks to accounts (`producers.gateway.admission.accounts`), if there is one.
+    """Returns the charge of the request's tasks to accounts (`producers.gateway.admission.limits`), if there is one.
     The edge puts the remainder into headers of the answer."""
     return getattr(connection.state, "charge", None)
 

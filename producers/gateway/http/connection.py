@@ -39,7 +39,7 @@ from starlette.types import Message, Scope
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from producers.connection.hosts import network_of
+from producers.connection.addresses import network_of
 from producers.errors import shown
 from producers.gateway.fair_share import FairShare, Share
 from producers.gateway.http.errors import Problem, body_of, too_many_waiting

@@ -19,14 +19,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from producers.connection.hosts import network_of
+from producers.connection.addresses import network_of
 from producers.connection.turns import OWNER
 from producers.gateway.fair_share import IDLE_TALK, SHARE, FairShare, Measured
 from producers.gateway.http.authorization import caller_of
 from producers.gateway.http.connection import PRIVATE, STATIC, connection_of
 from producers.gateway.http.errors import Problem, problem_of, response_of, too_many_open, too_many_waiting
 from producers.gateway.http.request_state import MAX_WARNING, begin_trace, log_suffix
-from producers.gateway.http.streams import STOP, Streams
+from producers.gateway.http.sse import STOP, Streams
 from producers.gateway.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ PAGES: Final = frozenset({"/", "/docs", "/openapi.json"})
 #: may be; and where it was refused (4xx), by whomever.
 FULL, REFUSED = "full_line", "refused"
 #: The part of all connections on which one caller may have requests under way: bodies that come slowly, answers that
-#: are taken slowly. Streams have smaller bounds (`producers.gateway.http.streams`).
+#: are taken slowly. Streams have smaller bounds (`producers.gateway.http.sse`).
 PART: Final = 2
 #: True in the scope of a HEAD, whose method is GET for all that is behind the edge.
 HEAD: Final = "penstock.head"

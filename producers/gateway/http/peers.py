@@ -19,8 +19,7 @@ from functools import lru_cache
 from ipaddress import ip_address, ip_network
 from typing import Final, Protocol
 
-from producers.connection.addresses import Network
-from producers.connection.hosts import network_of
+from producers.connection.addresses import Network, network_of
 from producers.gateway.http.errors import RETRY_AFTER, Problem, unavailable
 
 #: The part of all connections that is kept free by closing idle ones: closing takes a moment, in which more may come.

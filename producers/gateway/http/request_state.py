@@ -2,7 +2,7 @@
 
 Rendering, tokenizing and compiling cost everybody on this gateway something, and ADMIT charges only what it admits. So
 `Work` says whose turn it is, by tenant (`producers.gateway.executor`), and a request that is refused after work is
-charged all the same (`producers.gateway.admission.accounts`).
+charged all the same (`producers.gateway.admission.limits`).
 
 `resolve` looks a model up once for each request: the prompt is made, the limits are checked and the tasks are submitted
 for one version, also while a rollout switches to another.

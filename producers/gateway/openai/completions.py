@@ -26,8 +26,7 @@ from engine.text import Tokenizer
 from producers.contract.stream import End, Prompt, Token
 from producers.contract.task import MAX_LOGPROBS, MAX_PROMPT_BYTES, MAX_PROMPT_TOKENS, Task
 from producers.errors import InvalidTask, shown
-from producers.gateway.admission.accounts import check_number
-from producers.gateway.admission.limits import check_may_use
+from producers.gateway.admission.limits import check_may_use, check_number
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import SUBMITS_TASKS, principal_of, tenant_of

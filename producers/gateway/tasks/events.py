@@ -29,8 +29,7 @@ from producers.gateway.http.authorization import READS, Needs
 from producers.gateway.http.connection import cut
 from producers.gateway.http.errors import Problem, body_of, problem_of, response_of, wrong
 from producers.gateway.http.request_body import query_schema
-from producers.gateway.http.sse import EVENT, Direct, EventStream, encode_all, named
-from producers.gateway.http.streams import Stop, why_stopped
+from producers.gateway.http.sse import EVENT, Direct, EventStream, Stop, encode_all, named, why_stopped
 from producers.gateway.tasks.ownership import task_of
 from producers.gateway.tasks.views import errors
 

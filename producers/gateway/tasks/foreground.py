@@ -27,8 +27,7 @@ from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import charge_of, marks, principal_of
 from producers.gateway.http.errors import CLIENT_LEFT, ONCE, Problem, unavailable
 from producers.gateway.http.request_state import resolve, work_of
-from producers.gateway.http.sse import watch
-from producers.gateway.http.streams import why_stopped
+from producers.gateway.http.sse import watch, why_stopped
 from producers.store.idempotency import KEPT_S, Entry, ids
 
 logger = logging.getLogger(__name__)

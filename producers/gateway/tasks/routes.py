@@ -46,8 +46,7 @@ from producers.gateway.http.authorization import CANCELS, READS, SUBMITS_TASKS, 
 from producers.gateway.http.authorization import PARAMETER as TENANT_PARAMETER
 from producers.gateway.http.errors import Problem, invalid_value
 from producers.gateway.http.request_body import query_parameters, query_schema, read_task
-from producers.gateway.http.sse import watch
-from producers.gateway.http.streams import why_stopped
+from producers.gateway.http.sse import watch, why_stopped
 from producers.gateway.tasks import outcome
 from producers.gateway.tasks.ownership import cancelled, owned, task_of
 from producers.gateway.tasks.submit import encoded, submitted, submitted_view

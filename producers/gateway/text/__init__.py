@@ -1,5 +1,5 @@
 """Turns text into token ids and back, with the files that a model's card names.
 
-blobs reads the files from the store; lru_cache keeps loaded ones; executor gives each model its own threads
-prompts tokenises and detokenises; templates renders chat templates; forms judges the forms of outputs
+lru_cache keeps loaded files; executor gives each model its own threads
+prompts renders chat templates, tokenises and detokenises; forms judges the forms of outputs
 """

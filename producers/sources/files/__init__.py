@@ -4,5 +4,6 @@
     folder    looks at a folder again and again ─▶ the file ────┴▶ work: INBOX_TAKE, an entry in the store
     work      open entries ─▶ Intake: blob, batch ─▶ (the sweeper runs it) ─▶ Delivery: outbox ─▶ INBOX_DONE
 
-location is the interface that bucket and folder implement. docs/use/sources.md says what remains when a process dies.
+`work.Location` is the interface that bucket and folder implement. docs/use/sources.md says what remains when a process
+dies.
 """

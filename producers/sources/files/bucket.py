@@ -40,10 +40,8 @@ from pydantic import AfterValidator, Field, model_validator
 from producers.connection.aws import AwsError, AwsMissing
 from producers.errors import shown
 from producers.sources.aws import region_of
-from producers.sources.consumer import Consumer
-from producers.sources.files.location import ERRORS, SUFFIX, Location, Replaced, is_input
-from producers.sources.files.work import InboxSettings, InboxSource, Work
-from producers.sources.inbox import BadMessage, Received, SqsInbox
+from producers.sources.files.work import ERRORS, SUFFIX, InboxSettings, InboxSource, Location, Replaced, Work, is_input
+from producers.sources.inbox import BadMessage, Consumer, Received, SqsInbox
 from producers.sources.source import Context, Source, fitting
 from producers.store.blobs import BlobNotFound, Blobs, open_blobs
 from producers.store.blobs.bucket import Bucket as Url

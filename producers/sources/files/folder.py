@@ -29,8 +29,17 @@ from typing import Any, Final, Literal
 from pydantic import Field
 
 from producers.connection.log_throttle import warn_throttled
-from producers.sources.files.location import ERRORS, SUFFIX, Location, Replaced, is_input
-from producers.sources.files.work import EVERY_S, InboxSettings, InboxSource, Work
+from producers.sources.files.work import (
+    ERRORS,
+    EVERY_S,
+    SUFFIX,
+    InboxSettings,
+    InboxSource,
+    Location,
+    Replaced,
+    Work,
+    is_input,
+)
 from producers.sources.source import Context, Source
 from producers.store.blobs import FolderBlobs, open_blobs
 from producers.store.inbox import InboxObject

@@ -50,7 +50,7 @@ class Limits:
     max_waiting: int | None = None
     """Tasks that wait for a worker."""
     max_streams: int | None = None
-    """Streams and waiting requests that are open at one gateway (`producers/gateway/http/streams.py`)."""
+    """Streams and waiting requests that are open at one gateway (`producers/gateway/http/sse.py`)."""
     max_prompt: int | None = None
     max_output: int | None = None
     """Tokens of one task's prompt, and of one choice's output."""

@@ -24,7 +24,7 @@ from producers.backup.sealed import Damaged
 from producers.backup.take import NotTaken
 from producers.broker.connect import check_broker
 from producers.broker.redis import keys as broker_keys
-from producers.client.leader import lead
+from producers.client.leases import lead
 from producers.connection.script import run, text
 from producers.contract import keys
 from producers.contract.sealing import Keyring, new_key

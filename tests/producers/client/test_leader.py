@@ -9,8 +9,8 @@ import pytest
 from redis import Redis
 
 from producers import AsyncClient
-from producers.client import leader
-from producers.client.leader import Leadership
+from producers.client import leases
+from producers.client.leases import Leadership
 from producers.contract import keys
 from tests.producers.proxy import Proxy
 from tests.waiting import until
@@ -22,7 +22,7 @@ LEASE = 60.0
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is renewed, and asked for, every 0.6 s all the same."""
-    monkeypatch.setattr(leader, "RENEWALS", 100)
+    monkeypatch.setattr(leases, "RENEWALS", 100)
 
 
 async def test_of_several_one_leads_until_it_resigns(aclient: AsyncClient, valkey: Redis) -> None:

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 
 from producers import AsyncClient
 from producers.client.aio import AsyncHandle
-from producers.client.reader_leases import (
+from producers.client.leases import (
     LapsedReaders,
     ReaderLeases,
     hold,
@@ -62,7 +62,7 @@ class Looks:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now=1000.0)
     clock.monotonic = lambda: clock.now
-    monkeypatch.setattr("producers.client.reader_leases.time", clock)
+    monkeypatch.setattr("producers.client.leases.time", clock)
     return clock
 
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from producers import AsyncClient
-from producers.client import reader_leases as readers
-from producers.client.reader_leases import ReaderLeases
+from producers.client import leases as readers
+from producers.client.leases import ReaderLeases
 from producers.connection import connect
 from producers.gateway import metrics
 from producers.gateway.admission import authentication, limits

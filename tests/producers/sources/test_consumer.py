@@ -11,8 +11,7 @@ import pytest
 from producers.connection.aws import AwsError
 from producers.connection.trouble import Trouble
 from producers.errors import SubmitFailed
-from producers.sources.consumer import Consumer
-from producers.sources.inbox import BadMessage, Inbox, Received
+from producers.sources.inbox import BadMessage, Consumer, Inbox, Received
 
 
 class Shelf(Inbox):

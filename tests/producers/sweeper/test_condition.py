@@ -9,7 +9,7 @@ import pytest
 from redis import Redis
 
 from producers import AsyncClient
-from producers.client.leader import Leadership
+from producers.client.leases import Leadership
 from producers.sweeper import sweeper, tasks
 from producers.sweeper import sweeper as conditions
 from producers.sweeper.sweeper import Condition, SweeperSettings

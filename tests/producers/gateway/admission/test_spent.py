@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from producers.gateway.admission import accounts
-from producers.gateway.admission.accounts import Spent
+from producers.gateway.admission import limits as admission
+from producers.gateway.admission.limits import Spent
 from producers.store.access.principal import TENANT, Account, Limits
 from producers.store.usage.limits import Charge
 
@@ -66,7 +66,7 @@ def test_which_account_is_used_up_is_known_where_the_store_has_said_it(charge: C
 
 
 def test_no_more_accounts_are_noted_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accounts, "MAX_NOTED", 2)
+    monkeypatch.setattr(admission, "MAX_NOTED", 2)
     noted = Spent(Clock())
     keys = [KEY._replace(name=name) for name in "abc"]
     for account in keys:

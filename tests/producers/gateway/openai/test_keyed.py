@@ -11,7 +11,7 @@ from redis import Redis
 
 from producers import AsyncClient
 from producers.broker.redis import keys as broker_keys
-from producers.client.reader_leases import ReaderLeases
+from producers.client.leases import ReaderLeases
 from producers.contract import keys
 from producers.gateway.tasks.foreground import KEPT_S
 from tests.producers.fake_worker import FakeWorker

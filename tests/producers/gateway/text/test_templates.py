@@ -18,7 +18,7 @@ from redis import Redis
 
 from engine.text import confined_template as confined
 from producers.contract import keys
-from producers.gateway.text import templates
+from producers.gateway.text import prompts
 from tests.producers.gateway.conftest import CARD
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -123,7 +123,7 @@ def test_other_models_callers_do_not_wait_for_a_hostile_template(
 def test_where_too_many_wait_already_the_next_is_told_to_come_back(
     http: httpx.Client, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(templates, "WAITING", 0)
+    monkeypatch.setattr(prompts, "WAITING", 0)
     answer = ask(http, publish("x"))
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "template_busy")
     assert answer.headers["retry-after"] == "1"
@@ -131,7 +131,9 @@ def test_where_too_many_wait_already_the_next_is_told_to_come_back(
 
 def test_more_models_at_once_than_are_kept_are_all_answered(http: httpx.Client, publish: Publish) -> None:
     """One that is dropped before its first caller has come to it is loaded again."""
-    names = [publish(f"{{{{ raise_exception('template {k}') }}}}", f"model-{k}") for k in range(templates.KEPT + 3)]
+    names = [
+        publish(f"{{{{ raise_exception('template {k}') }}}}", f"model-{k}") for k in range(prompts.KEPT_TEMPLATES + 3)
+    ]
     with ThreadPoolExecutor(len(names)) as pool:
         answers = list(pool.map(lambda name: ask(http, name), names))
     for k, answer in enumerate(answers):

@@ -17,8 +17,7 @@ from producers import AsyncClient
 from producers.connection.script import run
 from producers.contract import keys
 from producers.sources.files.folder import Folder, FolderSettings, Looks
-from producers.sources.files.location import Replaced
-from producers.sources.files.work import Work
+from producers.sources.files.work import Replaced, Work
 from producers.sources.source import Context
 from producers.store import inbox
 from producers.store.blobs import BlobWriter, FolderBlobs
