@@ -66,7 +66,7 @@ def test_a_request_waits_once_and_the_next_ones_not_at_all(
 async def test_who_asks_for_room_waits_once_however_many_they_are(hung: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then they are let in: that the store is away is submit's to tell."""
     monkeypatch.setattr(limits, "SILENT_S", 0.1)
-    monkeypatch.setattr(limits, "FRESH_S", 1e6)
+    monkeypatch.setattr(limits, "PRESSURE_FRESH_S", 1e6)
     waits = 0
 
     class Counting(asyncio.Timeout):

@@ -197,7 +197,7 @@ async def test_the_store_goes_away_and_comes_back(fleet: Fleet, proxy: Proxy) ->
 async def test_an_actuator_that_hangs_delays_no_other_and_one_that_refuses_is_told(
     fleet: Fleet, aclient: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(control, "FIRST_RETRY_S", 0.01)
     hangs, works = Recorder(), Recorder()
     named = [Scaled(PoolSettings("tiny", "v1", RULES), works), Scaled(PoolSettings("tiny", None, RULES), hangs)]
     async with scaling(aclient, fixed(named)):
@@ -229,7 +229,7 @@ async def test_a_pool_that_cannot_be_decided_stops_no_other_and_is_told(
 async def test_nothing_is_begun_while_an_actuator_does_not_say_what_there_is(
     fleet: Fleet, aclient: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(control, "FIRST_RETRY_S", 0.01)
     hand = Recorder(2)
     hand.refuses = "forbidden: patch deployments/scale"
     async with scaling(aclient, hand):

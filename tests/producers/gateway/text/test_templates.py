@@ -123,7 +123,7 @@ def test_other_models_callers_do_not_wait_for_a_hostile_template(
 def test_where_too_many_wait_already_the_next_is_told_to_come_back(
     http: httpx.Client, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompts, "WAITING", 0)
+    monkeypatch.setattr(prompts, "WAITING_RENDERS", 0)
     answer = ask(http, publish("x"))
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "template_busy")
     assert answer.headers["retry-after"] == "1"
