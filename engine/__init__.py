@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.engine import Engine
     from engine.errors import EngineError, ModelError, RequestError
-    from engine.logprobs import TokenLogprobs
     from engine.params import SamplingParams
     from engine.pooling import PoolingEngine
-    from engine.request import Choice, Event, Output, Request, Tier
+    from engine.request import Choice, Event, Output, Request, Tier, TokenLogprobs
 
 __all__ = [
     "Choice",
@@ -46,9 +45,8 @@ __getattr__, __dir__ = lazily(
         "engine.config": "EngineConfig",
         "engine.engine": "Engine",
         "engine.errors": "EngineError ModelError RequestError",
-        "engine.logprobs": "TokenLogprobs",
         "engine.params": "SamplingParams",
         "engine.pooling": "PoolingEngine",
-        "engine.request": "Choice Event Output Request Tier",
+        "engine.request": "Choice Event Output Request Tier TokenLogprobs",
     },
 )

@@ -24,15 +24,14 @@ from engine.execution.threads import threads_for
 from engine.grammar.source import parser_version
 from engine.kernels import Kernels
 from engine.kv import Capacity
-from engine.logprobs import TokenLogprobs
 from engine.memory import release
 from engine.models import Model, load_model
 from engine.params import SamplingParams
-from engine.request import Choice, Event, Output, Request
+from engine.request import Choice, Event, Output, Request, TokenLogprobs
 from engine.scheduling.adapters import AdapterTable
+from engine.scheduling.limits import ModelTraits
 from engine.scheduling.policy import Policy
 from engine.scheduling.scheduler import Scheduler, SchedulerStats
-from engine.scheduling.traits import ModelTraits
 from engine.text import ModelCard, Tokenizer
 from engine.text.checkpoint import model_version
 from engine.text.config import Config, read_config

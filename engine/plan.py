@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.logprobs import ScoredPart, TokenLogprobs
+from engine.request import ScoredPart, TokenLogprobs
 from engine.sequence import Sequence
 
 

@@ -12,8 +12,8 @@ from engine.request import LoadedAdapter, Request, Tier
 if TYPE_CHECKING:
     from engine.grammar.matcher import Matcher
     from engine.kv.table import Table
-    from engine.logprobs import PromptScores
     from engine.output import OutputState
+    from engine.request import PromptScores
 
 #: The most steps for which a sequence without a draft goes on without waiting for one.
 _LONGEST_PAUSE = 32

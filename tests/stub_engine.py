@@ -26,10 +26,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from engine.errors import NOT_FINITE, RequestError
-from engine.logprobs import TokenLogprobs
 from engine.params import MAX_CHOICES
 from engine.plan import StepWork
-from engine.request import Event, Request
+from engine.request import Event, Request, TokenLogprobs
 from engine.scheduling.group import Candidates
 from workers.flow import probe
 

@@ -2,8 +2,9 @@
 
    python -m engine.confined.child TARGET CPU MEMORY OUTPUT STACK NICE     see `Limits`
 
-Frames (frames.py) arrive on standard input: what the target is set up with, then requests. Each is answered on standard
-output. The target's module is imported before the process is sealed; the target runs after. The kernel enforces the
+Frames (process.py) arrive on standard input: what the target is set up with, then requests. Each is answered on
+standard output. The target's module is imported before the process is sealed; the target runs after. The kernel
+enforces the
 limits: a timer ends the process when a request's processor time is spent, even within one long call, and a limit of
 address space makes allocations fail.
 """
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, BinaryIO
 
-from engine.confined.frames import HEADER, TEXT, VALUE, framed, reason
+from engine.confined.process import HEADER, TEXT, VALUE, framed, reason
 from engine.confined.seal import seal
 from engine.errors import ModelError, RequestError, fields_of
 

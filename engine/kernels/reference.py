@@ -157,7 +157,7 @@ class Reference:
         """The tokens that Gumbel noise can make the largest of each row of `scaled`.
 
         `scaled`: fp32 [rows, tokens], logits as they are sampled. `floors`: fp32 [rows, 1], smaller logits are
-        left out. `keys`: int32 [rows, 1, 2], see sampling/noise.py. Returns (int64 rows, int64 tokens), row after row,
+        left out. `keys`: int32 [rows, 1, 2], see sampling/draws.py. Returns (int64 rows, int64 tokens), row after row,
         at least one for each row. None if the set has no such operation.
         """
         return None

@@ -11,9 +11,8 @@ from collections.abc import Sequence as Each
 from dataclasses import dataclass
 
 from engine.errors import EngineError
-from engine.kv.capacity import KvSpace
-from engine.kv.prefix import extend_hashes
-from engine.kv.table import GroupTables, Part, Table, WindowTables
+from engine.kv.blocks import extend_hashes
+from engine.kv.table import GroupTables, KvSpace, Part, Table, WindowTables
 from engine.sequence import Sequence
 
 

@@ -6,21 +6,23 @@ runs it on token rows [tokens, width].
 """
 
 from engine.layers.adapted import AdaptedRows, StepAdapters
-from engine.layers.attention import Attention, AttentionShape, NormedAttention
-from engine.layers.embedding import Embedding
-from engine.layers.linear import Linear
-from engine.layers.mlp import Experts, ExpertShape, GatedMlp
-from engine.layers.norm import RmsNorm
-from engine.layers.rope import (
+from engine.layers.attention import (
+    Attention,
+    AttentionShape,
     DividedScaling,
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    NormedAttention,
+    RmsNorm,
     Rope,
     RopeScaling,
     YarnScaling,
 )
+from engine.layers.embedding import Embedding
+from engine.layers.linear import Linear
+from engine.layers.mlp import Experts, ExpertShape, GatedMlp
 
 __all__ = [
     "AdaptedRows",

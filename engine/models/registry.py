@@ -53,7 +53,7 @@ class Model(Protocol):
     kv_groups: tuple[KvGroup, ...]
     """The layers, grouped by how far back they see. Each group has its own KV blocks."""
     rope_switch: int | None
-    """The tokens of the longest sequence that uses the short set of rope frequencies; see layers/rope.py."""
+    """The tokens of the longest sequence that uses the short set of rope frequencies; see layers/attention.py."""
 
     def linears(self) -> list[tuple[str, Linear]]:
         """The matrices that may be quantised, each with the prefix of its tensors' names."""

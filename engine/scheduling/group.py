@@ -9,10 +9,9 @@ from collections.abc import Container
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
-from engine.logprobs import PromptScores
 from engine.params import FinishReason
 from engine.plan import Sampled, ScheduledSeq
-from engine.request import Event, Request
+from engine.request import Event, PromptScores, Request
 from engine.sequence import Sequence, Status
 
 

@@ -13,16 +13,14 @@ from itertools import chain, count
 from engine.errors import EngineError, ErrorText, FieldName
 from engine.grammar.matcher import Grammars
 from engine.kv import BlockTables, Capacity, long_root, root_hash
-from engine.logprobs import PromptScores
 from engine.output import OutputState
 from engine.params import FinishReason
 from engine.plan import Sampled, ScheduledSeq, StepPlan
-from engine.request import Event, Request
+from engine.request import Event, PromptScores, Request
 from engine.scheduling.group import Candidates, Group
-from engine.scheduling.limits import RequestLimits
+from engine.scheduling.limits import ModelTraits, RequestLimits
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import Policy
-from engine.scheduling.traits import ModelTraits
 from engine.sequence import UNKNOWN, Sequence, Status
 from engine.speculate import Speculation
 

@@ -113,7 +113,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: Config, settings: dict[str, A
                 listed = np.array(settings["rope_scaling"][f"{which}_factor"], np.float32)
                 writer.add_tensor(f"rope_factors_{which}.weight", listed)
         case "llama3":
-            from engine.layers.rope import plain
+            from engine.layers.attention import plain
             from engine.models.settings import RopeSettings
 
             read = RopeSettings.read(rope, head_dim)

@@ -8,9 +8,9 @@ from engine.kv import Capacity, KvSpace
 from engine.params import SamplingParams
 from engine.plan import Sampled, StepPlan
 from engine.request import Event, Request, Tier
+from engine.scheduling.limits import ModelTraits
 from engine.scheduling.policy import Policy
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.traits import ModelTraits
 from engine.speculate import Speculation
 
 EOS = 9

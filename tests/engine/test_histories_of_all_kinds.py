@@ -11,10 +11,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from engine.logprobs import ScoredPart, TokenLogprobs
 from engine.params import SamplingParams
 from engine.plan import Sampled, ScheduledSeq
-from engine.request import Event, Request
+from engine.request import Event, Request, ScoredPart, TokenLogprobs
 from engine.sequence import Sequence
 from tests.engine.paged_model import VOCAB, Entry, PagedModel, Windows, computed_plainly, expected
 from tests.engine.test_overlap_histories import CLOCK, Device, Overlapping

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.logprobs import PromptScores, ScoredPart, TokenLogprobs
+from engine.request import PromptScores, ScoredPart, TokenLogprobs
 
 PROMPT = [7, 8, 9, 10, 11, 12]
 

@@ -10,7 +10,7 @@ import torch
 from engine.models import Model
 from engine.params import SamplingParams
 from engine.request import Event
-from engine.sampling import logprobs as logprobs_module
+from engine.sampling import sampler as logprobs_module
 from tests.exhaustive import few
 from tests.parity.conftest import Truth
 from tests.parity.driver import Driver, prompts_of

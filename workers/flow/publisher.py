@@ -25,8 +25,7 @@ from functools import partial
 from typing import Any
 
 from engine.errors import NOT_FINITE, EngineError
-from engine.logprobs import TokenLogprobs
-from engine.request import Event
+from engine.request import Event, TokenLogprobs
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, run, run_many, text
 from producers.contract.record import error_json

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.kernels.sampling_state import BIASED, MASKED, PENALISED, EditState
 from engine.kernels.upload import upload
 from engine.params import MAX_BIASES
-from engine.sampling.edit_rows import BadWords, allow, by_last_but_one, spelled_out
+from engine.sampling.rows import BadWords, allow, by_last_but_one, spelled_out
 from engine.sequence import Sequence
 
 Masks = NDArray[np.int32]

@@ -32,8 +32,7 @@ from engine.kernels.sampling_state import (
     Features,
     SamplingState,
 )
-from engine.sampling.filters import Ranked, thresholds, typical
-from engine.sampling.noise import gumbel, position_keys
+from engine.sampling.draws import Ranked, gumbel, position_keys, thresholds, typical
 
 _NONE = float("-inf")
 
@@ -75,7 +74,7 @@ def _write(
 
 
 def _edited(x: Tensor, state_rows: Tensor, lengths: Tensor, table: Tensor, edits: EditState) -> Tensor:
-    """Apply edits as engine.sampling.edits.edit does. `x`: fp32 [rows, vocabulary]; `lengths`: int64 [rows]."""
+    """Apply edits as engine.sampling.rows.edit does. `x`: fp32 [rows, vocabulary]; `lengths`: int64 [rows]."""
     real = table.view(torch.float32)
 
     def asking(flag: int) -> Tensor:
@@ -97,7 +96,7 @@ def _edited(x: Tensor, state_rows: Tensor, lengths: Tensor, table: Tensor, edits
 
 
 def _filtered(x: Tensor, table: Tensor) -> Tensor:
-    """Set the logits of tokens that a filter removes to -inf, as engine.sampling.filters.narrow does."""
+    """Set the logits of tokens that a filter removes to -inf, as engine.sampling.draws.narrow does."""
     real = table.view(torch.float32)
     top_k = table[:, TOP_K].long()
     # Reading the maximum would wait for a GPU, where all tokens are sorted instead.

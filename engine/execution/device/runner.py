@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from engine.adapters import step_adapters
-from engine.execution.batch import copy_blocks, logits_from
 from engine.execution.device.graphs import DecodeGraphs, Record, recorder
-from engine.execution.device.inputs import InputMaker, Shape, shape_of
-from engine.execution.device.ring import PinnedRing
+from engine.execution.device.inputs import InputMaker, PinnedRing, Shape, shape_of
 from engine.execution.device.rows import DeviceRows
 from engine.execution.device.sampler import DeviceSampler, Drawn, needs_host_token
+from engine.execution.runner import copy_blocks, logits_from
 from engine.kernels.sampling_state import Features
 from engine.kernels.upload import upload
 from engine.kv import KvSpace

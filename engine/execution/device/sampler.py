@@ -49,11 +49,10 @@ from engine.kernels.sampling_state import (
     SamplingState,
 )
 from engine.kernels.upload import upload
-from engine.logprobs import TokenLogprobs
 from engine.plan import Sampled
-from engine.sampling.logprobs import listed, log_softmax, ranked
-from engine.sampling.noise import choice_state
-from engine.sampling.sampler import failed
+from engine.request import TokenLogprobs
+from engine.sampling.draws import choice_state
+from engine.sampling.sampler import failed, listed, log_softmax, ranked
 from engine.sequence import Sequence
 
 __all__ = ["Choose", "DeviceSampler", "Drawn", "needs_host_token"]

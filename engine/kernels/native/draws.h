@@ -1,6 +1,6 @@
 // Finds the tokens of a row that Gumbel noise can make the largest: nearly always one, even of a vocabulary of 100,000.
 //
-// The noise is that of sampling/noise.py: the hash is equal to the bit, the logarithms within 2e-5. The results are all
+// The noise is that of sampling/draws.py: the hash is equal to the bit, the logarithms within 2e-5. The results are all
 // tokens whose sum is within kMargin of the largest. The caller computes these exactly and chooses among them.
 #pragma once
 
@@ -15,7 +15,7 @@ constexpr float kRelativeMargin = 1e-6f;
 
 INLINE U<LANES> fold(U<LANES> x, int shift) { return x ^ (x >> shift); }
 
-// The same as `bits` in sampling/noise.py.
+// The same as `bits` in sampling/draws.py.
 INLINE U<LANES> noise_bits(U<LANES> tokens, uint32_t first, uint32_t second) {
     U<LANES> x = (tokens * 0x9e3779b1u) ^ first;
     x = fold(x, 16) * 0x7feb352du;
@@ -24,7 +24,7 @@ INLINE U<LANES> noise_bits(U<LANES> tokens, uint32_t first, uint32_t second) {
     return fold(x, 15);
 }
 
-// The same as `gumbel` in sampling/noise.py.
+// The same as `gumbel` in sampling/draws.py.
 INLINE F<LANES> noise(U<LANES> bits) {
     F<LANES> u = __builtin_convertvector((I<LANES>)(bits & 0x7fffffffu), F<LANES>);
     u = (u + 0.5f) * (float)(0x1p-31 * (1 - 0x1p-23));

@@ -1,9 +1,10 @@
 """Makes quantised checkpoints from ordinary ones.
 
 walk: cuts a calibration text into windows of tokens, and runs all of them through a model, layer by layer
-model: rounds each product's matrices when the walk comes to it, with inputs that the rounded ones before it made
+model: rounds each product's matrices when the walk comes to it, with inputs that the rounded ones before it made, and
+      writes the checkpoint
 rounding: adds up these inputs, and rounds a matrix for them
-folder: writes the checkpoint; compare: measures how far the quantised model differs
+compare: measures how far the quantised model differs
 """
 
 from engine.quant.make.compare import Comparison, compare

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.execution.batch import logits_from
-from engine.execution.runner import Runner
+from engine.execution.runner import Runner, logits_from
 from engine.kernels.native import load_library
 from engine.kv import KvSpace, Table
 from engine.layers import AdaptedRows

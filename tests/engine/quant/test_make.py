@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from engine.errors import ModelError
 from engine.models import load_model
 from engine.quant.make import Recipe, compare, quantise, windows
-from engine.quant.make.folder import Writer
-from engine.quant.make.model import decoder, rows_of
+from engine.quant.make.model import Writer, decoder, rows_of
 from engine.quant.make.walk import hidden
 from engine.text import ModelCard, Tokenizer
 from engine.text.checkpoint import count_parameters

@@ -14,7 +14,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from engine.sampling.filters import Filters, Ranked, narrow
+from engine.sampling.draws import Filters, Ranked, narrow
 from engine.sampling.rows import SamplingRows
 from tests.engine.sampling.sequences import sequence
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine.sampling import SamplingRows, sample
-from engine.sampling.noise import row_keys
+from engine.sampling.draws import row_keys
 from tests.engine.sampling.sequences import sequence
 
 VOCAB = 40

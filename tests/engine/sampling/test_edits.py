@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.sampling import SamplingRows, sample
-from engine.sampling.edit_rows import TokenCounts
-from engine.sampling.edits import edit
+from engine.sampling.rows import TokenCounts, edit
 from engine.sequence import Sequence
 from tests.engine.sampling.sequences import run, sequence
 from tests.histories import examples

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.sampling import filters
-from engine.sampling.filters import Filters, Ranked, narrow
+from engine.sampling import draws
+from engine.sampling.draws import Filters, Ranked, narrow
 
 
 def kept(logits: torch.Tensor, top_k: list[int], top_p: list[float], device: str = "cpu") -> list[set[int]]:
@@ -46,7 +46,7 @@ def test_a_flat_row_needs_more_than_the_first_candidates(monkeypatch: pytest.Mon
     logits = torch.stack((torch.randn(500, generator=generator) * 0.01, torch.randn(500, generator=generator) * 9))
     by_head = {}
     for head in (500, 8):
-        monkeypatch.setattr(filters, "_HEAD", head)
+        monkeypatch.setattr(draws, "_HEAD", head)
         by_head[head] = kept(logits, [0, 0], [0.9, 0.9])
     found = by_head[8]
     assert found == by_head[500]
@@ -55,7 +55,7 @@ def test_a_flat_row_needs_more_than_the_first_candidates(monkeypatch: pytest.Mon
 
 
 def test_ties_with_the_kth_stay_even_past_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filters, "_HEAD", 4)
+    monkeypatch.setattr(draws, "_HEAD", 4)
     logits = torch.zeros(1, 20)
     assert kept(logits, [3], [1.0]) == [set(range(20))]
     assert kept(logits, [3], [0.5]) == [set(range(20))]

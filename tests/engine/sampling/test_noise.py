@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sampling.noise import REACH, bits, gumbel, row_keys
+from engine.sampling.draws import REACH, bits, gumbel, row_keys
 
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
 

@@ -10,10 +10,9 @@ import pytest
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.errors import RequestError
-from engine.logprobs import TokenLogprobs
 from engine.params import FinishReason
 from engine.plan import Sampled
-from engine.request import Choice, Event
+from engine.request import Choice, Event, TokenLogprobs
 from engine.scheduling.group import Candidates
 from tests.engine.stepping import EOS, request, scheduler
 

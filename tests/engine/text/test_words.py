@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from engine.scheduling.traits import Spellings
+from engine.scheduling.limits import Spellings
 from engine.text import Tokenizer
 
 

@@ -95,7 +95,7 @@ def _scaled(x, temperature):
 
 @triton.jit
 def _edited(x, bias, token, inside, flags, reals, count, mask):
-    """Apply the edits of engine.sampling.edits.edit, in the same order and with the same roundings."""
+    """Apply the edits of engine.sampling.rows.edit, in the same order and with the same roundings."""
     if (flags & _PENALISED) != 0:
         seen_count = tl.load(count + token, inside, other=0)
         repetition = tl.load(reals + _REPETITION)

@@ -1,6 +1,6 @@
 """Finds the bounds of top-k, top-p, min-p and typical sampling by search, without sorting.
 
-It keeps the same tokens as engine/sampling/filters.py: all logits at least as large as a floor, ties included, and for
+It keeps the same tokens as engine/sampling/draws.py: all logits at least as large as a floor, ties included, and for
 typical sampling those of them within a distance from the entropy. The search for a bound runs over the ordered bit
 patterns of fp32. Each pass over the row counts and weighs the numbers above four patterns. After a pass or two, the few
 numbers left between two patterns are gathered, and later passes read only these.

@@ -9,7 +9,7 @@ The vocabulary is cut into chunks, so that even a single row occupies the device
 bounds of filters. The kernels to run follow from a step's features alone. Their work for a row follows from its slot's
 flags, on the device. Each row has its own order of summation, so that a row's token does not depend on other rows.
 
-The noise is that of engine/sampling/noise.py: the same integers to the bit, the same logarithms to rounding.
+The noise is that of engine/sampling/draws.py: the same integers to the bit, the same logarithms to rounding.
 """
 
 from __future__ import annotations

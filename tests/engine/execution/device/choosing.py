@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from engine.execution.device.sampler import Choose, DeviceSampler
 from engine.plan import Sampled
 from engine.sampling import SamplingRows, sample
-from engine.sampling.edits import edit
-from engine.sampling.noise import gumbel, row_keys
+from engine.sampling.draws import gumbel, row_keys
+from engine.sampling.rows import edit
 from engine.sequence import Sequence
 from tests.engine.sampling.sequences import sequence
 

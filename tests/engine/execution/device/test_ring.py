@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.execution.device.ring import PinnedRing
+from engine.execution.device.inputs import PinnedRing
 
 
 class LateCopies:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.execution.device.plain_sampling import choose_plainly
 from engine.execution.device.sampler import needs_host_token
 from engine.kernels.sampling_state import Features
-from engine.sampling.noise import choice_state, position_keys, row_keys
+from engine.sampling.draws import choice_state, position_keys, row_keys
 from tests.engine.conftest import DEVICES
 from tests.engine.execution.device.choosing import (
     check_faults_of_one_row_alone,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.sampling.filters import Filters
-from engine.sampling.noise import gumbel
+from engine.sampling.draws import Filters, gumbel
 from engine.sampling.rows import Draws
 from engine.sampling.sampler import draw
 from tests.engine.kernels.native.conftest import Make

@@ -1,4 +1,4 @@
-"""The bounds that the filter kernel finds keep what engine.sampling.filters keeps."""
+"""The bounds that the filter kernel finds keep what engine.sampling.draws keeps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import sampling_state as layout
-from engine.sampling.filters import Filters, Ranked, narrow
+from engine.sampling.draws import Filters, Ranked, narrow
 from tests.exhaustive import few
 
 pytest.importorskip("triton")
@@ -78,7 +78,7 @@ def kept(x: Tensor, asked: list[tuple[int, float, float, float]], where: torch.d
 
 
 def theirs(x: Tensor, asked: list[tuple[int, float, float, float]]) -> Tensor:
-    """The same by engine.sampling.filters, row after row."""
+    """The same by engine.sampling.draws, row after row."""
     found = []
     for row, (top_k, top_p, min_p, mass) in zip(x, asked, strict=True):
         ranked = Ranked(None, torch.tensor([top_k]), torch.tensor([top_p]), top_k, top_p < 1)

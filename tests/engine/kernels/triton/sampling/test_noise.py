@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampling.noise import choice_state, gumbel, row_keys
+from engine.sampling.draws import choice_state, gumbel, row_keys
 
 pytest.importorskip("triton")
 
