@@ -30,14 +30,30 @@ from producers.contract import keys
 from producers.contract.record import Record
 from producers.errors import PenstockError
 
+BODY_HEADER: Final = "penstock_body"
 _NO_CALLBACKS: Final = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
-_BODY: Final = base64.b64encode(json.dumps([[], {}, _NO_CALLBACKS]).encode()).decode()
+#: The body of a message from Penstock's own senders: no arguments, and nothing to be sent afterwards.
+NATIVE_BODY: Final = json.dumps([[], {}, _NO_CALLBACKS])
+_BODY: Final = base64.b64encode(NATIVE_BODY.encode()).decode()
+#: Longest encoded body that is looked at for being that one, written otherwise.
+_NATIVE_LENGTH: Final = 300
+#: Headers by which Celery has a part in a task.
+_CELERY: Final = (
+    "eta",
+    "expires",
+    "group",
+    "group_index",
+    "chord",
+    "retries",
+    "shadow",
+    "stamped_headers",
+    BODY_HEADER,
+)
 #: The sender's reply queue. Results are ignored, so nothing replies, but Celery's messages always name one.
 _REPLY_TO: Final = str(uuid.uuid4())
 #: Stands where a message's own values belong. No name of a queue contains it.
 _CUT: Final = "\0cut\0"
 _NUMBERS: Final = (int, float)
-BODY_HEADER: Final = "penstock_body"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +164,36 @@ def is_plain(headers: Mapping[str, Any]) -> bool:
     if not isinstance(size, dict) or size.get("v") != 1:
         return True
     return type(size.get("n")) not in _NUMBERS or type(size.get("tokens")) not in _NUMBERS
+
+
+def is_native(payload: Mapping[str, Any]) -> bool:
+    """Whether Celery has no part in the message's task: it is as Penstock's clients, gateways and sources write it. The
+    result is ignored, nothing is to be sent after it, and it is neither delayed nor a retry. `payload`: the whole
+    message; nothing about it is trusted, so it may be anything that JSON has."""
+    headers, properties = payload["headers"], payload["properties"]
+    return (
+        headers["task"] == keys.TASK_NAME
+        and headers.get("ignore_result") is True
+        and not any(map(headers.get, _CELERY))
+        and not is_plain(headers)
+        and id_of(headers) is not None
+        and payload.get("content-type") == "application/json"
+        and properties.get("body_encoding") == "base64"
+        and isinstance(properties.get("delivery_info"), dict)
+        and _is_native_body(payload.get("body"))
+    )
+
+
+def _is_native_body(body: Any) -> bool:
+    return body == _BODY or (isinstance(body, str) and len(body) < _NATIVE_LENGTH and _says_nothing(body))
+
+
+@lru_cache(256)
+def _says_nothing(body: str) -> bool:
+    try:
+        return bool(json.loads(base64.b64decode(body)) == [[], {}, _NO_CALLBACKS])
+    except (ValueError, RecursionError):
+        return False
 
 
 def task_headers(raw: bytes | str) -> dict[str, Any] | None:

@@ -91,6 +91,31 @@ def test_task_events_begin_and_end_at_run_time(rig: Rig, app: Celery) -> None:
         assert heard.of(later.id) == []
 
 
+def test_remote_control_finds_tasks_that_pass_celery_by(rig: Rig, app: Celery) -> None:
+    worker = rig.worker(STUB_STEP_S=0.01)
+    hostname = f"penstock@{worker.name}"
+    inspect = app.control.inspect(destination=[hostname], timeout=60)
+    heard = Heard(rig, app)
+    with heard.listening():
+        first, second = rig.begun(2, max_tokens=4000)
+        heard.until(lambda: any(event.get("active") == 2 for event in heard.events))
+        (active,) = inspect.active().values()
+        assert {task["id"] for task in active} == {first, second}
+        assert {task["name"] for task in active} == {keys.TASK_NAME}
+        assert inspect.query_task(first)[hostname][first][0] == "active"
+        assert inspect.stats()[hostname]["total"] == {keys.TASK_NAME: 2}
+        control(app, "enable_events")
+        app.control.revoke(first, terminate=True)
+        assert rig.cancel(second) == [1, "in_progress"]
+        rig.check([first, second], "cancelled")
+        (failed,) = rig.fill(1, prompt=[1] * 100_000)
+        heard.until(lambda: len(heard.of(failed)) == 3)
+    assert heard.of(first) == heard.of(second) == ["task-revoked"]
+    assert heard.of(failed) == ["task-received", "task-started", "task-failed"]
+    rig.until(lambda: inspect.active()[hostname] == [])
+    assert any(event.get("processed") == 2 for event in heard.events)
+
+
 def test_a_task_s_runtime_is_its_engine_s_and_not_the_tracer_s(rig: Rig, app: Celery) -> None:
     rig.worker(events=True, STUB_STEP_S=0.05)
     heard = Heard(rig, app)

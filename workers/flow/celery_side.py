@@ -2,6 +2,7 @@
 
 They run, acknowledge, reject or revoke a delivery:
 
+intake, of a task in which Celery has no part -> run_native -> claimer
 kombu's callbacks -> Request -> EnginePool -> take_job, run -> claimer
                                            -> take_beside -> a thread of the pool's own
                  -> of an unknown kind -> defer_to_later_release -> the queue of the next level
@@ -19,10 +20,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from celery import signals
+from celery.worker import state
+
 from producers.broker.base import Consumer
 from producers.connection.log_throttle import warn_throttled
 from producers.contract import keys, levels
-from producers.contract.message import id_of, is_plain
+from producers.contract.message import id_of, is_native, is_plain
 from producers.contract.record import error_json, trace_fields
 from producers.contract.task import Task
 from producers.errors import InvalidTask, SecretUnreadable
@@ -30,15 +34,18 @@ from workers.breaker import Breaker
 from workers.flow.claimer import Claimer, Decode
 from workers.flow.deliveries import Deliveries
 from workers.flow.finisher import Finisher
+from workers.flow.monitors import Monitors
 from workers.flow.publisher import Publisher
 from workers.state.clock import Clock
-from workers.state.delivery import Delivery, Job, Keeper, Plain
+from workers.state.delivery import Delivery, Job, Keeper, Native, Plain
 from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
 
 #: Between the results that a chord makes one prompt of.
 PARAGRAPH: Final = "\n\n"
+#: Signals of Celery's that tell of a task that begins or succeeds.
+TOLD: Final = (signals.task_received, signals.task_prerun, signals.task_postrun, signals.task_success)
 
 
 @dataclass(slots=True)
@@ -52,6 +59,7 @@ class CelerySide:
     publisher: Publisher
     finisher: Finisher
     broker: Consumer
+    monitors: Monitors
     own_breaker: Breaker
     close: Callable[[], None] = lambda: None
     """Called when Celery's worker is about to stop: nothing more is to be fetched for it."""
@@ -161,6 +169,22 @@ class CelerySide:
             self.publisher.conclude_revoked(delivery)
 
     # ---- the intake -----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def is_apart(payload: Mapping[str, Any]) -> bool:
+        """Whether Celery has no part in a message's task: neither by what the message says, nor because it was revoked,
+        nor because somebody receives Celery's signals."""
+        return (
+            is_native(payload)
+            and payload["headers"]["id"] not in state.revoked
+            and not any(signal.receivers for signal in TOLD)
+        )
+
+    def run_native(self, delivery: Delivery, native: Native) -> None:
+        """Begins a task in which Celery has no part. The intake's thread alone."""
+        delivery.native, delivery.keeper = native, Keeper.FLOW
+        self.monitors.begun(delivery)
+        self.claimer.submit(delivery)
 
     def condemn(self, delivery: Delivery, headers: dict[str, Any], decode: Decode) -> None:
         """Claims a message whose workers died before they could claim it.

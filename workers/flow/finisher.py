@@ -1,5 +1,5 @@
-"""After a won FINISH: runs Celery's stock tracer (result, events, links, chords), then SETTLE, then ACK. Where the
-tracer would only log a success, that is done without it.
+"""After a won FINISH: runs Celery's stock tracer (result, events, links, chords), then SETTLE, then ACK. Of a task in
+which Celery has no part, monitors are told instead.
 
 A worker that dies in here leaves a task that is final but not settled: whoever gets its message runs the tracer from
 the record, never the engine. So links are sent at least once, and the output is made exactly once.
@@ -12,13 +12,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
-from celery import Celery, signals, states
-from celery.app import trace as tracing
+from celery import Celery, states
 from celery.exceptions import Reject
 from kombu.exceptions import OperationalError
 
@@ -31,6 +30,7 @@ from producers.errors import PenstockError, ResultUnavailable, TaskFailed, TaskN
 from producers.store.protocol import release, settle
 from workers.connect import LOST, connect
 from workers.flow.deliveries import Deliveries
+from workers.flow.monitors import Monitors, runtime_s
 from workers.flow.stream import read_stream
 from workers.state.clock import Clock
 from workers.state.delivery import Delivery, Job
@@ -45,12 +45,6 @@ BATCH = 256
 #: message of a settled plain task.
 RETRY, BACK, DEAD, ERASED, AGAIN = "retry", "back", "dead", "erased", "again"
 RETRY_S = 1.0
-#: Statuses in which a task has its output.
-SUCCEEDED: Final = ("completed", "incomplete")
-#: Where a job's headers have what is to be sent after it.
-LINKS: Final = ("callbacks", "errbacks", "chain", "chord", "group")
-#: Signals that Celery's tracer sends for a task that succeeds.
-TRACED: Final = (signals.task_prerun, signals.task_postrun, signals.task_success)
 #: Longest time (s) for reading a task's output back.
 READ_S = 30.0
 #: Times that Celery's side of a task may fail, other than by a server that is away.
@@ -86,11 +80,12 @@ class _Ending:
 class Finisher(threading.Thread):
     """`clock` brings back endings that Celery's side could not take just now."""
 
-    def __init__(self, served: Served, app: Celery, deliveries: Deliveries, clock: Clock) -> None:
+    def __init__(self, served: Served, app: Celery, deliveries: Deliveries, clock: Clock, monitors: Monitors) -> None:
         super().__init__(name="penstock-finisher", daemon=True)
         self._app = app
         self._deliveries = deliveries
         self._clock = clock
+        self._monitors = monitors
         self._settings = served.settings
         self._max_retries = served.settings.max_retries
         self.redis = connect(served.settings.store)
@@ -101,7 +96,9 @@ class Finisher(threading.Thread):
         self._queue.put(_Ending(delivery, status, error))
 
     def may_retry(self, delivery: Delivery) -> bool:
-        """Whether Celery has a try left. Without a job (a condemned message) there is nothing to publish again."""
+        """Whether Celery has a try left. Of a condemned message there is nothing to publish again."""
+        if delivery.native is not None:
+            return self._max_retries > 0
         job = delivery.job
         return job is not None and (job.headers.get("retries") or 0) < self._max_retries
 
@@ -199,14 +196,16 @@ class Finisher(threading.Thread):
             return  # it has announced the revocation itself
         if end.status == AGAIN:
             self._store_again(delivery)
+        elif delivery.native is not None and end.status == RETRY:
+            self._run_tracer(end, job or self._monitors.job(delivery))
+        elif delivery.native is not None:
+            self._monitors.ended(delivery, end.status, end.error, end.at)
         elif job is None:
             self._tell_of_condemned(end)
         elif end.status == "cancelled":
             self._revoke(job)
-        elif needs_tracer(end.delivery, end.status, job.headers):
-            self._run_tracer(end, job)
         else:
-            _announce(end, job)
+            self._run_tracer(end, job)
 
     def _store_again(self, delivery: Delivery) -> None:
         """Stores a settled plain task's result unless Celery has it. A message that was redelivered looks the same as
@@ -264,7 +263,7 @@ class Finisher(threading.Thread):
         if failed and getattr(value, "internal", False):
             fault = getattr(value.exception, "exc", value.exception)
             raise getattr(fault, "reason", fault)  # a copy that could not be published comes as Reject(reason)
-        job.on_done((failed, value, _runtime_s(end)))
+        job.on_done((failed, value, runtime_s(end.delivery, end.at)))
 
     def _outcome(self, end: _Ending) -> Any:
         """The value that the task's body is to return or raise."""
@@ -326,36 +325,6 @@ class Finisher(threading.Thread):
             )
             self.release(delivery)
         return True
-
-
-def needs_tracer(delivery: Delivery, status: str, headers: Mapping[str, Any]) -> bool:
-    """Whether Celery's tracer would do more at this end than to log it: store a result, send links or retry, call the
-    receivers of signals. For a task that a client or the gateway submitted it hardly ever does. `headers`: a job's."""
-    return (
-        delivery.plain is not None
-        or status not in SUCCEEDED
-        or not headers.get("ignore_result")
-        or any(headers.get(name) for name in LINKS)
-        or any(signal.receivers for signal in TRACED)
-    )
-
-
-def _announce(end: _Ending, job: Job) -> None:
-    """Tells Celery's books, its monitors and the log of a success, as its tracer does at the end."""
-    runtime, result = _runtime_s(end), repr(end.status)
-    fields = {"id": end.delivery.task_id, "name": keys.TASK_NAME, "runtime": runtime, "return_value": result}
-    tracing.info(tracing.LOG_SUCCESS, fields)
-    job.on_done((False, result, runtime))
-
-
-def _runtime_s(end: _Ending) -> float:
-    """Returns the time (s) for which the task ran: in this worker, or from its first start to its end if another worker
-    has ended it."""
-    record, began_at = end.delivery.record, end.delivery.began_at
-    if record is not None and record.final:
-        started, finished = record.time("started"), record.time("finished")
-        return 0.0 if started is None or finished is None else (finished - started) / 1000
-    return end.at - began_at if began_at else 0.0
 
 
 def _dead_letter(end: _Ending) -> str:

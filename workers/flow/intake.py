@@ -1,6 +1,7 @@
-"""Pulls from the queue exactly what fits, and hands it to Celery's consumer.
+"""Pulls from the queue exactly what fits. Tasks in which Celery has no part go to the claimer, others to its consumer.
 
-    wake -> credit -> FETCH -> hold in the ledger -> (pipe) -> event loop -> kombu's callbacks -> Request -> pool
+    wake -> credit -> FETCH -> hold in the ledger -> claimer
+                                                  -> (pipe) -> event loop -> kombu's callbacks -> Request -> pool
 
 FETCH runs on a thread and a connection of its own, so that neither a slow broker nor a reconnecting consumer stalls the
 other. When a reply is lost, FETCH names the same UUIDs again, and the broker repeats its reply.
@@ -32,7 +33,7 @@ from producers.contract.message import BODY_HEADER, BodyGone, redeem
 from workers.connect import LOST, connect
 from workers.flow.celery_side import CelerySide
 from workers.flow.deliveries import NO_CREDIT, Acker, Deliveries, Size
-from workers.state.delivery import Delivery, Incarnation
+from workers.state.delivery import Delivery, Incarnation, Native
 from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
@@ -173,10 +174,11 @@ class Intake(threading.Thread):
             self._celery.forget(arrival.fetched.uuid)
 
     def hand_over(self, deliver: Callable[[dict[str, Any], str], None]) -> None:
-        """Give everything that arrived to kombu's callbacks; runs in the event loop."""
+        """Give everything that arrived to kombu's callbacks, and events to monitors; runs in the event loop."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._pipe[0], 4096)
         self.loop_nudged_at = None
+        self._celery.monitors.send()
         while (arrival := self._next()) is not None:
             if arrival.incarnation.over:
                 continue
@@ -254,7 +256,9 @@ class Intake(threading.Thread):
         if not self._deliveries.enter(delivery, self._size(headers, message.rank)):
             return
         pass_on = partial(self._pass_on, Arrival(life, message, payload))
-        if message.condemned:
+        if self._attached and not message.condemned and self._celery.is_apart(payload):
+            self._celery.run_native(delivery, Native(payload, properties["priority"]))
+        elif message.condemned:
             self._celery.condemn(delivery, headers, pass_on)
         else:
             pass_on()

@@ -1,25 +1,30 @@
 """Celery's consumer, which keeps what it cannot read, logs nothing that callers sent, and reconnects soon.
 
-Beside it the commands of Celery's remote control that do not know how a Penstock worker works.
+Beside it the commands of Celery's remote control that do not know how a Penstock worker works, and its heartbeats.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from functools import wraps
+from typing import Any, ClassVar, Final
 
 from celery.utils.log import get_logger
-from celery.worker import state
+from celery.utils.sysinfo import load_average
+from celery.worker import heartbeat, state
 from celery.worker.consumer import Consumer as Stock
 from celery.worker.consumer import consumer as stock
-from celery.worker.control import control_command, inspect_command, nok
+from celery.worker.consumer.heart import Heart as StockHeart
+from celery.worker.control import Panel, control_command, inspect_command, nok
+from kombu.utils.functional import maybe_list
 
 from producers.connection.log_throttle import warn_throttled
-from producers.contract.keys import KINDS
+from producers.contract.keys import KINDS, TASK_NAME
 from producers.contract.message import is_plain
+from workers.flow.monitors import Monitors
 from workers.pool.app import batch_of
 
 logger = get_logger(__name__)
@@ -37,6 +42,13 @@ class Consumer(Stock):
     limits hold up every task, also those of HTTP and the clients, for whom the gateway has bounds of its own.
 
     A kind of Penstock's messages that it does not know may be a later release's: that is not refused, but put aside."""
+
+    class Blueprint(Stock.Blueprint):
+        """Stock, but for the heartbeats."""
+
+        default_steps: ClassVar = [
+            f"{__name__}:Heart" if step.endswith(":Heart") else step for step in Stock.Blueprint.default_steps
+        ]
 
     def ensure_connected(self, conn: Any) -> Any:
         """Stock waits 2 s longer after each try, up to half a minute, and so for long after a server is back; and it
@@ -95,6 +107,34 @@ class Consumer(Stock):
             return super()._limit_post_eta(request, bucket, tokens)
         self.qos.decrement_eventually()
         return self._limit_move_to_pool(request)
+
+
+class Beats(heartbeat.Heart):
+    """Heartbeats that also count the tasks which pass Celery by."""
+
+    monitors: Monitors
+
+    def _send(self, event: str, retry: bool = True) -> Any:
+        return self.eventer.send(
+            event,
+            freq=self.interval,
+            active=len(state.active_requests) + self.monitors.unseen,
+            processed=state.all_total_count[0] + self.monitors.begun_count,
+            loadavg=load_average(),
+            retry=retry,
+            **state.SOFTWARE_INFO,
+        )
+
+
+class Heart(StockHeart):
+    """The step of the consumer's start that begins its heartbeats, once it has a connection and events can be sent."""
+
+    def start(self, c: Any) -> None:
+        monitors = batch_of(c.app).monitors
+        monitors.eventer = c.event_dispatcher
+        c.heart = Beats(c.timer, c.event_dispatcher, self.heartbeat_interval)
+        c.heart.monitors = monitors
+        c.heart.start()
 
 
 @contextmanager
@@ -157,6 +197,32 @@ def _shown(payload: dict[str, Any], hostname: str) -> dict[str, Any]:
     }
 
 
+def stats(state: Any, **_: Any) -> dict[str, Any]:
+    """Stock's, whose count of tasks lacks those that pass Celery by."""
+    found: dict[str, Any] = state.consumer.controller.stats()
+    if begun := batch_of(state.app).monitors.begun_count:
+        found["total"] = {**found["total"], TASK_NAME: found["total"].get(TASK_NAME, 0) + begun}
+    return found
+
+
+def _seen(command: Callable[..., Any], ids: str | None) -> Callable[..., Any]:
+    """A command that looks at Celery's books: first they get what passes Celery by. `ids`: the argument that names the
+    tasks it is about, if it is not about all."""
+
+    @wraps(command)
+    def seen(state: Any, **arguments: Any) -> Any:
+        named = None if ids is None else frozenset(map(str, maybe_list(arguments.get(ids)) or ()))
+        batch_of(state.app).monitors.show(named)
+        return command(state, **arguments)
+
+    return seen
+
+
+for name in ("active", "dump_active", "reserved", "dump_reserved"):
+    Panel.data[name] = _seen(Panel.data[name], None)
+for name, ids in {"query_task": "ids", "revoke": "task_id", "terminate": "task_id"}.items():
+    Panel.data[name] = _seen(Panel.data[name], ids)
+inspect_command()(stats)
 inspect_command(alias="dump_schedule")(scheduled)
 inspect_command()(breaker)
 for name in ("pool_grow", "pool_shrink"):

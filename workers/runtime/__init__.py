@@ -1,11 +1,11 @@
 """One worker process, from its start to its end. A task's way through its threads, which a queue joins at each arrow:
 
-    broker ──FETCH──▶ intake ─▶ main: Celery's consumer, EnginePool ─▶ claimer ──CLAIM──▶ store
-                                                                          │
-    readers ◀─APPEND── publisher ◀──────── tokens, once a step ──────── engine
+    broker ──FETCH──▶ intake ─┬───── of clients, gateways, sources ────┬▶ claimer ──CLAIM──▶ store
+                              └▶ main: Celery's consumer, EnginePool ──┘     │
+    readers ◀─APPEND── publisher ◀──────── tokens, once a step ────────── engine
                           │ FINISH, won
                           ▼
-                       finisher: Celery's tracer, then SETTLE; or RELEASE, where the task is let go ──▶ store
+                       finisher: Celery's tracer where it has a part in the task, then SETTLE; or RELEASE ──▶ store
                           │
     broker ◀─ACK, BACK── acker
 

@@ -26,6 +26,7 @@ from workers.flow.claimer import Claimer
 from workers.flow.deliveries import Acker, Deliveries
 from workers.flow.finisher import Finisher
 from workers.flow.intake import Intake
+from workers.flow.monitors import Monitors
 from workers.flow.publisher import Publisher
 from workers.leases.housekeeper import Housekeeper
 from workers.measure import Keeper, Measured
@@ -58,7 +59,8 @@ class Runtime:
         clock = Clock()
         self.acker = Acker(served.connect_broker(), settings.store)
         self.deliveries = Deliveries(served, self.acker)
-        self.finisher = Finisher(served, app, self.deliveries, clock)
+        self.monitors = Monitors(app, self.deliveries, settings.name)
+        self.finisher = Finisher(served, app, self.deliveries, clock, self.monitors)
         device = engine.stats().device
         self.window = Window(kind_of(device))
         send_probe = partial(probe.send_timed, engine)
@@ -72,7 +74,15 @@ class Runtime:
         self.adapters = AdapterLoader(served, self.deliveries)
         self.claimer = Claimer(served, *shared, self.adapters)
         self.celery = CelerySide(
-            served, self.deliveries, clock, self.claimer, self.publisher, self.finisher, self.acker.broker, self.breaker
+            served,
+            self.deliveries,
+            clock,
+            self.claimer,
+            self.publisher,
+            self.finisher,
+            self.acker.broker,
+            self.monitors,
+            self.breaker,
         )
         self.intake = Intake(served, self.deliveries, self.acker, self.celery)
         #: Where Celery's transport is plugged in; `celery` is what its pool knows.
@@ -110,6 +120,7 @@ class Runtime:
         engine.on_lost, engine.on_step = self._device_lost, self._stepped
         self.breaker.on_change = self._breaker_changed
         self.celery.close, self.celery.stop = self.intake.stop, self._celery_stops
+        self.monitors.nudge = self.intake.nudge
         self.housekeeper.on_epoch = self._break_down
         self.housekeeper.control.on_drain = lambda why: self.stop(self.served.settings.drain, why)
 

@@ -13,8 +13,9 @@ threads that want to end it one does, and the others find that they come too lat
     ENDED       its end is written, or it is on its way back or to the dead letters any thread
     PUT_DOWN    ACK or BACK is on its way, or its incarnation is over               any thread
 
-Other fields have one writer: `keeper` the main thread (of a condemned message intake, then claimer), `revoked` the main
-thread, `cancelled` control, `deadline` claimer, then housekeeper; all others claimer until RUNNING, then publisher.
+Other fields have one writer: `keeper` the main thread (of a native message intake, of a condemned one intake, then
+claimer), `job` and `revoked` the main thread, `cancelled` control, `deadline` claimer, then housekeeper; all others
+claimer until RUNNING, then publisher.
 """
 
 from __future__ import annotations
@@ -88,6 +89,18 @@ class Job:
 
 
 @dataclass(slots=True)
+class Native:
+    """The message of a task in which Celery has no part (`producers.contract.message.is_native`). Celery's side of it
+    is made where somebody looks at it (`workers.flow.monitors`)."""
+
+    payload: dict[str, Any]
+    priority: int
+    """Celery's, of the list that it came in."""
+    at: float = field(default_factory=time.monotonic)
+    """When it was taken (monotonic)."""
+
+
+@dataclass(slots=True)
 class Plain:
     """A plain Celery message's request: the fields of its record to be made, and the error (JSON) if it is no task."""
 
@@ -112,7 +125,9 @@ class Delivery:
     stage: Stage = Stage.FETCHED
     keeper: Keeper = Keeper.CONSUMER
     plain: Plain | None = None
+    native: Native | None = None
     job: Job | None = None
+    """Celery's side, where it has one by now."""
     record: Record | None = None
     base: list[int] = field(default_factory=list)
     """Per choice, the index at which this worker took over."""

@@ -16,7 +16,7 @@ from redis import Redis
 from producers import Client
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
-from producers.contract.message import Message
+from producers.contract.message import Message, is_native
 from producers.contract.record import Record
 from tests.producers.conftest import QUEUE
 from tests.producers.faces import Face
@@ -52,6 +52,53 @@ def test_our_envelope_is_the_one_that_send_task_writes(valkey: Redis, valkey_url
     assert ours["headers"]["id"] == ours["properties"]["correlation_id"] == "task-1"
     assert ours["headers"]["penstock"] == {"v": 1, "n": 2, "tokens": 77}
     assert ours["body"] == [[], {}, {"callbacks": None, "errbacks": None, "chain": None, "chord": None}]
+
+
+def test_celery_has_no_part_in_what_either_client_sends(client: Face, valkey: Redis) -> None:
+    client.submit(model="tiny", prompt=[1], max_tokens=2, tenant="a", n=2)
+    assert is_native(json.loads(valkey.lpop(broker_keys.tier_list(QUEUE, "default"))))
+
+
+def encoded(body: Any) -> dict[str, str]:
+    return {"body": base64.b64encode(json.dumps(body).encode()).decode()}
+
+
+NOTHING = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "headers"),
+    [
+        ({}, {"task": "penstock.embed"}),
+        ({}, {"penstock": {"v": 2, "n": 1, "tokens": 1}}),
+        ({}, {"penstock": None}),
+        ({}, {"ignore_result": False}),
+        ({}, {"ignore_result": 1}),
+        ({}, {"eta": "2020-01-01T00:00:00+00:00"}),
+        ({}, {"expires": "2020-01-01T00:00:00+00:00"}),
+        ({}, {"retries": 1}),
+        ({}, {"group": "g", "group_index": 0}),
+        ({}, {"shadow": "other"}),
+        ({}, {"stamped_headers": ["a"], "stamps": {"a": ["b"]}}),
+        ({}, {"id": "\ud800"}),
+        ({}, {"penstock_body": {"sha256": "0"}}),
+        (encoded([[], {}, {**NOTHING, "callbacks": [{"task": "note"}]}]), {}),
+        (encoded([[], {}, {**NOTHING, "chord": {"task": "note"}}]), {}),
+        (encoded([["text"], {}, NOTHING]), {}),
+        (encoded([[], {"prompt": "text"}, NOTHING]), {}),
+        ({"body": "no base64"}, {}),
+        ({"body": None}, {}),
+        ({"body": "A" * 100_000}, {}),
+        ({"content-type": "application/x-python-serialize"}, {}),
+        ({"properties": {}}, {}),
+        ({"properties": {"body_encoding": "base64", "delivery_info": [1]}}, {}),
+    ],
+)
+def test_celery_has_a_part_in_what_says_anything_else(changes: dict[str, Any], headers: dict[str, Any]) -> None:
+    payload = json.loads(Message("t", QUEUE, "flex", 1, 40).envelope())
+    assert is_native(payload)
+    assert is_native({**payload, **encoded([[], {}, dict(reversed(NOTHING.items()))])}), "the same, written otherwise"
+    assert not is_native({**payload, **changes, "headers": {**payload["headers"], **headers}})
 
 
 @pytest.mark.parametrize("tier", keys.TIERS)
