@@ -19,7 +19,7 @@ import typer
 
 from workers.cli.commands import Commands
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure, needs
-from workers.cli.options import MODEL, Broker, DataDir, Json, Store, complete_model, find_models
+from workers.cli.options import MODEL, Broker, DataDir, FilesDir, Json, Store, complete_model, find_models
 from workers.cli.servers import addresses
 from workers.cli.terminal import say
 from workers.errors import Refused
@@ -140,9 +140,7 @@ def policy(
     role: Annotated[str, typer.Argument(help="producer, gateway, worker, sweeper, sources, autoscaler or setup.")],
     broker: Broker = None,
     data_dir: DataDir = None,
-    files_dir: Annotated[
-        str | None, typer.Option(envvar="FILES_DIR", help="Where files are: s3://BUCKET/PREFIX.")
-    ] = None,
+    files_dir: FilesDir = None,
     inbox_bucket: Annotated[str | None, typer.Option(help="The bucket with inbox/, for sources.")] = None,
     queue: Annotated[
         list[str] | None,

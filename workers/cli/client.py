@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 SILENCE_S: Final = 30.0
 #: Time (s) for which a broken stream is retried.
 PATIENCE_S: Final = 30.0
+#: Longest wait (s) for a task's end in one request, well below SILENCE_S; and pause where a gateway does not wait.
+WAIT_S, PAUSE_S = 20, 0.5
 
 #: Statuses of a task that has ended.
 FINAL: Final = frozenset({"completed", "failed", "cancelled", "incomplete"})
@@ -92,6 +94,25 @@ class Gateway:
 
     def task(self, task_id: str) -> dict[str, Any]:
         return self.json("GET", path_of("tasks", task_id))
+
+    def waited(self, task_id: str, seconds: float) -> dict[str, Any]:
+        """The task at its end, or after `seconds`, some WAIT_S at most; earlier with `waits_for`, if it has not begun.
+
+        Waits here where the gateway has no room for one more caller who waits there, and for less than a second.
+        """
+        began = time.monotonic()
+        if seconds >= 1:
+            prefer = {"prefer": f"wait={int(min(WAIT_S, seconds))}, explain"}
+            try:
+                task = self.json("GET", path_of("tasks", task_id), headers=prefer)
+            except Refused as refused:
+                if refused.error["code"] not in ("too_many_streams", "gateway_full"):
+                    raise
+            else:
+                if task["status"] in FINAL or time.monotonic() - began >= PAUSE_S:
+                    return task  # else it came at once, since the store is away: do not ask in a circle
+        time.sleep(min(PAUSE_S, seconds))
+        return self.task(task_id)
 
     def cancel(self, task_id: str) -> dict[str, Any]:
         return self.json("POST", path_of("tasks", task_id, "/cancel"))

@@ -25,7 +25,7 @@ import typer
 
 from workers.cli.commands import Commands
 from workers.cli.exits import Exit, Failure
-from workers.cli.options import Broker, DataDir, Json, Store
+from workers.cli.options import Broker, DataDir, FilesDir, Json, Store
 from workers.cli.servers import addresses
 from workers.cli.terminal import say
 
@@ -55,10 +55,7 @@ def doctor(
     broker: Broker = None,
     store: Store = None,
     data_dir: DataDir = None,
-    files_dir: Annotated[
-        str | None,
-        typer.Option(metavar="PLACE", help="The place of files, to check whether a bucket (s3://...) lets us in."),
-    ] = None,
+    files_dir: FilesDir = None,
     models: Annotated[
         bool, typer.Option("--models/--no-models", help="Read the local models' files, and compare their hashes.")
     ] = True,

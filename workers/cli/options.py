@@ -252,8 +252,9 @@ FilesDir = Annotated[
         metavar="PLACE",
         envvar="FILES_DIR",
         callback=checked_location,
-        help="The folder for uploaded files and batches' output, or s3://BUCKET/PREFIX. All gateways and sweepers "
-        "share it. Unset: files in the data directory.",
+        help="The folder, or s3://BUCKET/PREFIX, for uploaded files, batches' output, and bodies of Celery messages "
+        "that are too large for SQS. All processes of a system share it. Unset: files in the data directory, where the "
+        "command has one.",
     ),
 ]
 WebhookAllow = Annotated[

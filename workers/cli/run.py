@@ -34,7 +34,7 @@ from workers.cli.options import (
     is_set,
     takes,
 )
-from workers.cli.terminal import TextStream, WaitNotes, note_if_empty, prompt_text, text_from
+from workers.cli.terminal import TextStream, WaitNotes, note_end, prompt_text, text_from
 
 if TYPE_CHECKING:
     from engine import Engine, Event, Request, SamplingParams
@@ -184,7 +184,7 @@ def _show(engine: Engine, request: Request, as_json: bool) -> None:
         usage = {"prompt_tokens": last.prompt_tokens, "output_tokens": output_tokens}
         typer.echo(json.dumps({"choices": outputs, "usage": usage}))
     else:
-        note_if_empty(output["text"] for output in outputs)
+        note_end(any(output["text"] for output in outputs), [output["finish_reason"] for output in outputs])
 
 
 def _events(engine: Engine, request: Request) -> Iterator[Event]:
@@ -210,7 +210,8 @@ def chat(
 ) -> None:
     """Chat with a model on the terminal. /help shows the chat's own commands.
 
-    Where no URL is given and no gateway at the default one serves the model, a system is started for this chat.
+    Where no URL is given and no gateway at the default one serves the model, a system is started for this chat. The
+    API key in PENSTOCK_API_KEY goes only to a gateway that --url or PENSTOCK_URL names.
     """
     with _gateway(model, url, named=is_set(context, "url")) as (gateway, name):
         served = {card["id"]: card for card in gateway.models()}
@@ -226,18 +227,22 @@ def chat(
 @contextmanager
 def _gateway(model: str, url: str, *, named: bool) -> Iterator[tuple[Gateway, str]]:
     """A gateway and the model's name there. `named`: it is this URL's, and no other."""
-    from workers.cli.client import Gateway
+    from workers.cli.client import Gateway, Refused
     from workers.library import name_of
 
     if named:
         yield Gateway(url), model
         return
-    name, served = name_of(model), False
-    with suppress(Failure):  # none answers there, or it asks for a key
-        served = any(card["id"] == name for card in Gateway(url).models())
+    # Whoever may listen there is not known: it gets no key.
+    name, served, unnamed = name_of(model), False, Gateway(url, with_key=False)
+    try:
+        served = any(card["id"] == name for card in unnamed.models())
+    except Failure as failure:  # most often, none answers there
+        if isinstance(failure, Refused) and failure.http_status == 401:
+            typer.echo(f"(the gateway at {url} asks for an API key, which is sent to it with --url {url})", err=True)
     if served:
         typer.echo(f"{name}, through the gateway at {url}", err=True)
-        yield Gateway(url), name
+        yield unnamed, name
         return
 
     check_extras("gateway", "worker", "webhooks")
@@ -366,7 +371,7 @@ class Chat:
         elif end.get("finish_reason") == "length":
             typer.echo(f"({CUT})", err=True)
         elif end.get("finish_reason") == "stop":
-            note_if_empty(answer)
+            note_end(any(answer), [])
 
     def _pieces(self, messages: list[dict[str, str]], end: dict[str, Any]) -> Generator[str]:
         """The answer as it comes, of at most MAX_ANSWER tokens where the user has set no limit. `end`: as of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from workers.cli.terminal import (
     WaitNotes,
     choices,
     note,
-    note_if_empty,
+    note_end,
     prompt_text,
     say,
     text_from,
@@ -166,7 +167,8 @@ def result(
         raise Failure(f"interrupted; the task goes on: penstock result {task_id}", Exit.INTERRUPTED) from None
     say(json.dumps(task) if as_json else choices(task["choices"]))
     if not as_json and task["status"] not in ("failed", "cancelled"):
-        note_if_empty(output["text"] for output in task["choices"])
+        outputs = task["choices"]
+        note_end(any(output["text"] for output in outputs), [output["finish_reason"] for output in outputs])
     _end(task_id, task["status"], task["error"])
 
 
@@ -293,17 +295,19 @@ def delete(
 
 def _ended(gateway: Gateway, task_id: str, timeout: float | None, progress: Progress) -> dict[str, Any]:
     """The task, once it has ended. Raises Failure, also after `timeout` seconds."""
-    give_up = None if timeout is None else time.monotonic() + timeout
-    pause = 0.02
-    while (task := gateway.task(task_id))["status"] not in FINAL:
+    give_up = math.inf if timeout is None else time.monotonic() + timeout
+    notes = WaitNotes(progress.note)
+    task = gateway.task(task_id)
+    while task["status"] not in FINAL:
         progress.show(f"{task['status']} (why: penstock explain {task_id})")
-        remaining = pause if give_up is None else give_up - time.monotonic()
+        remaining = give_up - time.monotonic()
         if remaining <= 0:
             raise Failure(
                 f"task {task_id} is still {task['status']} after {timeout:g} s; it was not cancelled", Exit.TIMEOUT
             )
-        time.sleep(min(pause, remaining))
-        pause = min(0.5, 1.5 * pause)
+        task = gateway.waited(task_id, remaining)
+        if task.get("waits_for"):
+            notes.show(task["waits_for"])
     return task
 
 
@@ -335,8 +339,8 @@ def _follow(gateway: Gateway, task: dict[str, Any], start: int, as_json: bool) -
         shown.close()
     if last["event"] == "end":
         _end(task["id"], last["status"], last["error"])
-        if is_empty and not as_json:
-            note_if_empty(())
+        if not as_json:
+            note_end(not is_empty, last["finish_reasons"])
 
 
 def _tail(task: dict[str, Any], last: dict[str, Any]) -> str:

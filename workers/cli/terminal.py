@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TextIO
 
@@ -39,22 +39,27 @@ def note(line: str) -> None:
     typer.echo(line, err=True)
 
 
-def note_if_empty(texts: Iterable[str]) -> None:
-    """Say it on standard error if no output has any text: nothing else would show that the command has worked."""
-    if not any(texts):
+def note_end(has_text: bool, reasons: Sequence[str | None]) -> None:
+    """Say it on standard error if an output was cut, or if none has any text: nothing else would show that the command
+    has worked. `reasons`: why each output ended."""
+    if cut := reasons.count("length"):
+        which = "" if len(reasons) == 1 else f"{cut} of {len(reasons)} outputs are "
+        note(f"({which}cut: --max-tokens or the end of the model's context was reached)")
+    elif not has_text:
         note("(the model ended without any text)")
 
 
 class WaitNotes:
-    """Prints what a stream waits for on standard error, each reason once."""
+    """Prints what a call waits for, each reason once. `write`: prints a line, on standard error."""
 
-    def __init__(self) -> None:
+    def __init__(self, write: Callable[[str], None] = note) -> None:
+        self._write = write
         self._last = ""
 
     def show(self, text: str) -> None:
         if text != self._last:
             self._last = text
-            note(f"(waits for: {printable(text, terminal=True)})")
+            self._write(f"(waits for: {printable(text, terminal=True)})")
 
 
 def relayed(name: str, line: str) -> None:

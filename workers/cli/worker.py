@@ -22,6 +22,7 @@ from workers.cli.options import (
     ENGINE,
     Broker,
     DataDir,
+    FilesDir,
     Gpus,
     LogLevel,
     ModelOption,
@@ -29,7 +30,6 @@ from workers.cli.options import (
     as_arguments,
     as_environment,
     check_spot,
-    checked_location,
     finite,
     health_ports,
     process_name,
@@ -111,16 +111,7 @@ def worker(
     spot_metadata_url: Annotated[
         str | None, typer.Option(help="URL of the instance's metadata service. Unset: the provider's own.")
     ] = None,
-    files_dir: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PLACE",
-            envvar="FILES_DIR",
-            callback=checked_location,
-            help="The folder or s3://BUCKET/PREFIX for bodies of Celery messages that are too large for SQS. Unset: "
-            "such messages are refused.",
-        ),
-    ] = None,
+    files_dir: FilesDir = None,
     engine: dict[str, Any],
     gpus: Gpus = None,
     events: Annotated[

@@ -1,7 +1,7 @@
 """The routes of `/v1/tasks`: submit, list, get, stream, cancel, retry, delete.
 
 Also the parameters of a list, and the header `Prefer: wait=N` (RFC 7240): the answer waits for the task's end, up to N
-seconds.
+seconds. With `Prefer: wait=N, explain` it comes before, once it is known what keeps the task from beginning.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import asyncio
 import logging
 import math
 import re
+import time
 from collections.abc import Mapping
 from contextlib import aclosing, suppress
-from typing import Any, Final, get_args
+from dataclasses import dataclass
+from typing import Any, Final, Self, get_args
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
@@ -100,12 +102,16 @@ LIST_PARAMETERS: Final[list[dict[str, Any]]] = [
 ]
 #: Longest wait (s); who asks for more waits for this long.
 LONGEST_S: Final = 60
-_PREFERENCE: Final = re.compile(r"\s*wait\s*=\s*\"?([0-9]{1,200})\"?\s*(;.*)?", re.IGNORECASE)
+#: Time (s) after which a caller who prefers `explain` is told what a task waits for that has not begun.
+EXPLAIN_S: Final = 4.0
+_WAIT: Final = re.compile(r"\s*wait\s*=\s*\"?([0-9]{1,200})\"?\s*(;.*)?", re.IGNORECASE)
+_EXPLAIN: Final = re.compile(r"\s*explain\s*(=\s*\"\"\s*)?(;.*)?", re.IGNORECASE)
 #: The header for OpenAPI.
 PREFER: Final[dict[str, Any]] = {
     "name": "Prefer",
     "in": "header",
-    "description": f"`wait=N`: answer at the task's end, or after N seconds, {LONGEST_S} at most",
+    "description": f"`wait=N`: answer at the task's end, or after N seconds, {LONGEST_S} at most; `wait=N, explain`: "
+    "or within 5 seconds, with the reason, if the task has not begun",
     "schema": {"type": "string", "maxLength": 200},
 }
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"])
@@ -161,48 +167,70 @@ def _readable(record: Record) -> TaskView | None:
         return None
 
 
-def preferred_wait(headers: Headers) -> int | None:
-    """Returns how long (s) the answer is to wait; None without a preference. The RFC says to ignore a bad one."""
-    for part in ",".join(headers.getlist("prefer")).split(","):
-        if match := _PREFERENCE.fullmatch(part):
-            return min(int(match[1]), LONGEST_S)
-    return None
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A preferred wait. `limit_s`: the longest. `explain`: shorter, once it is known what keeps the task."""
+
+    limit_s: int
+    explain: bool
+
+    @classmethod
+    def preferred(cls, headers: Headers) -> Self | None:
+        """The wait that a request prefers, if it does. The RFC says to ignore a bad preference, and an unknown one."""
+        parts = ",".join(headers.getlist("prefer")).split(",")
+        limit = next((match[1] for part in parts if (match := _WAIT.fullmatch(part))), None)
+        return None if limit is None else cls(min(int(limit), LONGEST_S), any(map(_EXPLAIN.fullmatch, parts)))
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The header that names the preferences which were applied."""
+        return {"preference-applied": f"wait={self.limit_s}{', explain' if self.explain else ''}"}
 
 
-async def enter_wait(request: Request, gateway: Gateway) -> int | None:
-    """Returns the preferred wait, as `preferred_wait`. A request that waits is one of the gateway's streams from now
-    on. Raises Problem if the gateway has no room for it, and as `Streams.enter`."""
-    seconds = preferred_wait(request.headers)
-    if seconds is not None:
+async def enter_wait(request: Request, gateway: Gateway) -> Wait | None:
+    """Returns the preferred wait. A request that waits is one of the gateway's streams from now on. Raises Problem if
+    the gateway has no room for it, and as `Streams.enter`."""
+    wait = Wait.preferred(request.headers)
+    if wait is not None:
         await gateway.streams.enter(request.scope, "answer")
-    return seconds
+    return wait
 
 
-def wait_headers(seconds: int | None) -> dict[str, str]:
-    """Returns the headers that name the wait that was applied."""
-    return {} if seconds is None else {"preference-applied": f"wait={seconds}"}
+async def _reason(request: Request, task_id: str) -> str:
+    """What a task waits for; empty if it runs, has ended, or nobody can tell in time."""
+    return await gateway_of(request).waits.text(task_id, whole=principal_of(request).may("read"))
 
 
-async def waits_headers(request: Request, task_id: str) -> dict[str, str]:
-    """Returns the header that says what a task waits for, after a wait that it did not end in."""
-    text = await gateway_of(request).waits.text(task_id, whole=principal_of(request).may("read"))
-    return {"penstock-waits-for": text} if text else {}
+def _with_reason(view: TaskView, reason: str) -> tuple[TaskView, dict[str, str]]:
+    """A task that has not ended, and the answer's header, with what it waits for."""
+    return (view.model_copy(update={"waits_for": reason}), {"penstock-waits-for": reason}) if reason else (view, {})
 
 
-async def wait_for_end(request: Request, gateway: Gateway, handle: AsyncHandle, seconds: int) -> None:
-    """Wait for the task's end, `seconds` at most; less if the caller leaves, the gateway stops or the store fails.
-    Raises Problem if the caller's key ends."""
+async def wait_for_end(request: Request, gateway: Gateway, handle: AsyncHandle, wait: Wait) -> str:
+    """Wait for the task's end, as long as `wait` says; less if the caller leaves, the gateway stops or the store fails.
+
+    Returns what it waits for if it has not begun, where the wait ended for that. Raises Problem if the caller's key
+    ends.
+    """
     stop = await gateway.streams.enter(request.scope, "answer")
     leaving = asyncio.create_task(watch(request.receive, stop))
     end = asyncio.create_task(measured(_read_to_end, handle))
+    give_up, reason = time.monotonic() + wait.limit_s, ""
     try:
-        await asyncio.wait((end, stop), timeout=seconds, return_when="FIRST_COMPLETED")
+        while (remaining := give_up - time.monotonic()) > 0 and not reason:
+            pause = min(EXPLAIN_S, remaining) if wait.explain else remaining
+            done, _ = await asyncio.wait((end, stop), timeout=pause, return_when="FIRST_COMPLETED")
+            if done:
+                break
+            if wait.explain:
+                reason = await _reason(request, handle.id)
     finally:
         leaving.cancel()
         if end.cancel():
             await asyncio.wait((end,))
     if (problem := why_stopped(stop)) is not None:
         raise problem
+    return reason
 
 
 async def _read_to_end(handle: AsyncHandle) -> None:
@@ -226,10 +254,10 @@ async def _read_to_end(handle: AsyncHandle) -> None:
 async def submit(request: Request) -> Response:
     """Submit a task. It is durable once this answers."""
     gateway = gateway_of(request)
-    seconds = await enter_wait(request, gateway)
+    wait = await enter_wait(request, gateway)
     task = owned(request, await read_task(request, gateway.settings.max_body))
     request.state.tier = task.tier
-    return await _accepted(request, await encoded(request, gateway, task), TASK, seconds)
+    return await _accepted(request, await encoded(request, gateway, task), TASK, wait)
 
 
 @router.get(
@@ -257,16 +285,20 @@ async def list_all(request: Request) -> Response:
 async def look(request: Request, task_id: str) -> Response:
     """Get a task's state, and its outputs once it is final."""
     gateway = gateway_of(request)
-    seconds = await enter_wait(request, gateway)
+    wait = await enter_wait(request, gateway)
     handle = await task_of(request, task_id)
-    record = await handle.status()
-    if seconds is not None and not record.final:
-        await wait_for_end(request, gateway, handle, seconds)
+    record, reason = await handle.status(), ""
+    if wait is not None and not record.final:
+        reason = await wait_for_end(request, gateway, handle, wait)
         record = await handle.status()
-    answer = await outcome.answer(gateway, handle, record) if record.final else _json(TaskView.of(record))
-    answer.headers.update(wait_headers(seconds))
-    if seconds is not None and not record.final:
-        answer.headers.update(await waits_headers(request, task_id))
+    headers = {} if wait is None else wait.headers
+    if record.final:
+        answer = await outcome.answer(gateway, handle, record)
+    else:
+        reason = reason or ("" if wait is None else await _reason(request, task_id))
+        view, waits = _with_reason(TaskView.of(record), reason)
+        answer, headers = _json(view), headers | waits
+    answer.headers.update(headers)
     return answer
 
 
@@ -280,14 +312,14 @@ async def look(request: Request, task_id: str) -> Response:
 )
 async def retry(request: Request, task_id: str) -> Response:
     """Submit a task that has ended once more, as a new task with the same fields, seed and webhook."""
-    seconds = await enter_wait(request, gateway_of(request))
+    wait = await enter_wait(request, gateway_of(request))
     task, more = repeated(await (await task_of(request, task_id)).status())
     request.state.tier = task.tier
     idempotency.note_body(request, b"")
     # A text's tokens are not counted where no gateway submitted it.
     if await gateway_of(request).accounts.limited(request, task.tenant):
         task = await encoded(request, gateway_of(request), task)
-    return await _accepted(request, task, more, seconds)
+    return await _accepted(request, task, more, wait)
 
 
 @router.post("/{task_id}/cancel", dependencies=CANCELS, response_model=Cancelled, responses=errors(404))
@@ -315,28 +347,30 @@ async def delete(request: Request, task_id: str) -> Response:
     return _json(Deleted(id=task_id))
 
 
-async def _accepted(request: Request, task: Task, more: Mapping[str, str | int], seconds: int | None) -> Response:
-    """Submit an encoded task and answer with it: 202, or 200 if it ended while the caller waited, if so long."""
+async def _accepted(request: Request, task: Task, more: Mapping[str, str | int], wait: Wait | None) -> Response:
+    """Submit an encoded task and answer with it: 202, or 200 if it ended while the caller waited."""
     gateway = gateway_of(request)
     task_id, record = await submitted(request, gateway, task, more)
     headers = {"location": f"/v1/tasks/{task_id}"} | (idempotency.REPLAYED if record is not None else {})
-    if seconds is not None:
+    reason = ""
+    if wait is not None:
         handle = gateway.client.get(task_id)
-        await wait_for_end(request, gateway, handle, seconds)
-        headers |= wait_headers(seconds)
+        reason = await wait_for_end(request, gateway, handle, wait)
+        headers |= wait.headers
         with suppress(Problem, PenstockError, *FAILURES):  # it is submitted, whatever the store answers now
             record = await handle.status()
             if record.final:
                 answer = await outcome.answer(gateway, handle, record)
                 answer.headers.update(headers)
                 return answer
-        headers |= await waits_headers(request, task_id)
+        reason = reason or await _reason(request, task_id)
     view = (
         submitted_view(task_id, task, more, getattr(request.state, "shortened_to", None))
         if record is None
         else TaskView.of(record)
     )
-    return Response(view.model_dump_json(exclude_unset=record is None), 202, headers, "application/json")
+    view, waits = _with_reason(view, reason)
+    return Response(view.model_dump_json(exclude_unset=record is None), 202, headers | waits, "application/json")
 
 
 def _json(view: BaseModel) -> Response:

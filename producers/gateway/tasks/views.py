@@ -119,6 +119,9 @@ class TaskView(BaseModel):
     shortened_to: int | None = Field(None, description="output tokens of a choice to which overload shortened it")
     trace_id: str | None = None
     """The trace of the `traceparent` that came with it."""
+    waits_for: str | None = Field(
+        None, description="what it waits for; null where it has begun, or the request did not wait (Prefer: wait)"
+    )
     usage: dict[str, int] | None = None
     error: dict[str, Any] | None = None
     choices: list[ChoiceView] | None = None

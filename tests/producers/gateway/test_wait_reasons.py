@@ -15,6 +15,8 @@ from producers import AsyncClient
 from producers.contract import keys
 from producers.gateway import wait_reasons
 from producers.gateway.http import sse
+from producers.gateway.tasks import routes
+from producers.gateway.wait_reasons import WaitReasons
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import POOL, QUEUE, Make, Open, Submit, until
 from tests.producers.gateway.test_keys import as_caller
@@ -66,6 +68,50 @@ def test_prefer_wait_says_it_in_a_header(http: httpx.Client, submit: Submit, mod
         answer = http.get(f"/v1/tasks/{submit()}", headers=wait)
     assert (answer.json()["status"], answer.headers["penstock-waits-for"]) == ("queued", NOBODY)
     assert "penstock-waits-for" not in http.get(f"/v1/tasks/{submit()}").headers
+
+
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_a_caller_who_prefers_an_explanation_is_told_before_the_wait_is_over(
+    http: httpx.Client, submit: Submit, model: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "EXPLAIN_S", 0.05)
+    prefer = {"Prefer": "Explain, wait=60"}
+    if method == "POST":
+        answer = http.post("/v1/tasks", json={"model": model, "prompt": "x"}, headers=prefer)
+    else:
+        answer = http.get(f"/v1/tasks/{submit()}", headers=prefer)
+    assert (answer.status_code, answer.json()["status"]) == (202 if method == "POST" else 200, "queued")
+    assert answer.json()["waits_for"] == answer.headers["penstock-waits-for"] == NOBODY
+    assert answer.headers["preference-applied"] == "wait=60, explain"
+
+
+def test_what_has_begun_is_waited_for_without_an_explanation(
+    http: httpx.Client, submit: Submit, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+
+    async def none(self: Any, task_id: str, **_: Any) -> str:
+        looked.append(task_id)
+        if len(looked) == 3:
+            worker.finish(task_id, [1])
+        return ""
+
+    monkeypatch.setattr(routes, "EXPLAIN_S", 0.05)
+    monkeypatch.setattr(WaitReasons, "text", none)
+    task_id = submit()
+    worker.claim(task_id)
+    worker.append(task_id, 0, ["a"])
+    answer = http.get(f"/v1/tasks/{task_id}", headers={"Prefer": 'wait=60, explain=""'})
+    assert (answer.json()["status"], looked) == ("completed", [task_id] * 3)
+    assert answer.headers["preference-applied"] == "wait=60, explain"
+    assert answer.json()["waits_for"] is None
+
+
+@pytest.mark.parametrize("prefer", ["explain", "wait=1, explain=no", "wait=1, explained"])
+def test_other_preferences_change_nothing(http: httpx.Client, submit: Submit, prefer: str) -> None:
+    answer = http.get(f"/v1/tasks/{submit()}", headers={"Prefer": prefer})
+    assert "explain" not in answer.headers.get("preference-applied", "")
+    assert ("penstock-waits-for" in answer.headers) == ("wait" in prefer)
 
 
 def test_a_trouble_of_several_lines_is_one_short_line(http: httpx.Client, submit: Submit, valkey: Redis) -> None:

@@ -10,9 +10,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from redis import Redis
@@ -23,6 +24,7 @@ from tests.in_process import unchanged
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door, until
 from tests.workers.cli.conftest import Answer, Ran, Run, Scripted, send
+from workers.cli.exits import Failure
 from workers.cli.run import _about, _gateway
 
 PENSTOCK = (sys.executable, "-m", "workers.cli")
@@ -59,6 +61,10 @@ class Answers:
             send(200, body + (b"data: [DONE]\n\n" if whole else b""))(request)
 
         return answer
+
+
+def _nothing_to_start(models: list[str]) -> NoReturn:
+    raise Failure("nothing to start")
 
 
 @pytest.fixture
@@ -172,6 +178,35 @@ class TestConversation:
         ran = chat(door.url, "1\n")
         serving.join(60)
         assert (ran.status, ran.out, served) == (0, "answer\n", [None])
+
+    @pytest.mark.parametrize("status", [200, 401])
+    def test_an_api_key_goes_only_where_a_url_was_given(
+        self,
+        scripted: Scripted,
+        status: int,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        sent: list[str | None] = []
+        error = {"message": "m", "type": "t", "param": None, "code": "missing_api_key"}
+        body = json.dumps({"data": [SERVED], "error": error}).encode()
+
+        def answer(request: BaseHTTPRequestHandler) -> None:
+            sent.append(request.headers["authorization"])
+            send(status, body)(request)
+
+        scripted.answers = [answer] * 2
+        monkeypatch.setenv("PENSTOCK_API_KEY", "psk_secret")
+        monkeypatch.setattr("workers.cli.run.find_models", _nothing_to_start)
+        with suppress(Failure), _gateway("tiny", scripted.url, named=False) as (found, _):
+            found.models()
+        assert sent == [None, None][: 2 if status == 200 else 1]
+        told = f"asks for an API key, which is sent to it with --url {scripted.url}"
+        assert (told in capsys.readouterr().err) == (status == 401)
+        scripted.answers = [answer]
+        with suppress(Failure), _gateway("tiny", scripted.url, named=True) as (found, _):
+            found.models()
+        assert sent[-1] == "Bearer psk_secret"
 
     def test_is_with_the_usual_gateway_where_that_serves_the_model(self, scripted: Scripted) -> None:
         gateway = Answers(scripted)

@@ -14,6 +14,7 @@ from workers.cli.servers import addresses, files_of
 
 #: Options that find a system -> environment variable.
 FINDS = {"--url": "PENSTOCK_URL", "--broker": "BROKER_URL", "--store": "STORE_URL", "--data-dir": None}
+SAME = {**FINDS, "--files-dir": "FILES_DIR"}
 #: Commands that reach a broker, and no store.
 NO_STORE = {"aws policy"}
 #: Commands that look for the servers of a data directory alone.
@@ -36,7 +37,7 @@ def options(command: Any) -> dict[str, Any]:
     return {option.opts[0]: option for option in command.params}
 
 
-@pytest.mark.parametrize("name", FINDS)
+@pytest.mark.parametrize("name", SAME)
 def test_an_option_that_finds_the_system_is_the_same_in_all_commands(name: str) -> None:
     variants = {
         (option.default, option.envvar, option.required, option.help)
@@ -45,7 +46,7 @@ def test_an_option_that_finds_the_system_is_the_same_in_all_commands(name: str) 
     }
     assert len(variants) == 1
     ((_, variable, required, _),) = variants
-    assert (variable, required) == (FINDS[name], False)
+    assert (variable, required) == (SAME[name], False)
 
 
 def test_commands_that_reach_the_servers_take_all_that_finds_them() -> None:

@@ -9,9 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from redis import Redis
@@ -22,11 +20,14 @@ from producers.client import listing
 from producers.connection import script
 from producers.contract import keys
 from producers.contract.record import Record
+from producers.gateway.tasks import routes
 from producers.store import protocol
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door, until
 from tests.workers.cli.conftest import Ran, Run, Scripted, send
-from workers.cli import tasks
+from workers.cli import client
+from workers.cli.client import Gateway
+from workers.cli.terminal import WaitNotes
 
 
 def task_of(valkey: Redis, task_id: str) -> dict[str, object]:
@@ -136,6 +137,23 @@ class TestSubmit:
         assert note == "(the model ended without any text)"
         again = penstock("result", task.removeprefix("task "))
         assert (again.status, again.err.splitlines()) == (0, [note])
+
+    def test_an_output_that_was_cut_is_told(self, penstock: Run, worker: FakeWorker) -> None:
+        def serve() -> None:
+            task_id = until(lambda: worker.take(QUEUE))
+            worker.claim(task_id)
+            worker.append(task_id, 0, ["a"], finish_reason="length")
+            worker.finish(task_id, [1], reasons=["length"])
+
+        serving = threading.Thread(target=serve, daemon=True)
+        serving.start()
+        ran = penstock("submit", "tiny", "def f", "--stream")
+        serving.join()
+        task, note = ran.err.splitlines()
+        assert (ran.out, note) == ("a\n", "(cut: --max-tokens or the end of the model's context was reached)")
+        task_id = task.removeprefix("task ")
+        assert penstock("result", task_id).err.splitlines() == [note]
+        assert penstock("tail", task_id, "--json").err == penstock("result", task_id, "--json").err == ""
 
     def test_streams_the_text_as_it_is(self, penstock: Run, worker: FakeWorker) -> None:
         serving = served(worker, "(x):\n", "    return \x1b[31m", "é\u2028")
@@ -257,14 +275,43 @@ class TestResult:
     def test_that_is_interrupted_names_the_command_that_goes_on(
         self, penstock: Run, monkeypatch: pytest.MonkeyPatch, progress_texts: list[str]
     ) -> None:
-        def interrupted(seconds: float) -> None:
+        def interrupted(*_: object) -> None:
             raise KeyboardInterrupt
 
         task_id = submitted(penstock)
-        monkeypatch.setattr(tasks, "time", SimpleNamespace(monotonic=time.monotonic, sleep=interrupted))
+        monkeypatch.setattr(Gateway, "waited", interrupted)
         ran = penstock("result", task_id)
         assert (ran.status, progress_texts) == (130, [f"queued (why: penstock explain {task_id})"])
         assert f"the task goes on: penstock result {task_id}" in ran.err
+
+    def test_says_what_the_task_waits_for(
+        self, penstock: Run, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        task_id, told = submitted(penstock), WaitNotes.show
+
+        def show(self: WaitNotes, text: str) -> None:
+            told(self, text)
+            if worker.take(QUEUE) is not None:
+                worker.serve(task_id, ["a"])
+
+        monkeypatch.setattr(routes, "EXPLAIN_S", 0.6)
+        monkeypatch.setattr(WaitNotes, "show", show)
+        ran = penstock("result", task_id)
+        assert (ran.status, ran.out) == (0, "a\n")
+        assert ran.err.startswith("(waits for: no worker serves tiny@")
+        assert ran.err.count("\n") == 1
+
+    def test_asks_again_where_the_gateway_has_no_room_for_who_waits(
+        self, penstock: Run, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(client, "PAUSE_S", 0)
+        task = {"id": "a", "status": "queued"}
+        full = {"error": {"message": "m", "type": "t", "param": None, "code": "too_many_streams"}}
+        ended = {**task, "status": "completed", "error": None}
+        ended["choices"] = [{"index": 0, "text": "b", "finish_reason": "stop"}]
+        answers = ((200, task), (429, full), (200, task), (200, ended))
+        scripted.answers = [send(status, json.dumps(body).encode()) for status, body in answers]
+        assert penstock("result", "a", "--url", scripted.url) == Ran(0, "b\n", "")
 
     def test_prints_the_task_as_json(self, penstock: Run, worker: FakeWorker) -> None:
         task_id = submitted(penstock)
