@@ -80,7 +80,7 @@ async def examine(client: AsyncClient, broker: Redis | None = None) -> list[Find
                 return fleet, listed
             await asyncio.sleep(1.0)
 
-    findings += await _guarded("workers", read, lambda answer: _fleet(*answer))
+    findings += await _guarded("workers", read, lambda answer: fleet_findings(*answer))
     findings += await _guarded("webhooks", lambda: endpoints.every(client.store), _endpoints)
     findings += await _guarded("model files", lambda: _damaged_files(client.store), lambda finding: [finding])
     return findings
@@ -184,7 +184,8 @@ def _clock(role: str, skew: float) -> Finding:
 # ---- what runs and waits --------------------------------------------------------------------------------------------
 
 
-def _fleet(fleet: Fleet, listed: list[ListedWorker]) -> Iterator[Finding]:
+def fleet_findings(fleet: Fleet, listed: list[ListedWorker]) -> Iterator[Finding]:
+    """Findings on workers, queues, the autoscaler, the sweeper and what is left undone. Nothing is read for them."""
     yield from _workers(fleet, listed)
     yield from _unserved(fleet)
     yield from _autoscaler(fleet)

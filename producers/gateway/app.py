@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -19,12 +20,15 @@ from producers.connection.addresses import networks
 from producers.connection.turns import Turns
 from producers.gateway import (
     batches,
+    console,
     dead_letters,
     files,
     fleet,
     health,
     keys,
     metrics,
+    operations,
+    overview,
     pages,
     tenants,
     usage,
@@ -47,6 +51,7 @@ from producers.gateway.openai import chat, completions, pooling, tokens
 from producers.gateway.openai.responses import routes as responses
 from producers.gateway.pages import Documented
 from producers.gateway.readiness_checks import Awaited, Reach
+from producers.gateway.samples import Samples, read
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.tasks import events, explain, views
 from producers.gateway.tasks import routes as tasks
@@ -111,6 +116,7 @@ async def one(request: Request, name: str) -> views.ModelView:
 ROUTERS: Final = (
     *(pages.router, tasks.router, events.router, explain.router, files.router, batches.router, webhooks.router),
     *(keys.router, tenants.router, usage.router, models_router, health.router, fleet.router, dead_letters.router),
+    *(console.router, overview.router, operations.router),
     *(chat.router, completions.router, responses.router, pooling.router, tokens.router),
 )
 
@@ -189,6 +195,7 @@ def _parts(
         settings.max_queued_per_tenant,
         kept=settings.max_task_bytes,
     )
+    admission = Admission(client, bounds, accounts.spent, settings.max_wait)
     return Gateway(
         settings=settings,
         client=client,
@@ -200,7 +207,7 @@ def _parts(
         readers=ReaderLeases(client, settings.reader_lease, settings.patience),
         callers=Callers(client.reserved) if settings.auth == "keys" else None,
         accounts=accounts,
-        admission=Admission(client, bounds, accounts.spent, settings.max_wait),
+        admission=admission,
         destinations=destinations,
         metrics=figures,
         streams=streams,
@@ -211,6 +218,7 @@ def _parts(
         reports=Reports(),
         prices=prices,
         awaited=Awaited(client, prompts, templates, settings.awaited),
+        samples=Samples(partial(read, client, admission)),
         waits=WaitReasons(client),
     )
 
@@ -228,6 +236,7 @@ async def _running(gateway: Gateway, fair_share: FairShare) -> AsyncGenerator[No
         asyncio.create_task(gateway.readers.run(), name="renew reader leases"),
         asyncio.create_task(gateway.awaited.run(), name="load awaited models"),
         asyncio.create_task(fair_share.run(), name="look at the loop"),
+        asyncio.create_task(gateway.samples.run(), name="sample for consoles"),
         asyncio.create_task(epoch.watch(client.reserved, _end), name="watch the epoch"),
     ]
     if gateway.callers is not None:

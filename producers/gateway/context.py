@@ -16,6 +16,7 @@ from producers.gateway.http.request_body import BodyRoom
 from producers.gateway.http.sse import Streams
 from producers.gateway.metrics import Metrics
 from producers.gateway.readiness_checks import Awaited, Reach
+from producers.gateway.samples import Samples
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.text.forms import Forms
 from producers.gateway.text.prompts import Prompts, Templates
@@ -58,6 +59,8 @@ class Gateway:
     prices: Prices | None
     """What tokens cost; None where that is not said."""
     awaited: Awaited
+    samples: Samples
+    """Reads the system for all who look at it."""
     waits: WaitReasons
     """Tells callers what their tasks wait for."""
 

@@ -20,9 +20,10 @@ from producers.contract.record import Record
 from producers.errors import shown
 from producers.gateway.context import gateway_of
 from producers.gateway.fleet import as_unicode, count, text
-from producers.gateway.http.authorization import ADMINISTERS
+from producers.gateway.http.authorization import ADMINISTERS, actor_of
 from producers.gateway.http.errors import ONCE, Problem
 from producers.gateway.tasks.views import errors
+from producers.store.access import audit
 
 #: Letters on a page, unless asked for otherwise, and the most.
 PAGE, MAX_PAGE = 100, 1000
@@ -179,6 +180,7 @@ async def replay(request: Request, key: str, index: Near = None) -> LetterReplay
     except (NotReplayed, BrokenRecord) as error:
         message = f"It was not replayed: {error}."
         raise Problem(409, message, code="not_replayed", headers=ONCE) from None
+    await audit.append(gateway_of(request).client.store, actor_of(request).did("dead_letter.replay", key))
     was = None if letter.task_id is None else text(letter.task_id)
     task_id = None if done.task_id is None else text(done.task_id)
     return LetterReplayed(key=key, was=was, task_id=task_id, new_task=done.new_task)
@@ -190,6 +192,7 @@ async def drop(request: Request, key: str, index: Near = None) -> LetterDeleted:
     letter = await _letter(request, key, index)
     if not await dead_letters.purge(gateway_of(request).client, letter):
         raise _missing(key)
+    await audit.append(gateway_of(request).client.store, actor_of(request).did("dead_letter.delete", key))
     return LetterDeleted(key=key)
 
 

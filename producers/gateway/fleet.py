@@ -12,10 +12,11 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, Field
 
 from producers.admin.fleet import Fleet, Pool, read_fleet
+from producers.broker.values import ListedWorker
 from producers.connection.connect import SILENT_S
 from producers.contract import keys
 from producers.contract.profile import sane
@@ -215,14 +216,31 @@ class FleetView(BaseModel):
 
 @router.get("", response_model=FleetView)
 async def fleet(
-    request: Request, model: Annotated[str | None, Query(description="rows of this model alone")] = None
-) -> FleetView:
+    request: Request,
+    model: Annotated[str | None, Query(description="rows of this model alone")] = None,
+    max_age: Annotated[
+        float, Query(ge=0, le=60, description="age (s) up to which an earlier reading will do; 0: it is read now")
+    ] = 0,
+) -> Response:
     """Tell the workers, pools and queues: what runs, what waits, and what the autoscaler wants."""
-    client = gateway_of(request).client
-    async with asyncio.timeout(SILENT_S):
-        current = await read_fleet(client.store, client.broker)
-        leases = {worker.incarnation: worker.remaining_s for worker in await client.broker.workers()}
-    return FleetView.of(current, leases, model)
+    gateway = gateway_of(request)
+    if max_age:
+        samples, reading = gateway.samples, await gateway.samples.latest(max_age)
+        if model is None:
+            data = samples.encoded("fleet", reading, lambda reading: _encoded(reading.fleet, reading.listed, None))
+        else:
+            data = _encoded(reading.fleet, reading.listed, model)
+    else:
+        client = gateway.client
+        async with asyncio.timeout(SILENT_S):
+            current = await read_fleet(client.store, client.broker)
+            data = _encoded(current, await client.broker.workers(), model)
+    return Response(data, media_type="application/json")
+
+
+def _encoded(fleet: Fleet, listed: Iterable[ListedWorker], model: str | None) -> bytes:
+    leases = {worker.incarnation: worker.remaining_s for worker in listed}
+    return FleetView.of(fleet, leases, model).model_dump_json().encode()
 
 
 def _pools(fleet: Fleet, workers: Iterable[WorkerView]) -> list[PoolView]:

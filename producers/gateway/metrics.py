@@ -418,14 +418,14 @@ async def metrics(request: Request) -> Response:
             figures.waiting = await queues(gateway.client.store)
             figures.overload = await gateway.admission.overload.all(gateway.client.reserved)
             figures.storage = await read_servers(gateway.client)
-            figures.measured = await _read_measured(gateway.client.store)
+            figures.measured = await read_measured(gateway.client.store)
     except FAILURES:
         figures.fleet, figures.waiting, figures.overload, figures.storage = None, {}, {}, {}
         figures.measured = {}
     return Response(generate_latest(figures), media_type=CONTENT_TYPE_LATEST)
 
 
-async def _read_measured(store: Redis) -> dict[str, dict[str, int]]:
+async def read_measured(store: Redis) -> dict[str, dict[str, int]]:
     """`read_measurements`; empty, and logged, where the server's user may not read them, as an earlier release made it.
 
     Raises redis.exceptions.RedisError or OSError."""

@@ -20,7 +20,7 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, Response
 
-from producers.gateway.http.edge import ASSETS
+from producers.gateway.http.edge import DOCS_ASSETS
 from producers.release import release
 
 #: FastAPI's schemas for bad parameters. Our answer to those is a 400 of our own form (`errors`).
@@ -89,6 +89,7 @@ FRONT: Final = f"""<!doctype html>
 <h1>Penstock {release()}</h1>
 <p>Language models behind a queue. This is its gateway: it takes tasks over HTTP, and workers run them.</p>
 <ul>
+<li><a href="/console">/console</a>: what waits, runs and fails; a playground
 <li><a href="/v1/models">/v1/models</a>: the models that there are
 <li><code>POST /v1/chat/completions</code>, <code>POST /v1/completions</code>: as OpenAI's
 <li><code>POST /v1/tasks</code>: submit, leave, come back
@@ -169,7 +170,7 @@ async def openapi(request: Request) -> Response:
     return Response(request.app.document, media_type="application/json")
 
 
-@router.get(f"{ASSETS}/{{name}}", include_in_schema=False)
+@router.get(f"{DOCS_ASSETS}{{name}}", include_in_schema=False)
 async def asset(request: Request, name: str) -> Response:
     """A file that /docs loads. It is answered in one piece, which is in memory once: so who does not take it holds no
     open file, and its connection is an idle one, which makes room for others."""

@@ -39,7 +39,7 @@ record's `webhook` is JSON, too: `url` and `events`; without `events` it gets ev
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, Literal, cast
 
@@ -263,7 +263,7 @@ async def get(store: Redis, name: str) -> Row | None:
 
 async def rows(
     store: Redis, state: State, *, endpoint: str | None = None, since: int | None = None, until: int | None = None
-) -> AsyncIterator[Row]:
+) -> AsyncGenerator[Row]:
     """Rows of a state, the last to enter it first.
 
     `endpoint`: of this one alone (`own`: tasks' own webhooks; `reply`: replies). `since`, `until`: of events at these

@@ -106,9 +106,9 @@ class Needs(SecurityBase):
     scheme_name = "key"
     model = HTTPBearer(description="an API key, `psk_...`, where the gateway asks for keys (`--auth keys`)")
 
-    def __init__(self, scope: str, *, tasks: bool = False) -> None:
-        """`tasks`: requests become tasks, which count in a minute's. Those of an account that is known to have none
-        left are refused before their body is read."""
+    def __init__(self, scope: str | None, *, tasks: bool = False) -> None:
+        """`scope`: None: any key will do. `tasks`: requests become tasks, which count in a minute's. Those of an
+        account that is known to have none left are refused before their body is read."""
         self.scope = scope
         self.tasks = tasks
 
@@ -128,7 +128,7 @@ class Needs(SecurityBase):
             principal = await callers.principal(token, _address(connection) or "nobody")
             if principal.tenant is not None:
                 charge_to(("tenant", principal.tenant))
-        if not principal.may(self.scope):
+        if self.scope is not None and not principal.may(self.scope):
             raise Problem(403, f"This key lacks the scope {self.scope}.", code="missing_scope")
         same(principal, _named(connection.scope["headers"]), TENANT)
         state["principal"], state[OPENED] = principal, token
@@ -141,6 +141,8 @@ SUBMITS, READS, CANCELS, MEASURES, ADMINISTERS = (
     [Depends(Needs(scope))] for scope in ("submit", "read", "cancel", "metrics", "admin")
 )
 
+#: Of endpoints that any key opens.
+ANYBODY: Final = [Depends(Needs(None))]
 #: Of endpoints whose requests become tasks at once.
 SUBMITS_TASKS: Final = [Depends(Needs("submit", tasks=True))]
 

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 #: Paths that ask for this process's health alone. They wait in lines of their own: a prober may share its address.
 PROBES: Final = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 #: Paths of pages for people with a browser, who need no key; beside them, the files below ASSETS.
-PAGES: Final = frozenset({"/", "/docs", "/openapi.json"})
+PAGES: Final = frozenset({"/", "/console", "/docs", "/openapi.json"})
 #: Names in a request's state: of the Problem with which the edge refuses it, where its caller has as many requests as
 #: may be; and where it was refused (4xx), by whomever.
 FULL, REFUSED = "full_line", "refused"
@@ -63,8 +63,8 @@ RATE_LIMITS: Final = tuple(
 MAX_PARAMETERS: Final = 256
 #: The client of a connection without an address, over a Unix socket.
 NOBODY: Final = ("nobody",)
-#: The path of files that are the same for all callers, and may be kept by browsers and proxies.
-ASSETS: Final = "/docs/assets"
+#: Paths of files that are the same for all callers, and may be kept by browsers and proxies.
+DOCS_ASSETS, CONSOLE_ASSETS = ASSETS = ("/docs/assets/", "/console/assets/")
 #: Messages that begin an answer: one to a request, to a WebSocket's handshake, and to one that is refused.
 BEGINNINGS: Final = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 
@@ -115,7 +115,7 @@ class InTurn:
 
 
 def _is_page(path: str) -> bool:
-    return path in PAGES or path.startswith(f"{ASSETS}/")
+    return path in PAGES or path.startswith(ASSETS)
 
 
 class Edge:

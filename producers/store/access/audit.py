@@ -2,8 +2,9 @@
 
 The script that makes a change appends it to the stream `penstock:audit` (the latest KEPT), so neither is ever there
 without the other. Changes of webhook endpoints, of which a tenant may make any number, have a stream of their own
-(`penstock:audit:endpoints`), so that they push no change of a key out. The process that asked for it also logs it as a
-line of JSON, under the logger `penstock.audit`.
+(`penstock:audit:endpoints`), so that they push no change of a key out. What operators do beside changes, such as a
+replay, is appended after it. The process that asked for it also logs it as a line of JSON, under the logger
+`penstock.audit`.
 """
 
 from __future__ import annotations
@@ -73,6 +74,14 @@ def operator() -> str:
     except (KeyError, OSError):  # a container's user without a name
         user = str(os.getuid())
     return f"cli:{user}@{socket.gethostname()}"
+
+
+async def append(store: Redis, change: Change) -> None:
+    """Append what was done by no script of ours, such as a replay, once it is done; and log it.
+
+    Raises redis.exceptions.RedisError or OSError."""
+    change.say()
+    await store.execute_command("XADD", change.log, "MAXLEN", "~", KEPT, "*", "e", change.to_json())
 
 
 async def latest(store: Redis, limit: int) -> list[dict[str, Any]]:

@@ -91,12 +91,22 @@ async def retry(store: Redis, pool: str) -> None:
 
 async def decisions(store: Redis, pool: str, count: int) -> list[dict[str, Any]]:
     """The last decisions of a pool that changed something, the newest first. Raises redis.RedisError or OSError."""
-    result: list[dict[str, Any]] = []
+    return [decision for _, decision in await latest(store, pool, count)]
+
+
+async def latest(store: Redis, pool: str | None, count: int) -> list[tuple[str, dict[str, Any]]]:
+    """(pool, decision) of the last decisions that changed something, of one pool or of all; the newest first. Raises
+    redis.RedisError or OSError."""
+    result: list[tuple[str, dict[str, Any]]] = []
     last = "+"
     while len(result) < count:
         entries: list[Any] = await store.xrevrange(keys.SCALE_DECISIONS, max=last, count=500) or []
         fields = [{text(k): text(v) for k, v in entry.items()} for _, entry in entries]
-        result += [parsed(entry.get("decision")) for entry in fields if entry.get("pool") == pool]
+        result += [
+            (entry.get("pool", ""), parsed(entry.get("decision")))
+            for entry in fields
+            if pool in (None, entry.get("pool"))
+        ]
         if len(entries) < 500:
             break
         last = f"({text(entries[-1][0])}"

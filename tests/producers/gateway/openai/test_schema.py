@@ -106,6 +106,8 @@ def made(http: httpx.Client, valkey: Redis, path: str) -> dict[str, str]:
     ways: dict[str, Callable[[], str]] = {
         "key": buried,
         "name": lambda: "tiny",
+        "pool": lambda: "tiny",
+        "delivery": lambda: "evt_1.own",
         "tenant": lambda: "acme",
         "task_id": lambda: make("/v1/tasks", json=KNOWN["/v1/tasks"]),
         "response_id": lambda: make("/v1/responses", json=KNOWN["/v1/responses"] | {"background": True}),

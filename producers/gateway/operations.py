@@ -1,0 +1,293 @@
+"""What operators look up and do beside keys, dead letters and the fleet: scaling, rollouts, webhooks' deliveries.
+
+    /v1/scaling              decisions of the autoscaler; another try to start workers
+    /v1/rollouts             the last rolling update of each model
+    /v1/webhook_deliveries   rows of the outbox; deliver one again
+    /v1/whoami               the caller, for programs that show what its key may do
+
+What changes something needs a key of the scope admin, and is in the audit log. Reasons and answers of receivers come
+from elsewhere: they are cut, and are text, never markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import aclosing
+from typing import Annotated, Any, Final, Literal, Self
+
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, Field
+from redis.asyncio import Redis
+
+from producers.connection.script import arun, seconds
+from producers.connection.script import text as decoded
+from producers.contract import keys
+from producers.contract.profile import sane
+from producers.errors import shown
+from producers.gateway.context import gateway_of
+from producers.gateway.fleet import MAX_ROWS, DecisionView, text
+from producers.gateway.http.authorization import ADMINISTERS, ANYBODY, MEASURES, actor_of, principal_of
+from producers.gateway.http.errors import ONCE, Problem
+from producers.gateway.tasks.views import errors
+from producers.release import release
+from producers.store import outbox
+from producers.store.access import audit
+from producers.store.fleet import scaling
+from producers.store.fleet.rollouts import Rollout
+from producers.store.outbox import Row, State
+
+#: Decisions and deliveries that are shown, unless asked for otherwise, and the most.
+PAGE, MAX_PAGE = 50, 500
+#: Most characters of what a receiver answered.
+MAX_ANSWER: Final = 1024
+router = APIRouter(prefix="/v1", tags=["fleet"])
+
+
+# ---- the caller -----------------------------------------------------------------------------------------------------
+
+
+class Caller(BaseModel):
+    """Who asks, and what it may do."""
+
+    object: Literal["caller"] = "caller"
+    keys: bool = Field(description="whether this gateway asks for keys")
+    key: str | None = Field(description="the key's id; null without keys")
+    tenant: str | None = Field(description="the key's tenant; null without keys")
+    scopes: list[str]
+    models: list[str] = Field(description="the models that it may use; empty: all")
+    tiers: list[str] = Field(description="the tiers that it may use; empty: all")
+    sees_all: bool = Field(description="whether it sees what other tenants have made")
+    release: str = Field(description="the gateway's")
+
+
+@router.get("/whoami", dependencies=ANYBODY, response_model=Caller)
+async def whoami(request: Request) -> Caller:
+    """Tell whose key this is, and what it may do."""
+    principal = principal_of(request)
+    return Caller(
+        keys=gateway_of(request).callers is not None,
+        key=principal.key,
+        tenant=principal.tenant,
+        scopes=sorted(principal.scopes),
+        models=list(principal.models),
+        tiers=list(principal.tiers),
+        sees_all=principal.sees_all,
+        release=release(),
+    )
+
+
+# ---- scaling --------------------------------------------------------------------------------------------------------
+
+
+class ScalingDecision(DecisionView):
+    """A decision that changed the number of workers, or the trouble with them."""
+
+    pool: str = Field(description="MODEL@VERSION, or MODEL")
+    before: int | None = Field(description="workers that there were; null: nobody knew")
+    signals: dict[str, float] = Field(description="the numbers that the autoscaler saw")
+
+    @classmethod
+    def of_entry(cls, pool: str, state: Mapping[str, Any], now: float) -> Self:
+        actual, signals = state.get("actual"), state.get("signals")
+        numbers = {
+            text(name): number
+            for name, value in (signals.items() if isinstance(signals, dict) else ())
+            if (number := sane(value)) is not None
+        }
+        up = sane(actual.get("up")) if isinstance(actual, dict) else None
+        view = DecisionView.of(state, now)
+        return cls(
+            **view.model_dump(),
+            pool=text(pool),
+            before=None if up is None else int(min(up, 2**31)),
+            signals=numbers,
+        )
+
+
+class ScalingDecisions(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ScalingDecision] = Field(description="the latest first")
+
+
+class ScalingRetried(BaseModel):
+    object: Literal["scaling.retried"] = "scaling.retried"
+    pool: str
+    at_once: bool = Field(description="false: no autoscaler leads; the next one tries at once")
+
+
+@router.get("/scaling/decisions", dependencies=MEASURES, response_model=ScalingDecisions)
+async def decisions(
+    request: Request,
+    pool: Annotated[str | None, Query(max_length=500, description="of this pool alone")] = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="most decisions to answer with")] = PAGE,
+) -> ScalingDecisions:
+    """List the autoscaler's decisions that changed something, with what it saw and why; the latest first."""
+    store = gateway_of(request).client.store
+    now = seconds(await store.time())
+    rows = await scaling.latest(store, pool, limit)
+    return ScalingDecisions(data=[ScalingDecision.of_entry(name, state, now) for name, state in rows])
+
+
+@router.post(
+    "/scaling/{pool:path}/retry", dependencies=ADMINISTERS, response_model=ScalingRetried, responses=errors(404)
+)
+async def retry(request: Request, pool: str) -> ScalingRetried:
+    """Try at once to start workers of a pool whose starts failed; the failures so far are forgotten."""
+    store = gateway_of(request).client.store
+    states = await scaling.states(store)
+    if pool not in states:
+        message = f"Nobody scales a pool {shown(pool)}: GET /v1/fleet lists the pools."
+        raise Problem(404, message, code="pool_not_found")
+    now = seconds(await store.time())
+    await scaling.retry(store, pool)
+    await audit.append(store, actor_of(request).did("scaling.retry", pool))
+    return ScalingRetried(pool=text(pool), at_once=scaling.is_fresh(states[pool].get("at"), now))
+
+
+# ---- rollouts -------------------------------------------------------------------------------------------------------
+
+
+class RolloutView(BaseModel):
+    """A model's last rolling update."""
+
+    object: Literal["rollout"] = "rollout"
+    model: str
+    version: str = Field(description="the new one")
+    before: str = Field(description="the version that new tasks had when it was asked for")
+    phase: str = Field(description="starting, draining, done, failed or cancelled")
+    reason: str = Field(description="why it failed, or what it waits for")
+    workers: int = Field(description="ready workers of the new version to wait for")
+    asked_at: float = Field(description="unix seconds")
+    changed_at: float = Field(description="when its phase began")
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> Self:
+        return cls(
+            model=text(rollout.model),
+            version=text(rollout.version),
+            before=text(rollout.before),
+            phase=text(rollout.phase),
+            reason=text(rollout.reason),
+            workers=int(min(sane(rollout.workers) or 0, 2**31)),
+            asked_at=sane(rollout.asked) or 0.0,
+            changed_at=sane(rollout.changed) or 0.0,
+        )
+
+
+class RolloutList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[RolloutView]
+
+
+@router.get("/rollouts", dependencies=MEASURES, response_model=RolloutList)
+async def rollouts(request: Request) -> RolloutList:
+    """List the last rolling update of each model: how far it came, and why it failed; the latest first."""
+    raw = await gateway_of(request).client.store.execute_command("HVALS", keys.ROLLOUTS)
+    views = [RolloutView.of(rollout) for rollout in map(Rollout.of, raw or ()) if rollout is not None]
+    return RolloutList(data=sorted(views, key=lambda view: -view.changed_at)[:MAX_ROWS])
+
+
+# ---- webhooks' deliveries -------------------------------------------------------------------------------------------
+
+
+class AttemptView(BaseModel):
+    """A try."""
+
+    at: int = Field(description="unix seconds")
+    latency_ms: int
+    status: int | None = Field(description="of the HTTP answer, if there was one")
+    answer: str = Field(description="its beginning")
+    error: str = Field(description="why there was none")
+
+
+class DeliveryView(BaseModel):
+    """An event on its way to one receiver."""
+
+    id: str
+    object: Literal["webhook_delivery"] = "webhook_delivery"
+    state: Literal["due", "delivered", "dead"]
+    webhook_id: str = Field(description="of the event: all its deliveries and tries have the same")
+    type: str
+    about: str = Field(description="id of the task, response or batch")
+    at: int = Field(description="when it happened: unix seconds")
+    url: str
+    endpoint: str | None = Field(description="the endpoint's id; null: a task's own webhook, or a source's reply")
+    tenant: str | None
+    tries: int
+    attempts: list[AttemptView] = Field(description="the last ones")
+
+    @classmethod
+    def of(cls, row: Row) -> Self:
+        return cls(
+            id=text(row.name),
+            state=row.state,
+            webhook_id=text(row.webhook_id),
+            type=text(row.type),
+            about=text(row.object),
+            at=row.at,
+            url=text(row.url),
+            endpoint=text(row.endpoint) or None,
+            tenant=text(row.tenant) or None,
+            tries=row.tries,
+            attempts=[
+                AttemptView(
+                    at=attempt.at,
+                    latency_ms=attempt.latency_ms,
+                    status=attempt.status,
+                    answer=text(attempt.answer)[:MAX_ANSWER],
+                    error=text(attempt.error),
+                )
+                for attempt in row.attempts
+            ],
+        )
+
+
+class DeliveryList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[DeliveryView] = Field(description="the last to enter the state first")
+
+
+class DeliveryReplayed(BaseModel):
+    id: str
+    object: Literal["webhook_delivery.replayed"] = "webhook_delivery.replayed"
+
+
+@router.get("/webhook_deliveries", dependencies=ADMINISTERS, response_model=DeliveryList)
+async def deliveries(
+    request: Request,
+    state: Annotated[State, Query(description="due: to be tried, perhaps again; dead: given up")] = "dead",
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="most deliveries to answer with")] = PAGE,
+) -> DeliveryList:
+    """List deliveries of events to webhooks, and replies of sources, with their last tries."""
+    rows: list[Row] = []
+    async with aclosing(outbox.rows(_store(request), state)) as matching:
+        async for row in matching:
+            rows.append(row)
+            if len(rows) >= limit:
+                break
+    return DeliveryList(data=[DeliveryView.of(row) for row in rows])
+
+
+@router.post(
+    "/webhook_deliveries/{delivery}/replay",
+    dependencies=ADMINISTERS,
+    response_model=DeliveryReplayed,
+    responses=errors(404, 409),
+)
+async def replay(request: Request, delivery: str) -> DeliveryReplayed:
+    """Deliver an event again, now, with the webhook id that it had."""
+    store = _store(request)
+    row = await outbox.get(store, delivery)
+    answer = "gone" if row is None else decoded(await arun(store, outbox.replay(delivery)))
+    if row is None or answer == "gone":
+        message = f"There is no delivery {shown(delivery)} (any more): GET /v1/webhook_deliveries lists them."
+        raise Problem(404, message, code="delivery_not_found")
+    if answer == "held":
+        message = "A process tries this delivery at this moment; look at it again in a minute."
+        raise Problem(409, message, code="delivery_under_way", headers=ONCE)
+    await audit.append(store, actor_of(request).did("delivery.replay", delivery, row.tenant))
+    return DeliveryReplayed(id=text(delivery))
+
+
+def _store(request: Request) -> Redis:
+    return gateway_of(request).client.store

@@ -1,0 +1,54 @@
+// Models: versions, the workers that serve them, what they cost in time, and their last rollouts.
+
+import { h, name, plain } from "./dom.js";
+import { ago, amount, count, exactly, percent, seconds } from "./format.js";
+import { card, empty, facts, heading, link, modelName, state, table } from "./parts.js";
+
+export const models = {
+  title: "Models",
+  every: 3000,
+  async load({ api, clock }, signal) {
+    const [list, fleet, now, rollouts] = await Promise.all([
+      api.get("v1/models", null, signal), api.optional("v1/fleet", { max_age: 3 }, signal), api.optional("v1/overview", { max_age: 3 }, signal), api.optional("v1/rollouts", null, signal),
+    ]);
+    clock(fleet?.at);
+    return { list: list.data, fleet, now, rollouts };
+  },
+  draw({ list, fleet, now, rollouts }, ctx) {
+    const chosen = ctx.query.get("model");
+    const shown = chosen && list.some((model) => model.id === chosen) ? list.filter((model) => model.id === chosen) : list;
+    return [
+      heading("Models", chosen ? link("#/models", "All models") : null),
+      h("div", { class: "cards", "data-key": "cards" },
+        shown.length ? null : card(null, { key: "none" }, empty("No model is published. ", h("code", null, "penstock worker --model smollm2"), " serves one.")),
+        shown.map((model) => one(model, fleet, now)),
+        rollouts ? card("Rollouts", { key: "rollouts" }, table(
+          ["Model", "Phase", "From", "To", ["Workers", "num"], "Asked", "Since", ["Why", "wide"]],
+          rollouts.data.map((rollout) => ({ key: rollout.model, cells: [modelName(rollout.model), state(rollout.phase), name(rollout.before, { most: 14 }), name(rollout.version, { most: 14 }), count(rollout.workers),
+            h("span", { title: exactly(rollout.asked_at) }, ago(rollout.asked_at, ctx.now())), h("span", { title: exactly(rollout.changed_at) }, ago(rollout.changed_at, ctx.now())), plain(rollout.reason || "–")] })),
+          { label: "Rollouts", none: "No model was rolled out. penstock rollout NAME=MODEL replaces a version while tasks run." })) : null),
+    ];
+  },
+};
+
+function one(model, fleet, now) {
+  const pools = (fleet?.pools ?? []).filter((pool) => pool.model === model.id);
+  const row = now?.models.find((row) => row.name === model.id);
+  return card(plain(model.id), { key: `model ${model.id}` },
+    facts([
+      ["Version for new tasks", h("span", { class: "mono" }, plain(model.version))],
+      ["Context", `${count(model.context_length)} tokens`],
+      ["Vocabulary", `${count(model.vocab_size)} tokens`],
+      ["Can", plain(model.capabilities.join(", ")) || "–"],
+      row && ["Tokens", `${amount(row.tokens_per_s)} /s, ${count(row.generated_tokens)} in all`],
+      row && ["First token, last minute", `p50 ${seconds(row.first_token.p50)}, p95 ${seconds(row.first_token.p95)}`],
+      row && ["Whole task, last minute", `p50 ${seconds(row.task_time.p50)}, p95 ${seconds(row.task_time.p95)}`],
+      row && ["Ended", `${count(row.tasks.completed)} completed, ${count(row.tasks.failed)} failed, ${count(row.tasks.cancelled)} cancelled`],
+      row && ["Overload", h("span", null, state(row.overload), row.pressure ? ` ${percent(row.pressure)} of the bound` : "")],
+      Object.keys(model.defaults ?? {}).length && ["Its own defaults", h("span", { class: "mono" }, plain(JSON.stringify(model.defaults)).slice(0, 300))],
+    ]),
+    fleet ? [h("h3", null, "Versions"), table(
+      ["Version", "New tasks", ["Workers", "num"], ["Ready", "num"], ["Wanted", "num"], ["Why", "wide"]],
+      pools.map((pool) => ({ key: pool.name, cells: [h("span", { class: "mono" }, plain(pool.version ?? "whatever is current")), pool.current ? "yes" : "no", count(pool.workers), count(pool.ready), pool.desired === null ? "–" : count(pool.desired), pool.decision ? plain(pool.decision.trouble || pool.decision.reason) : "nobody scales it"] })),
+      { label: "Versions", none: "No worker serves it, and nobody scales it." })] : null);
+}

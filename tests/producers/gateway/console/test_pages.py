@@ -1,0 +1,271 @@
+"""The console's pages in Chromium, over a real gateway and store; workers are played.
+
+Each test begins with what a person would do. `complaints` fails a test whose page says anything on its console, or asks
+another host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+from axe_playwright_python.base import AXE_FILE_PATH
+from playwright.async_api import Browser, expect
+from redis import Redis
+
+from producers.store.fleet import scaling
+from tests.exhaustive import few
+from tests.producers.fake_worker import FakeWorker
+from tests.producers.gateway.conftest import QUEUE, Door, Make, Open, Submit
+from tests.producers.gateway.console.conftest import Complaints, Look
+from tests.producers.gateway.openai.conftest import Answering, says
+from tests.producers.gateway.openai.conftest import answering as answering
+from tests.producers.gateway.test_dead_letters import bury
+from tests.producers.gateway.test_fleet import announce
+from tests.producers.gateway.test_keys import make as make
+from tests.producers.gateway.test_operations import audited, decide, put
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+PAGES = {
+    "": "Overview",
+    "queues": "Queues",
+    "workers": "Workers",
+    "models": "Models",
+    "tasks": "Tasks",
+    "dead-letters": "Dead letters",
+    "scaling": "Scaling",
+    "batches": "Batches",
+    "webhooks": "Webhooks",
+    "usage": "Usage",
+    "keys": "Keys",
+    "playground": "Playground",
+}
+#: Markup, and marks that turn the line's direction.
+HOSTILE = '<img src=x onerror="window.broken=1"><script>window.broken=1</script>\u202eevil\u2066'
+
+
+@pytest.fixture
+def fleet(valkey: Redis, submit: Submit) -> str:
+    """Something of everything, with names as hostile as they come. Returns the id of a task that waits."""
+    announce(valkey, "w1.x", worker=HOSTILE, release=HOSTILE, device=HOSTILE)
+    announce(valkey, "w2.x", worker="w2", unready=[HOSTILE])
+    bury(valkey, HOSTILE, reason=HOSTILE)
+    decide(valkey, "tiny@1", reason=HOSTILE, trouble=HOSTILE, signals={HOSTILE: 1.0})
+    put(valkey, "evt_1.own", type=HOSTILE, url=f"https://x.example/{HOSTILE}")
+    return submit(tenant=HOSTILE[:200], metadata={"note": HOSTILE, HOSTILE[:64]: "x"}, prompt=HOSTILE)
+
+
+async def test_an_empty_system_says_that_nothing_is_wrong_and_how_to_begin(look: Look, door: Door) -> None:
+    page = await look(door)
+    await expect(page.get_by_role("heading", name="Overview")).to_be_visible()
+    await expect(page.get_by_role("heading", name="Submit the first task")).to_be_visible()
+    await expect(page.locator("main")).to_contain_text(f"curl {door.url}/v1/tasks")
+    await expect(page.locator("#live")).to_have_text("Live")
+    await page.get_by_role("link", name="try the playground").click()
+    await expect(page.get_by_role("heading", name="Playground")).to_be_visible()
+
+
+@pytest.mark.parametrize("path", PAGES)
+async def test_each_page_shows_what_others_wrote_as_text(look: Look, door: Door, fleet: str, path: str) -> None:
+    page = await look(door, path)
+    await expect(page.get_by_role("heading", level=1, name=PAGES[path])).to_be_visible()
+    await expect(page.locator("#nav a[aria-current]")).to_have_text(PAGES[path])
+    await expect(page.get_by_text("Reading…")).to_have_count(0)
+    assert await page.evaluate("window.broken") is None
+    assert await page.locator("main img, main script, main iframe").count() == 0
+    assert "\u202e" not in await page.locator("main").inner_text()
+
+
+async def test_a_task_is_followed_from_its_wait_to_its_last_token(
+    look: Look, door: Door, valkey: Redis, submit: Submit
+) -> None:
+    task_id = submit(prompt="once", tenant="acme")
+    page = await look(door)
+    await page.keyboard.press("/")
+    await page.keyboard.type(task_id)
+    await page.keyboard.press("Enter")
+    await expect(page.locator("main")).to_contain_text("What keeps it")
+    await expect(page.locator(".state").first).to_have_text("queued")
+    worker = FakeWorker(valkey)
+    assert worker.take(QUEUE) == task_id
+    worker.claim(task_id)
+    worker.append(task_id, 0, ["<b>", "upon"])
+    await expect(page.get_by_label("Output so far")).to_have_text("<b>upon")
+    worker.append(task_id, 2, [" a time"])
+    await expect(page.get_by_label("Output so far")).to_have_text("<b>upon a time")
+    worker.finish(task_id, [3])
+    worker.settle(task_id)
+    await expect(page.locator(".state").first).to_have_text("completed")
+    await expect(page.locator("pre.text")).to_have_text("<b>upon a time")
+    await expect(page.get_by_role("button", name="Run again")).to_be_visible()
+
+
+async def test_what_changes_something_asks_once_says_what_and_is_audited(
+    look: Look, door: Door, valkey: Redis, submit: Submit
+) -> None:
+    task_id = submit()
+    page = await look(door, f"tasks/{task_id}")
+    await page.get_by_role("button", name="Cancel").click()
+    dialog = page.get_by_role("dialog")
+    await expect(dialog).to_contain_text(task_id)
+    await page.keyboard.press("Escape")
+    assert door.http.get(f"/v1/tasks/{task_id}").json()["status"] == "queued"
+    await page.get_by_role("button", name="Cancel").click()
+    await dialog.get_by_role("button", name="Cancel the task").click()
+    await expect(page.locator("#said")).to_have_text("It is cancelled.")
+    assert door.http.get(f"/v1/tasks/{task_id}").json()["status"] == "cancelled"
+    bury(valkey, "{")
+    await page.keyboard.press("g")
+    await page.keyboard.press("d")
+    await page.get_by_role("button", name="Remove").click()
+    await dialog.get_by_role("button", name="Remove it").click()
+    await expect(page.locator("main")).to_contain_text("no task was given up")
+    assert [did for _, did, _ in audited(door.http)] == ["dead_letter.delete"]
+    put(valkey, "evt_9.own")
+    decide(valkey, "tiny@1", trouble="no machine")
+    await page.get_by_role("link", name="Scaling").click()
+    await page.get_by_role("button", name="Try again now").click()
+    await dialog.get_by_role("button", name="Try again").click()
+    await expect(page.locator("#said")).to_have_text("The next try is now.")
+    assert audited(door.http)[0][1:] == ("scaling.retry", "tiny@1")
+    assert await asyncio.to_thread(valkey.exists, scaling.keys.SCALE_RETRIES)
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """A gateway that asks for keys, and two of them."""
+
+    door: Door
+    reader: str
+    admin: str
+
+
+@pytest.fixture
+def keyed(open_door: Open, model: str, make: Make) -> Keyed:
+    return Keyed(open_door(auth="keys"), make("acme", ("read",)), make("ops", ("admin",)))
+
+
+async def test_a_key_is_asked_for_and_kept_in_memory_alone(look: Look, keyed: Keyed, complaints: Complaints) -> None:
+    reader, admin = keyed.reader, keyed.admin
+    page = await look(keyed.door)
+    await page.get_by_label("API key").fill("psk_wrong")
+    await page.get_by_role("button", name="Use it").click()
+    await expect(page.get_by_role("dialog")).to_contain_text("does not work")
+    await page.get_by_label("API key").fill(reader)
+    await page.get_by_role("button", name="Use it").click()
+    await expect(page.get_by_role("heading", level=1, name="Tasks")).to_be_visible()
+    links = await page.locator("#nav a").all_inner_texts()
+    assert {"Overview", "Workers", "Keys", "Dead letters", "Playground"} & set(links) == set()
+    stored = "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])"
+    assert reader not in await page.evaluate(stored)
+    await page.get_by_role("button", name="Key of acme").click()
+    await page.get_by_label("API key").fill(admin)
+    await page.get_by_role("button", name="Use it").click()
+    await page.get_by_role("link", name="Keys").click()
+    row = page.get_by_role("row").filter(has_text=reader.split("_")[1])
+    await row.get_by_role("button", name="Revoke").click()
+    await expect(page.get_by_role("dialog")).to_contain_text("cannot be undone")
+    await page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
+    await expect(row.locator(".state")).to_have_text("revoked")
+    await page.reload()
+    await expect(page.get_by_label("API key")).to_be_visible()
+    complaints.clear()  # Chromium tells of each 401
+
+
+async def test_a_gateway_that_is_away_makes_the_page_stale_and_it_goes_on_by_itself(
+    look: Look, door: Door, valkey: Redis, complaints: Complaints
+) -> None:
+    announce(valkey)
+    page = await look(door, "workers")
+    await expect(page.locator("tbody tr")).to_have_count(1)
+    await page.context.set_offline(True)
+    await expect(page.locator("main")).to_contain_text("Not up to date.", timeout=20_000)
+    await expect(page.locator("#live")).to_contain_text("Stale for")
+    await expect(page.locator("tbody tr")).to_have_count(1)
+    announce(valkey, "w2.x", worker="w2")
+    await page.context.set_offline(False)
+    await expect(page.locator("tbody tr")).to_have_count(2, timeout=20_000)
+    await expect(page.locator("#live")).to_have_text("Live")
+    complaints.clear()  # Chromium tells of each request that failed
+
+
+async def test_the_playground_streams_a_chat(look: Look, door: Door, answering: Answering) -> None:
+    answering.scripts = [says("Hel", "lo <i>", "there</i>")]
+    page = await look(door, "playground")
+    await expect(page.get_by_label("Model")).to_have_value("tiny")
+    await page.get_by_label("Message", exact=True).fill("Write f.")
+    await page.keyboard.press("Control+Enter")
+    await expect(page.locator(".talk .assistant")).to_have_text("Hello <i>there</i>")
+    await expect(page.get_by_role("status").filter(has_text="tokens")).to_contain_text("first token after")
+    assert answering.records[0].task["max_tokens"] == 300
+
+
+async def test_what_is_selected_and_focused_stays_while_the_page_goes_on(
+    look: Look, door: Door, valkey: Redis, submit: Submit
+) -> None:
+    submit()
+    page = await look(door, "tasks")
+    await page.get_by_label("Model").fill("ti")
+    before = await page.locator("tbody tr").count()
+    submit()
+    await expect(page.locator("tbody tr")).to_have_count(before + 1, timeout=20_000)
+    await expect(page.get_by_label("Model")).to_have_value("ti")
+    await expect(page.get_by_label("Model")).to_be_focused()
+
+
+async def test_a_thousand_sequences_on_a_hundred_workers_are_drawn_in_a_fraction_of_the_time(
+    look: Look, door: Door, valkey: Redis
+) -> None:
+    """By the browser's own account of what its main thread worked, which waits for nothing."""
+    for number in range(100):
+        announce(valkey, f"w{number}.x", worker=f"w{number}", running=10)
+    page = await look(door, "workers")
+    await expect(page.locator("tbody tr")).to_have_count(100)
+    session = await page.context.new_cdp_session(page)
+    await session.send("Performance.enable")
+
+    async def worked() -> tuple[float, float]:
+        metrics = (await session.send("Performance.getMetrics"))["metrics"]
+        values = {metric["name"]: metric["value"] for metric in metrics}
+        return values["Timestamp"], values["LayoutCount"]
+
+    began, layouts = await worked()
+    async with page.expect_response(lambda answer: "/v1/fleet" in answer.url, timeout=20_000):
+        pass
+    ended, later = await worked()
+    # A page that goes on lays out a few times for each answer, not once for each worker.
+    assert later - layouts < 20 * max(1.0, ended - began)
+
+
+SCHEMES = [(path, scheme, width) for path in PAGES for scheme, width in (("light", 1280), ("dark", 390))]
+
+
+@pytest.mark.parametrize(
+    ("path", "scheme", "width"), few(SCHEMES, ("", "light", 1280), ("tasks", "dark", 390), ("workers", "light", 1280))
+)
+async def test_axe_finds_nothing_and_nothing_is_wider_than_the_screen(
+    browser: Browser, door: Door, fleet: str, path: str, scheme: str, width: int
+) -> None:
+    """Also a task's page. Scripts of others are let in here alone, for axe."""
+    viewport = {"width": width, "height": 844}
+    async with await browser.new_context(viewport=viewport, color_scheme=scheme, bypass_csp=True) as context:  # type: ignore[arg-type]
+        for where in (path, f"tasks/{fleet}") if path == "tasks" else (path,):
+            page = await context.new_page()
+            await page.goto(f"{door.url}/console#/{where}")
+            await expect(page.locator("main .card").first).to_be_visible()
+            await page.evaluate(AXE_FILE_PATH.read_text())
+            found = await page.evaluate("axe.run().then(({violations}) => violations)")
+            assert [(rule["id"], [node["target"] for node in rule["nodes"]][:5]) for rule in found] == []
+            assert await page.evaluate("document.documentElement.scrollWidth") <= width
+            await page.close()
+
+
+async def test_who_asks_for_no_motion_and_uses_no_mouse_reaches_every_page(look: Look, door: Door) -> None:
+    page = await look(door, reduced_motion="reduce")
+    await expect(page.get_by_role("heading", level=1, name="Overview")).to_be_visible()
+    for letter, path in zip("qwmtdsbhukp", list(PAGES)[1:], strict=True):
+        await page.keyboard.press("g")
+        await page.keyboard.press(letter)
+        await expect(page.get_by_role("heading", level=1, name=PAGES[path])).to_be_visible()

@@ -1,0 +1,174 @@
+"""`/v1/scaling`, `/v1/rollouts`, `/v1/webhook_deliveries`, `/v1/whoami`: what operators look up and do."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from producers.connection.script import run
+from producers.contract import keys
+from producers.store import outbox
+from producers.store.fleet import scaling
+from producers.store.fleet.rollouts import Rollout
+from producers.store.outbox import Attempt
+from tests.producers.gateway.conftest import Door, Make, Open
+from tests.producers.gateway.test_dead_letters import bury, page
+from tests.producers.gateway.test_keys import as_caller
+from tests.producers.gateway.test_keys import make as make  # the fixture
+
+
+def audited(http: httpx.Client) -> list[tuple[str, str, str]]:
+    """(by, did, what), the latest first."""
+    return [(row["by"], row["did"], row["what"]) for row in http.get("/v1/audit").json()["data"]]
+
+
+def data(http: httpx.Client, path: str, **query: Any) -> list[dict[str, Any]]:
+    answer = http.get(path, params=query)
+    assert answer.status_code == 200, answer.text
+    rows: list[dict[str, Any]] = answer.json()["data"]
+    return rows
+
+
+def code(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+# ---- scaling --------------------------------------------------------------------------------------------------------
+
+
+def decide(valkey: Redis, pool: str, **state: Any) -> None:
+    state = {"at": time.time(), "by": "scaler", "wanted": 3, "told": 2, "reason": "30 tasks wait", **state}
+    valkey.set(keys.SCALE_LEADER, "scaler")
+    assert run(valkey, scaling.keep("scaler", pool, state, changed=True)) == 1
+
+
+def test_decisions_come_with_what_was_seen_and_why_the_latest_first(http: httpx.Client, valkey: Redis) -> None:
+    decide(valkey, "tiny@1", wanted=1, reason="work came", actual={"up": 0}, signals={"queued": 4, "knee": None})
+    decide(valkey, "other@2")
+    decide(valkey, "tiny@1", wanted=0, reason="no work", trouble="", actual=None, signals="broken")
+    latest, other, first = data(http, "/v1/scaling/decisions")
+    assert [row["pool"] for row in (latest, other, first)] == ["tiny@1", "other@2", "tiny@1"]
+    assert (first["before"], first["desired"], first["reason"]) == (0, 1, "work came")
+    assert first["signals"] == {"queued": 4.0}
+    assert (latest["before"], latest["signals"]) == (None, {})
+    assert [row["desired"] for row in data(http, "/v1/scaling/decisions", pool="tiny@1")] == [0, 1]
+    assert len(data(http, "/v1/scaling/decisions", limit=1)) == 1
+
+
+def test_another_try_is_asked_for_and_audited(http: httpx.Client, valkey: Redis) -> None:
+    decide(valkey, "org/tiny@1", trouble="no machine")
+    assert http.post("/v1/scaling/org/tiny@1/retry").json()["at_once"] is True
+    assert valkey.hget(keys.SCALE_RETRIES, "org/tiny@1") is not None
+    assert audited(http)[0] == ("local", "scaling.retry", "org/tiny@1")
+    assert code(http.post("/v1/scaling/none@1/retry")) == (404, "pool_not_found")
+    assert len(audited(http)) == 1
+
+
+# ---- rollouts -------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_rollout_of_each_model_is_told(http: httpx.Client, valkey: Redis) -> None:
+    failed = Rollout("tiny", "tiny=/x", "v2", "v1", 2, 100.0, 160.0, "failed", "no worker was ready in time")
+    done = replace(failed, model="other", phase="done", reason="", changed=170.0)
+    for rollout in (failed, done):
+        valkey.hset(keys.ROLLOUTS, rollout.model, rollout.to_json())
+    valkey.hset(keys.ROLLOUTS, "broken", "{")
+    other, tiny = data(http, "/v1/rollouts")
+    assert (other["model"], other["phase"]) == ("other", "done")
+    assert tiny == {
+        "object": "rollout",
+        "model": "tiny",
+        "version": "v2",
+        "before": "v1",
+        "workers": 2,
+        "phase": "failed",
+        "reason": "no worker was ready in time",
+        "asked_at": 100.0,
+        "changed_at": 160.0,
+    }
+
+
+# ---- deliveries -----------------------------------------------------------------------------------------------------
+
+
+def put(valkey: Redis, name: str, **fields: str) -> None:
+    row = {"webhook_id": "evt_1", "type": "response.failed", "object": "t1", "url": "https://x.example/h"}
+    assert run(valkey, outbox.put(name, row | fields)) == 1
+
+
+def give_up(valkey: Redis, attempt: Attempt) -> None:
+    (row,) = outbox.read_take(run(valkey, outbox.take("me", 1, 60_000))).rows
+    assert run(valkey, outbox.dead(row, "me", attempt)) == 1
+
+
+def test_a_delivery_that_was_given_up_is_shown_with_its_tries_and_delivered_again(
+    http: httpx.Client, valkey: Redis
+) -> None:
+    put(valkey, "evt_1.whe_1", endpoint="whe_1", tenant="acme")
+    give_up(valkey, Attempt(100, 30, 500, "<script>" * 1000))
+    (row,) = data(http, "/v1/webhook_deliveries")
+    assert (row["id"], row["state"], row["endpoint"], row["tenant"]) == ("evt_1.whe_1", "dead", "whe_1", "acme")
+    (attempt,) = row["attempts"]
+    assert (attempt["status"], attempt["latency_ms"], attempt["answer"][:8]) == (500, 30, "<script>")
+    assert len(attempt["answer"]) <= 1024
+    assert "secret" not in json.dumps(row)
+    assert http.post("/v1/webhook_deliveries/evt_1.whe_1/replay").status_code == 200
+    assert audited(http)[0] == ("local", "delivery.replay", "evt_1.whe_1")
+    assert [row["id"] for row in data(http, "/v1/webhook_deliveries", state="due")] == ["evt_1.whe_1"]
+    assert data(http, "/v1/webhook_deliveries") == []
+
+
+def test_a_delivery_that_is_under_way_or_gone_is_not_delivered_again(http: httpx.Client, valkey: Redis) -> None:
+    put(valkey, "evt_1.own")
+    run(valkey, outbox.take("me", 1, 60_000))
+    assert code(http.post("/v1/webhook_deliveries/evt_1.own/replay")) == (409, "delivery_under_way")
+    assert code(http.post("/v1/webhook_deliveries/none/replay")) == (404, "delivery_not_found")
+    assert audited(http) == []
+
+
+# ---- dead letters, the caller ---------------------------------------------------------------------------------------
+
+
+def test_replayed_and_removed_dead_letters_are_audited(http: httpx.Client, valkey: Redis, model: str) -> None:
+    bury(valkey, "{", "[", of="penstock:queue:none:default")
+    first, second = (letter["key"] for letter in page(http)["data"])
+    http.post(f"/v1/dead_letters/{first}/replay")
+    assert http.delete(f"/v1/dead_letters/{second}").status_code == 200
+    assert code(http.delete(f"/v1/dead_letters/{second}")) == (404, "dead_letter_not_found")
+    entries = audited(http)
+    assert ("local", "dead_letter.delete", second) in entries
+    assert [entry[1] for entry in entries].count("dead_letter.delete") == 1
+
+
+def test_without_keys_everybody_may_do_everything(http: httpx.Client) -> None:
+    caller = http.get("/v1/whoami").json()
+    assert (caller["keys"], caller["key"], caller["tenant"], caller["sees_all"]) == (False, None, None, True)
+    assert caller["scopes"] == ["admin", "cancel", "metrics", "read", "submit"]
+
+
+@pytest.fixture
+def keyed(open_door: Open, model: str) -> Door:
+    return open_door(auth="keys")
+
+
+def test_any_key_is_told_whose_it_is_and_what_it_may_do(keyed: Door, make: Make) -> None:
+    token = make("acme", ("metrics",), models=("tiny",))
+    caller = keyed.http.get("/v1/whoami", headers=as_caller(token)).json()
+    assert (caller["tenant"], caller["scopes"], caller["models"]) == ("acme", ["metrics"], ["tiny"])
+    assert (caller["keys"], caller["key"], caller["sees_all"]) == (True, token.split("_")[1], False)
+    assert code(keyed.http.get("/v1/whoami")) == (401, "missing_api_key")
+
+
+def test_changes_name_the_key_that_made_them(keyed: Door, valkey: Redis, make: Make) -> None:
+    admin, reader = make("ops", ("admin",)), make("acme", ("read", "metrics"))
+    decide(valkey, "tiny@1", trouble="no machine")
+    assert code(keyed.http.post("/v1/scaling/tiny@1/retry", headers=as_caller(reader))) == (403, "missing_scope")
+    assert keyed.http.post("/v1/scaling/tiny@1/retry", headers=as_caller(admin)).status_code == 200
+    latest = keyed.http.get("/v1/audit", headers=as_caller(admin)).json()["data"][0]
+    assert (latest["by"], latest["did"], latest["address"]) == (admin.split("_")[1], "scaling.retry", "127.0.0.1")

@@ -1,0 +1,235 @@
+"""The ten questions of docs/run/console.md, answered in a browser, on a system with SmolLM2 under load.
+
+Each test begins at the overview, clicks at most twice, and reads the answer where the page says that it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.async_api import Locator, Page, expect
+from redis import Redis
+
+from producers.contract import keys
+from producers.store.fleet.rollouts import Rollout
+from tests.conformance.conftest import gateway
+from tests.processes import Worker, valkey
+from tests.producers.gateway.console.conftest import Look
+from tests.producers.gateway.console.conftest import browser as browser
+from tests.producers.gateway.console.conftest import complaints as complaints
+from tests.producers.gateway.console.conftest import look as look
+from tests.producers.gateway.test_dead_letters import bury
+from tests.producers.gateway.test_operations import decide
+from tests.warm import Forked
+from workers.library.reference import packaged
+
+MODEL = "smollm2"
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.timeout(170),
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.skipif(MODEL not in packaged(), reason="no trained model on this machine"),
+]
+CONFIG: dict[str, Any] = {"threads": 2, "kv_cache_bytes": 256 << 20, "max_num_seqs": 2}
+STORY = "Write a long story about a fox and a river."
+PAGE = Path(__file__).parents[2] / "docs" / "run" / "console.md"
+
+
+@dataclass(frozen=True)
+class System:
+    url: str
+    store: Redis
+    http: httpx.Client
+
+    def submit(self, tenant: str = "acme", **fields: Any) -> str:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": STORY}], "max_tokens": 60, **fields}
+        answer = self.http.post("/v1/tasks", json={"tenant": tenant, **body})
+        assert answer.status_code == 202, answer.text
+        return str(answer.json()["id"])
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """A gateway, a sweeper, and a worker that is kept busy: more waits than it can run."""
+    with (
+        valkey() as (url, store),
+        gateway(url) as (address, _),
+        httpx.Client(base_url=address, timeout=60) as http,
+        Worker(
+            url,
+            model=f"{MODEL}={packaged()[MODEL]}",
+            engine_factory="workers.runtime.worker:load_engine",
+            engine=CONFIG,
+            warm=True,
+            LOG_LEVEL="WARNING",
+        ) as worker,
+    ):
+        worker.wait_until(lambda: bool(worker.incarnations), 100)
+        made = System(address, store, http)
+        sweeper = Forked(
+            [sys.executable, "-m", "workers.cli", "sweeper", "--broker", url, "--log-level", "warning"],
+            {},
+            tmp_path_factory.mktemp("sweeper") / "log",
+        )
+        ended = threading.Event()
+
+        def load() -> None:
+            while not ended.is_set():
+                waiting = made.http.get("/v1/overview").json()["totals"]["waiting"]
+                for tenant in ("acme", "acme", "globex") if waiting < 10 else ():
+                    made.submit(tenant)
+                ended.wait(0.5)
+
+        loading = threading.Thread(target=load, daemon=True)
+        loading.start()
+        give_up = time.monotonic() + 60
+        while not http.get("/v1/overview").json()["totals"]["tasks"].get("completed") and time.monotonic() < give_up:
+            time.sleep(0.2)
+        yield made
+        ended.set()
+        loading.join(30)
+        sweeper.terminate()
+        sweeper.wait(60)
+
+
+class Reader:
+    """Somebody at the overview, whose clicks are counted."""
+
+    def __init__(self, page: Page) -> None:
+        self.page, self.clicks = page, 0
+        self.main = page.locator("main")
+
+    async def click(self, what: Locator) -> None:
+        self.clicks += 1
+        assert self.clicks <= 2
+        await what.click()
+
+    async def go(self, page: str) -> None:
+        await self.click(self.page.locator("#nav").get_by_role("link", name=page, exact=True))
+        await expect(self.page.get_by_role("heading", level=1, name=page)).to_be_visible()
+
+    def card(self, title: str) -> Locator:
+        return self.page.locator(".card").filter(has=self.page.get_by_role("heading", name=title, exact=True))
+
+
+async def begin(look: Look, system: System) -> Reader:
+    page = await look(system)
+    await expect(page.get_by_role("heading", level=1, name="Overview")).to_be_visible()
+    return Reader(page)
+
+
+def test_the_page_asks_ten_questions() -> None:
+    rows = re.findall(r"^\| (\d+)\. .+\? \| .+ \| \d( to \d)? \|$", PAGE.read_text(), re.MULTILINE)
+    assert [number for number, _ in rows] == [str(number) for number in range(1, 11)]
+
+
+async def test_1_is_anything_wrong(look: Look, system: System) -> None:
+    bury(system.store, "{")
+    reader = await begin(look, system)
+    findings = reader.page.get_by_role("list", name="What needs somebody")
+    await expect(findings).to_contain_text("dead letters", timeout=20_000)
+    await expect(findings).to_contain_text("replay or purge")
+    system.store.delete("penstock:dead")
+    await expect(reader.main).to_contain_text("Nothing needs you.", timeout=20_000)
+
+
+async def test_2_how_loaded_is_it_and_is_that_more_than_before(look: Look, system: System) -> None:
+    reader = await begin(look, system)
+    tile = reader.page.locator(".tile").filter(has_text="Running")
+    await expect(tile).to_contain_text("of 2")
+    await expect(tile.locator("svg path.line")).to_have_count(1, timeout=40_000)
+    chart = reader.page.get_by_role("img", name=re.compile("Tasks that wait, and sequences that run"))
+    await expect(chart.locator("path.line")).to_have_count(2)
+
+
+async def test_3_why_does_this_wait(look: Look, system: System) -> None:
+    task_id = system.submit(tier="batch")
+    reader = await begin(look, system)
+    await reader.click(reader.page.get_by_label("Find a task by its id"))
+    await reader.page.keyboard.type(f"{task_id}\n")
+    await expect(reader.card("What keeps it")).to_contain_text("go first")
+    await expect(reader.card("What keeps it")).to_contain_text("Starts in about")
+
+
+async def test_4_what_waits_longest_and_where(look: Look, system: System) -> None:
+    reader = await begin(look, system)
+    await reader.go("Queues")
+    row = reader.page.get_by_role("region", name="Queues").get_by_role("row").filter(has_text=f"{MODEL}@").first
+    await expect(row).to_contain_text(re.compile(r"\d\s(ms|s|min)"))
+
+
+async def test_5_who_uses_all_of_it(look: Look, system: System) -> None:
+    reader = await begin(look, system)
+    await reader.go("Usage")
+    rows = reader.page.get_by_role("region", name="Usage").locator("tbody tr")
+    await expect(rows.first).to_contain_text("acme")
+    await expect(rows.nth(1)).to_contain_text("globex")
+    await expect(rows.first).to_contain_text("%")
+
+
+async def test_6_what_failed_last_and_with_what_error(look: Look, system: System) -> None:
+    task_id = system.submit(tier="batch", timeout=0.05)
+    reader = await begin(look, system)
+    failed = reader.card("Failed last").get_by_role("link", name=f"{task_id[:6]}…")
+    await expect(failed).to_be_visible(timeout=60_000)
+    await reader.click(failed)
+    await expect(reader.card("Error")).to_contain_text("expired")
+
+
+async def test_7_is_a_worker_sick_or_full(look: Look, system: System) -> None:
+    reader = await begin(look, system)
+    await reader.go("Workers")
+    row = reader.page.get_by_role("region", name="Workers").locator("tbody tr")
+    await expect(row).to_contain_text("ready")
+    await expect(row).to_contain_text("2 of 2", timeout=20_000)
+
+
+async def test_8_why_are_there_so_many_workers(look: Look, system: System) -> None:
+    version = json.loads(system.store.hget(keys.MODELS, MODEL) or b"{}")["version"]
+    decide(system.store, f"{MODEL}@{version}", reason="1: 1 is the most of 3 needed: 12 queued", actual={"up": 1})
+    reader = await begin(look, system)
+    await reader.go("Scaling")
+    await expect(reader.card("Pools")).to_contain_text("1 is the most of 3 needed")
+    await expect(reader.card("Changes")).to_contain_text("12 queued")
+
+
+async def test_9_what_did_last_nights_rollout_do(look: Look, system: System) -> None:
+    now = time.time()
+    rollout = Rollout(MODEL, "x", "v2", "v1", 1, now - 3600, now - 3000, "failed", "no worker of v2 was ready in time")
+    system.store.hset(keys.ROLLOUTS, MODEL, json.dumps(asdict(rollout)))
+    reader = await begin(look, system)
+    await reader.go("Models")
+    row = reader.page.get_by_role("region", name="Rollouts").locator("tbody tr")
+    await expect(row).to_contain_text("failed")
+    await expect(row).to_contain_text("no worker of v2 was ready in time")
+
+
+async def test_10_what_was_given_up_and_can_i_run_it_again(look: Look, system: System) -> None:
+    bury(system.store, "{", reason="not JSON", of="penstock:queue:none:default")
+    reader = await begin(look, system)
+    await reader.go("Dead letters")
+    row = reader.page.get_by_role("region", name="Dead letters").locator("tbody tr")
+    await expect(row).to_contain_text("not JSON")
+    await reader.click(row.get_by_role("button", name="Replay"))
+    await expect(reader.page.get_by_role("dialog")).to_contain_text("put back into its list")
+    system.store.delete("penstock:dead")
+
+
+async def test_a_task_of_the_model_is_read_while_it_is_written(look: Look, system: System) -> None:
+    task_id = system.submit(tier="priority", max_tokens=200, ignore_eos=True)
+    page = await look(system, f"tasks/{task_id}")
+    output = page.get_by_label("Output so far")
+    await expect(output).to_contain_text("fox", timeout=60_000)
+    await expect(page.locator(".head .state")).to_have_text("completed", timeout=60_000)
+    answer = system.http.get(f"/v1/tasks/{task_id}").json()
+    await expect(page.locator("pre.text")).to_have_text(answer["choices"][0]["text"])
