@@ -1,7 +1,8 @@
 """An engine without a model that makes rows of texts: each is the text's first token and its length.
 
 Behaves like `engine.PoolingEngine` as far as the worker uses it. Environment: as of `tests.stub_engine`, where it makes
-sense; STUB_GO: while this file is not there, nothing ends. A text that contains DEADLY kills the process.
+sense; STUB_GO: while this file is not there, nothing ends; with STUB_HUNG_BY, nothing that has this token. A text that
+contains DEADLY kills the process.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class StubEmbedder(StubEngine):
             request = running.request
             if DEADLY in request.prompt_ids:
                 os._exit(9)
-            if self.go and not os.path.exists(self.go):
+            held = not self.hung_by or self.hung_by in request.prompt_ids
+            if held and self.go and not os.path.exists(self.go):
                 continue
             assert request.pooling is not None
             rows, start = [], 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from redis.asyncio import Redis
@@ -22,6 +22,7 @@ from producers.connection.storage import STARTED
 from producers.contract import keys, levels
 from producers.contract.profile import sane
 from producers.contract.record import BROKEN, Record, Run
+from producers.store.chunks import chunk_id
 
 #: Phases in order, and the time at which each begins. The last one ends when the task is settled.
 PHASES: Final = ("submit", "queue", "worker", "first_token", "output", "settle")
@@ -335,7 +336,25 @@ class Explanation:
 
 async def explain(store: Redis, broker: Broker, record: Record) -> Explanation:
     """Explain a task. Raises redis.exceptions.RedisError or OSError."""
+    if record.chunks and not record.final:
+        return await _of_chunks(store, broker, record)
     return explanation(await look(store, broker, record))
+
+
+async def _of_chunks(store: Redis, broker: Broker, parent: Record) -> Explanation:
+    """Explains a parent (`producers.store.chunks`) by the first of its chunks that has not completed."""
+    number = min(await store.xlen(keys.stream(parent.id)), parent.chunks - 1)
+    name = chunk_id(parent.id, number)
+    record = Record.parse(name, await store.hgetall(keys.task(name)) or {"status": "submitting", "task": "{}"})
+    observed = await look(store, broker, record)
+    told = explanation(observed)
+    return replace(
+        told,
+        id=parent.id,
+        status=parent.status,
+        summary=f"Of {parent.chunks} parts, {number} are done. Of the next one: {told.summary}",
+        phases=phases(parent, observed.now_ms),
+    )
 
 
 def explanation(observed: Observation) -> Explanation:

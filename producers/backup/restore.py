@@ -178,7 +178,8 @@ class Restore:
         if not task.final:
             record["restored"] = "1"
             # Of a plain task there is no message to send: it ends (`_end_celery`), or its own one comes.
-            record["status"] = "queued" if task.plain else "submitting"
+            # Nor has a parent any: its chunks have.
+            record["status"] = "queued" if task.plain or "chunks" in record else "submitting"
             if task.deadline is not None:
                 record["deadline"] = str(task.deadline + self.plan.shift)
         yield ("DEL", name, stream, result)
@@ -199,7 +200,7 @@ class Restore:
     def _task_indexes(
         self, task_id: str, task: TaskFacts, record: dict[str, Any], has_stream: bool
     ) -> Iterator[Command]:
-        if not task.plain and task.origin != "batch":
+        if not task.plain and task.origin not in ("batch", "chunk"):
             index = task_index.tasks_of if task.origin == "task" else task_index.requests_of
             yield ("ZADD", index(None), task.created, task_id)
             if task.tenant:
@@ -215,7 +216,10 @@ class Restore:
         if times:
             yield ("ZADD", keys.DEADLINES, min(times), task_id)
         if not task.plain:
-            yield ("ZADD", keys.SUBMITTING, self.plan.now - SUBMITTED_MS, task_id)
+            if "chunks" in record:
+                yield ("ZADD", keys.PARENTS, task.created, task_id)
+            else:
+                yield ("ZADD", keys.SUBMITTING, self.plan.now - SUBMITTED_MS, task_id)
             if not task.origin:  # nobody waits for it any more
                 yield ("ZADD", keys.READERS, self.plan.now, task_id)
 

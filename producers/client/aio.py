@@ -7,6 +7,7 @@ import os
 from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Self, Unpack
 
 from redis.asyncio import Redis
@@ -14,7 +15,7 @@ from redis.asyncio import Redis
 from producers.broker.connect import connect_broker
 from producers.client import operations
 from producers.client.listing import Query, QueryFields, list_tasks, page_of
-from producers.client.operations import submit_once
+from producers.client.operations import not_found, submit_once
 from producers.client.reader import CLOSED, Hub, Reader, Shortcut
 from producers.client.steps import Fetch, Pause, Send, Step, Steps, T, adrive
 from producers.client.submission import TASK, Directory, ResolvedModel, submit
@@ -24,7 +25,7 @@ from producers.connection.script import Call, aexecute_many, arun
 from producers.connection.turns import Turns
 from producers.contract.message import Message
 from producers.contract.record import Record, trace_fields
-from producers.contract.stream import Event, Result, TaskPage, collect
+from producers.contract.stream import Chunk, End, Event, Result, TaskPage, collect, rows_of
 from producers.contract.task import Task
 from producers.errors import PenstockError
 from producers.store.references import Places
@@ -154,6 +155,25 @@ class AsyncClient:
         """A reader of a task's stream, for uses that `AsyncHandle.stream` does not fit. Close it."""
         return Reader(self.run, self._hub, task_id, start, shortcut)
 
+    async def rows(self, chunk: Chunk) -> list[array[float]]:
+        """The rows of a chunk's texts. Raises TaskNotFound, ResultUnavailable, redis.exceptions.RedisError or
+        OSError."""
+        async with aclosing(self.get(chunk.task_id).stream()) as events:
+            async for event in events:
+                if isinstance(event, End) and event.result is not None:
+                    return rows_of(event.result)
+        raise not_found(chunk.task_id)
+
+    async def collected(self, record: Record, events: Sequence[Event]) -> Result:
+        """The result of a final record and all events of its stream. Raises as `rows`."""
+        result = collect(record, events)
+        rows: list[array[float]] = []
+        if record.status != "completed" or not record.chunks:
+            return result
+        for event in events:
+            rows += await self.rows(event) if isinstance(event, Chunk) else ()
+        return replace(result, rows=tuple(rows))
+
     async def run(self, steps: Steps[T]) -> T:
         """Perform steps (`producers.client.steps`) on this client's connections. Raises PenstockError once it is
         closed."""
@@ -254,7 +274,7 @@ class AsyncHandle:
             if not (await self.status()).final:
                 raise TimeoutError(operations.unfinished(self.id, timeout)) from None
             events = await self._events()  # the task is final, so this needs no wait, also with a timeout of 0
-        result = collect(await self.status(), events)
+        result = await self._client.collected(await self.status(), events)
         if raise_for_status:
             result.raise_for_status()
         return result

@@ -96,8 +96,8 @@ class Client:
         return self.get(self.run(submit_once(self.directory, task, idempotency_key, task_id, self.patience, more)))
 
     def embed(self, model: str, texts: str | Sequence[Any], **fields: Any) -> list[array[float]]:
-        """The vectors of texts, each an array of fp32 numbers. `texts`: a text, or a list of at most 256, each text or
-        a list of token ids. `fields`: other fields of the task, such as `dimensions` or `tier`.
+        """The vectors of texts, each an array of fp32 numbers. `texts`: a text, or a list of at most 10,000, each text
+        or a list of token ids. `fields`: other fields of the task, such as `dimensions` or `tier`.
 
         Waits for the result. Raises as `submit`, and TaskFailed.
         """
@@ -105,12 +105,12 @@ class Client:
         return operations.rows_of_result(result)
 
     def rerank(self, model: str, query: str, documents: Sequence[str], **fields: Any) -> list[float]:
-        """The score of each document, at most 256, by its relevance to a query. Raises as `embed`."""
+        """The score of each document, at most 10,000, by its relevance to a query. Raises as `embed`."""
         task = self.submit(kind="rerank", model=model, query=query, input=documents, **fields)
         return [row[0] for row in operations.rows_of_result(task.result())]
 
     def classify(self, model: str, texts: str | Sequence[Any], **fields: Any) -> list[dict[str, float]]:
-        """For each text, at most 256, the probability of each label. Raises as `embed`."""
+        """For each text, at most 10,000, the probability of each label. Raises as `embed`."""
         result = self.submit(kind="classify", model=model, input=texts, **fields).result()
         card = self.run(self.directory.find(model, self.patience, withdrawn=True)).card
         return operations.labelled(card, operations.rows_of_result(result))
@@ -249,7 +249,12 @@ class Handle:
             if not self.status().final:
                 raise TimeoutError(operations.unfinished(self.id, timeout)) from None
             events = list(self.stream())  # the task is final, so this needs no wait, also with a timeout of 0
-        result = collect(self.status(), events)
+        record = self.status()
+        if record.chunks:
+            portal, client = self._client.reading()
+            result = portal.call(client.collected(record, events))
+        else:
+            result = collect(record, events)
         if raise_for_status:
             result.raise_for_status()
         return result

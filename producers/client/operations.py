@@ -28,6 +28,7 @@ from producers.errors import (
     shown,
 )
 from producers.store import idempotency, protocol
+from producers.store.chunks import chunk_id
 from producers.store.fleet import adapters
 from producers.store.idempotency import Entry, KeyBound
 
@@ -205,17 +206,33 @@ def submit_as(
     return entry.id
 
 
-def repeated(record: Record) -> tuple[Task, dict[str, str | int]]:
+def repeated(record: Record, chunks: Sequence[str] = ()) -> tuple[Task, dict[str, str | int]]:
     """The task of a final record, to be submitted again, and the further fields of its record.
 
-    Raises TaskNotFinal, and InvalidTask for a plain Celery task that was refused.
+    `chunks`: of a parent, as of `chunk_tasks`. Raises TaskNotFinal, and InvalidTask for a plain Celery task that was
+    refused.
     """
     if not record.final:
         raise TaskNotFinal(f"Task {record.id} is {record.status}; only a task that has ended can be retried")
-    task = Task.parse(record.json("task"))
+    fields = record.json("task")
+    if chunks:
+        fields = {**fields, "input": [item for chunk in chunks for item in json.loads(chunk)["input"]]}
+    task = Task.parse(fields)
     if (cut := record.json("shortened")) is not None:  # as it was requested
         task = task.model_copy(update={"max_tokens": cut["from"]})
     return task, {**repeated_fields(record, task), "retried_from": record.id}
+
+
+def chunk_tasks(record: Record, patience_s: float) -> Steps[list[str]]:
+    """The tasks (JSON) of a parent's chunks, which have its texts; none of another task. Raises TaskNotFound."""
+    tasks: list[str] = []
+    for number in range(record.chunks):
+        name = chunk_id(record.id, number)
+        (task,) = yield from persistently(Read((("HGET", keys.task(name), "task"),), bulk=True), patience_s)
+        if task is None:
+            raise TaskNotFound(f"Texts of task {record.id} are gone from the store, or were never all written")
+        tasks.append(text(task))
+    return tasks
 
 
 def repeated_fields(record: Record, task: Task) -> dict[str, str | int]:
@@ -230,5 +247,5 @@ def retry(directory: Directory, task_id: str, key: str | None, patience_s: float
     Raises TaskNotFound, TokenizerChanged, and as `repeated` and `submit_once`.
     """
     record = yield from status(task_id, patience_s)
-    task, more = repeated(record)
+    task, more = repeated(record, (yield from chunk_tasks(record, patience_s)))
     return (yield from submit_once(directory, task, key, None, patience_s, more))

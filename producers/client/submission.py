@@ -21,10 +21,11 @@ from producers.connection.script import parsed, text
 from producers.connection.trouble import CODES, Trouble, error_text, trouble
 from producers.contract import keys, levels
 from producers.contract.message import Message
+from producers.contract.record import FINAL
 from producers.contract.task import Task
 from producers.errors import InvalidTask, SubmitFailed, TaskErased, TaskExists, TokenizerChanged, UnknownModel, shown
 from producers.release import release
-from producers.store import protocol
+from producers.store import batches, chunks, protocol
 from producers.store.fleet import adapters
 from producers.store.usage.limits import Charge
 from producers.store.waiting import Room, refused
@@ -46,6 +47,26 @@ ADVICE: Final[dict[Trouble | None, str]] = {
 TASK: Final[dict[str, str | int]] = {"origin": "task"}
 #: Fields of a record, beside the task itself, that another run of the task has, too.
 KEPT: Final = ("webhook", "webhook_secret", "reply")
+#: Fields of a parent's record that its chunks have, too.
+SHARED: Final = (
+    *(
+        "release",
+        "model",
+        "version",
+        "encoding",
+        "queue",
+        "tier",
+        "n",
+        "level",
+        "tenant",
+        "order_key",
+        "deadline",
+        "key",
+    ),
+    "traceparent",
+)
+#: Characters of chunks' JSON after which the next ones are written in another script.
+PORTION: Final = 1 << 20
 #: Files of a card (`engine.text.files`) by which texts and messages become token ids.
 ENCODING_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 TASK_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -201,7 +222,13 @@ def submit(
         )
     task = task.resolved(current.card)
     named, task_id = task_id is not None, task_id or str(uuid.uuid4())
-    fields = record_fields(task, current) | dict(more) | {"encoding": current.encoding}
+    texts = task.chunks(current.card)
+    fields = record_fields(task, current, whole=len(texts) == 1) | dict(more) | {"encoding": current.encoding}
+    if len(texts) > 1:
+        fields |= _parent_fields(task, texts, fields)
+        yield from _admit(directory, task, task_id, current, fields, patience_s, charge, room)
+        yield from _submit_chunks(task, task_id, current, fields, texts, patience_s)
+        return task_id
     yield from _admit(directory, task, task_id, current, fields, patience_s, charge, room)
     tokens, tenant, at = int(fields["tokens"]), task.tenant or "", current.now_ms()
     message = Message(task_id, str(fields["queue"]), task.tier, task.width, tokens, tenant, at, task.order_key or "")
@@ -221,10 +248,11 @@ def submit(
     return task_id
 
 
-def record_fields(task: Task, model: ResolvedModel) -> dict[str, str | int]:
-    """The record's fields (`producers.contract.record`) that ADMIT writes for a resolved task."""
+def record_fields(task: Task, model: ResolvedModel, *, whole: bool = True) -> dict[str, str | int]:
+    """The record's fields (`producers.contract.record`) that ADMIT writes for a resolved task. `whole`: False for a
+    parent, whose chunks have its texts."""
     fields: dict[str, str | int] = {
-        "task": task.to_json(),
+        "task": task.to_json(texts=whole),
         "release": release(),
         "model": model.card["name"],
         "version": model.card["version"],
@@ -255,6 +283,87 @@ def record_fields(task: Task, model: ResolvedModel) -> dict[str, str | int]:
     if task.webhook is not None:
         fields |= task.webhook.stored()
     return fields
+
+
+def _parent_fields(task: Task, texts: Sequence[range], fields: Mapping[str, str | int]) -> dict[str, str | int]:
+    """Fields of a parent's record in place of a task's. `texts`: the numbers of each chunk's."""
+    size = sum(len(item.encode()) if isinstance(item, str) else 4 * len(item) for item in task.input)
+    return {
+        "chunks": len(texts),
+        "texts": len(task.input),
+        "result_bytes": int(fields["result_bytes"]) + size,
+    }
+
+
+def _submit_chunks(
+    task: Task,
+    task_id: str,
+    model: ResolvedModel,
+    fields: Mapping[str, str | int],
+    texts: Sequence[range],
+    patience_s: float,
+) -> Steps[None]:
+    """Queue a parent's chunks, a portion at a time. Raises SubmitFailed."""
+    shared: dict[str, str | int] = {name: fields[name] for name in SHARED if name in fields}
+    shared |= {"origin": "chunk", "ttl": int(fields.get("ttl", protocol.DEFAULT_TTL_S)) + chunks.MARGIN_S}
+    unsent: Exception | None = None
+    number = 0
+    while number < len(texts):
+        portion: list[dict[str, str | int]] = []
+        while number + len(portion) < len(texts) and sum(len(str(own["task"])) for own in portion) < PORTION:
+            portion.append(_chunk_fields(task, texts[number + len(portion)], model))
+        ids = [chunks.chunk_id(task_id, number + k) for k in range(len(portion))]
+        call = chunks.write(task_id, number, shared, portion)
+        try:
+            status, made = yield from persistently(call, patience_s)
+        except FAILURES as error:
+            if not lost(error) and (yield from _withdrawn(task_id, patience_s)):
+                raise failed(f"The store refused a part of task {task_id}, which was withdrawn", error) from error
+            raise failed(
+                f"The store did not confirm all of task {task_id}; what it has not recorded fails it", error
+            ) from error
+        number += len(portion)
+        if text(status) == "gone" or text(status) in FINAL:  # cancelled meanwhile, or late
+            return
+        if int(made) < number:
+            raise SubmitFailed(f"The store has lost a part of task {task_id}, which fails; submit it again")
+        try:
+            if unsent is None:
+                yield from _send_chunks(ids, portion, shared, model, patience_s)
+        except FAILURES as error:
+            unsent = error
+    if unsent is not None:
+        raise failed(
+            f"Task {task_id} is recorded, and the sweeper will send it: the broker did not take its messages", unsent
+        ) from unsent
+
+
+def _chunk_fields(task: Task, texts: range, model: ResolvedModel) -> dict[str, str | int]:
+    """A chunk's own fields (`producers.store.chunks.OWN_FIELDS`)."""
+    update: dict[str, Any] = {
+        "input": task.input[texts.start : texts.stop],
+        "metadata": {},
+        "timeout": None,
+        "ttl": None,
+    }
+    chunk = task.model_copy(update=update)
+    fields = record_fields(chunk, model)
+    own: dict[str, str | int] = {name: fields[name] for name in chunks.OWN_FIELDS if name in fields}
+    return own | {"offset": texts.start, "texts": len(texts)}
+
+
+def _send_chunks(
+    ids: Sequence[str],
+    portion: Sequence[Mapping[str, str | int]],
+    shared: Mapping[str, str | int],
+    model: ResolvedModel,
+    patience_s: float,
+) -> Steps[None]:
+    queue, tier, tenant, order = (str(shared.get(name, "")) for name in ("queue", "tier", "tenant", "order_key"))
+    for name, own in zip(ids, portion, strict=True):
+        message = Message(name, queue, tier, 1, int(own["tokens"]), tenant, model.now_ms(), order)
+        yield from persistently(Send(message), patience_s)
+    yield batches.queued(ids)
 
 
 def _admit(

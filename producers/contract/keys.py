@@ -46,6 +46,7 @@ WAITING_TOKENS: Final = "penstock:waiting:tokens"  # hash: kind and queue -> KV 
 WAITING_TENANTS: Final = "penstock:waiting:tenants"  # hash: tenant -> tasks that wait, without batches' lines
 WAITING_MEMORY: Final = "penstock:waiting:memory"  # hash: the last look at the server's memory (`_memory.lua`)
 WAITING_KEYS: Final = "penstock:waiting:keys"  # hash: API key's id -> the same
+PARENTS: Final = "penstock:waiting:parents"  # zset: task id -> ms; tasks in chunks that are not tidied up yet
 READERS: Final = "penstock:readers"  # zset: task id -> ms; end of its reader lease
 MODELS: Final = "penstock:models"  # hash: model name -> card (JSON)
 ADAPTERS: Final = "penstock:adapters"  # hash: adapter's name -> what it is (JSON, `producers.store.fleet.adapters`)

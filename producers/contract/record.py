@@ -14,7 +14,12 @@
 | `tenant`, `order_key` | the task's tenant and order key, if it names them |
 | `key` | the id of the API key that submitted it, where the gateway asked for one |
 | `reserved` | what accounts were charged for it until its end (JSON, see `producers.store.usage.limits`) |
-| `result_bytes` | of a task that generates nothing: the bytes that its result takes |
+| `result_bytes` | of a task that generates nothing: the bytes that its result takes; of a parent: and its texts |
+| `chunks`, `texts` | of a parent (`producers.store.chunks`): its chunks; its texts, which `task` lacks |
+| `written`, `written_at` | of a parent: chunks whose records are made; server time (ms) of the last of them |
+| `tidied` | of a parent that has ended: chunks that are cancelled, or had ended before |
+| `parent`, `chunk` | of a chunk: its parent's id; its number from 0 |
+| `offset`, `texts` | of a chunk: the number of its first text among its parent's, from 0; how many it has |
 | `max_output` | most output tokens of a choice, where a budget had less left than the task may make |
 | `prompt_tokens`, `tokens` | prompt length (for a text, once a worker has counted it); KV tokens that it may need |
 | `began` | server time (ms) of its last start |
@@ -23,7 +28,7 @@
 | `deadline`, `ttl` | server time (ms); seconds for which the settled record is kept |
 | `waits` | while it waits: that it is counted, and as what (`producers.store.waiting`) |
 | `nonce` | id of the submit that made the record |
-| `origin` | who asked: `task` (client, /v1/tasks), `response` (background), `batch` (line); absent: its caller waits |
+| `origin` | who asked: `task` (client, /v1/tasks), `response` (background), `batch`, `chunk`; else its caller waits |
 | `batch`, `line` | the batch's id, and the line's number from 0; whatever makes the record final counts it there |
 | `idempotency` | key of the entry of the submit's Idempotency-Key (`producers.store.idempotency`) |
 | `metadata` | the task's metadata (JSON), if it has some |
@@ -224,6 +229,11 @@ class Record:
             return "celery"
         origin = self.fields.get("origin", "request")
         return cast(Kind, origin) if origin in get_args(Kind) else "request"
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks of a parent (`producers.store.chunks`); 0 for any other task."""
+        return self.count("chunks")
 
     @property
     def plain(self) -> bool:

@@ -90,7 +90,20 @@ class Prompt:
     logprobs: tuple[Logprobs | None, ...]
 
 
-Event = Token | Prompt | End
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk of a task's texts has completed (`producers.store.chunks`). Chunks come in order."""
+
+    position: int
+    number: int
+    offset: int
+    """Number of its first text, from 0."""
+    texts: int
+    task_id: str
+    """The task whose terminal entry has the texts' rows."""
+
+
+Event = Token | Prompt | Chunk | End
 
 
 def encode_token(
@@ -133,6 +146,8 @@ def decode(position: int, entry: Any) -> Event | None:
     if "end" in entry:
         reasons = tuple(entry["reasons"])
         return End(position, entry["end"], reasons, entry["usage"], read_error(entry["error"]), entry.get("result"))
+    if "chunk" in entry:
+        return Chunk(position, entry["chunk"], entry["offset"], entry["texts"], entry["task"])
     if "prompt" in entry:
         return Prompt(
             position, entry["prompt"], tuple(entry["token_ids"]), tuple(_logprobs(item) for item in entry["logprobs"])
@@ -338,7 +353,7 @@ def collect(record: Record, events: Iterable[Event]) -> Result:
             tokens[event.choice].append(event)
         elif isinstance(event, Prompt):
             prompts.append(event)
-        elif event.result is not None:
+        elif isinstance(event, End) and event.result is not None:
             rows = tuple(rows_of(event.result))
     reasons = record.json("reasons") or []
     return Result(

@@ -12,7 +12,7 @@ import difflib
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
@@ -71,8 +71,13 @@ BYTES_PER_TOKEN: Final = 3
 #: Assumed output tokens of a task without max_tokens.
 ASSUMED_OUTPUT: Final = 256
 #: Most texts of a task that generates nothing, and the largest result of one, as stored: readers get it in one message.
+#: With MAX_PROMPT_BYTES they are the limits of a chunk, too, in which a client submits a task of more texts.
 MAX_INPUTS: Final = 256
 MAX_RESULT_BYTES: Final = 1 << 20
+#: The same limits of a task in chunks (`producers.store.chunks`): texts, their bytes, and the bytes of its result.
+MAX_TEXTS: Final = 10_000
+MAX_TEXTS_BYTES: Final = 16 << 20
+MAX_TEXTS_RESULT: Final = 64 << 20
 #: Fields of a task that generates nothing, beside its kind.
 OF_INPUT: Final = ("input", "query", "dimensions", "prompt_name", "truncate")
 #: Fields that say who asks, and how a task is treated: those of every kind.
@@ -142,9 +147,9 @@ def _inputs(value: Any) -> Any:
             param="input",
             code="invalid_type",
         )
-    if len(items) > MAX_INPUTS:
+    if len(items) > MAX_TEXTS:
         raise InvalidTask(
-            ErrorText.of("{input} has {} texts; at most {} are taken in one request", len(items), MAX_INPUTS),
+            ErrorText.of("{input} has {} texts; at most {} are taken in one request", len(items), MAX_TEXTS),
             param="input",
             code="array_above_max_length",
         )
@@ -157,16 +162,28 @@ def _inputs(value: Any) -> Any:
             raise InvalidTask(named, param="input", code=error.code) from None
         if isinstance(checked_item, str) and "\0" in checked_item:
             raise InvalidTask(ErrorText.of("{input}[{}] has a NUL character", at), param="input")
-        size += len(checked_item.encode()) if isinstance(checked_item, str) else 4 * len(checked_item)
+        if (own := _bytes_of(checked_item)) > MAX_PROMPT_BYTES:
+            raise InvalidTask(
+                ErrorText.of(
+                    "{input}[{}] has {} bytes (4 a token id); at most {} are taken", at, own, MAX_PROMPT_BYTES
+                ),
+                param="input",
+            )
+        size += own
         inputs.append(checked_item)
-    if size > MAX_PROMPT_BYTES:
+    if size > MAX_TEXTS_BYTES:
         raise InvalidTask(
             ErrorText.of(
-                "{input} has {} bytes (4 a token id); at most {} are taken in one request", size, MAX_PROMPT_BYTES
+                "{input} has {} bytes (4 a token id); at most {} are taken in one request", size, MAX_TEXTS_BYTES
             ),
             param="input",
         )
     return tuple(inputs)
+
+
+def _bytes_of(item: str | Sequence[int]) -> int:
+    """A text's bytes, as they count for limits: 4 a token id."""
+    return len(item.encode()) if isinstance(item, str) else 4 * len(item)
 
 
 def _is_token(value: Any) -> bool:
@@ -275,7 +292,7 @@ Inputs = Annotated[
     BeforeValidator(
         _inputs,
         json_schema_input_type=PromptText
-        | Annotated[list[PromptText | PromptIds], Field(min_length=1, max_length=MAX_INPUTS)],
+        | Annotated[list[PromptText | PromptIds], Field(min_length=1, max_length=MAX_TEXTS)],
     ),
 ]
 Prompt = Annotated[str | tuple[int, ...], BeforeValidator(_prompt, json_schema_input_type=PromptText | PromptIds)]
@@ -394,7 +411,7 @@ class Task(BaseModel):
     kind: Kind = Field("generate", description="generate, embed, classify or rerank")
     input: Inputs = Field(
         (),
-        description=f"a text, or a list of at most {MAX_INPUTS}, each text or a list of token ids; with a kind that "
+        description=f"a text, or a list of at most {MAX_TEXTS}, each text or a list of token ids; with a kind that "
         "generates nothing",
     )
     query: Annotated[str, StringConstraints(min_length=1, max_length=MAX_PROMPT_BYTES)] | None = Field(
@@ -581,13 +598,13 @@ class Task(BaseModel):
             raise InvalidTask(
                 ErrorText.of("{input} has token ids; documents to rank are texts"), param="input", code="invalid_type"
             )
-        if (size := len(self.query.encode()) * len(self.input)) > MAX_PROMPT_BYTES:
+        if (size := len(self.query.encode()) * len(self.input)) > MAX_TEXTS_BYTES:
             raise InvalidTask(
                 ErrorText.of(
                     "{query} has {} bytes, and is read with each of {} documents; at most {} are taken in all",
                     size // len(self.input),
                     len(self.input),
-                    MAX_PROMPT_BYTES,
+                    MAX_TEXTS_BYTES,
                 ),
                 param="query",
             )
@@ -604,9 +621,12 @@ class Task(BaseModel):
         """A task from JSON text. Raises InvalidTask, also if it is not UTF-8 or not JSON."""
         return cls.parse(read_json(body))
 
-    def to_json(self) -> str:
-        """The task as JSON for its record, without defaults and its webhook, which has fields of its own."""
-        return self.model_dump_json(exclude_defaults=True)
+    def to_json(self, *, texts: bool = True) -> str:
+        """The task as JSON for its record, without defaults and its webhook, which has fields of its own.
+
+        `texts`: False leaves the texts out, which a parent's chunks have.
+        """
+        return self.model_dump_json(exclude_defaults=True, exclude=None if texts else {"input"})
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -747,8 +767,8 @@ class Task(BaseModel):
                 ),
                 param="prompt_name",
             )
-        if self.result_bytes(card) > MAX_RESULT_BYTES:
-            most = MAX_RESULT_BYTES * 3 // (16 * width)
+        if self.result_bytes(card) > MAX_TEXTS_RESULT:
+            most = MAX_TEXTS_RESULT * 3 // (16 * width)
             raise InvalidTask(
                 ErrorText.of(
                     "{input} has {} texts: with {} numbers each, at most {} are taken in one request",
@@ -769,6 +789,43 @@ class Task(BaseModel):
     def result_bytes(self, card: Mapping[str, Any]) -> int:
         """The bytes of a result of the model of this card, as stored: numbers of 4 bytes in base64."""
         return len(self.input) * (self.dimensions or self._width(card)) * 4 * 4 // 3
+
+    def chunks(self, card: Mapping[str, Any]) -> list[range]:
+        """The texts' numbers in chunks that a worker of this card's model takes at once: one if it takes all of them.
+
+        Each has up to MAX_INPUTS texts of MAX_PROMPT_BYTES, also with the query that is read with each, and a result of
+        up to MAX_RESULT_BYTES.
+        """
+        if self.kind == "generate":
+            return [range(0)]
+        limit = min(MAX_INPUTS, max(1, MAX_RESULT_BYTES * len(self.input) // self.result_bytes(card)))
+        if query := len((self.query or "").encode()):
+            limit = min(limit, max(1, MAX_PROMPT_BYTES // query))
+        chunks, start, size = [], 0, 0
+        for at, item in enumerate(self.input):
+            own = _bytes_of(item)
+            if at - start == limit or (at > start and size + own > MAX_PROMPT_BYTES):
+                chunks.append(range(start, at))
+                start, size = at, 0
+            size += own
+        return [*chunks, range(start, len(self.input))]
+
+    def check_at_once(self, card: Mapping[str, Any]) -> None:
+        """Raise InvalidTask if it has more texts than a worker takes at once: for senders that make no chunks."""
+        if len(chunks := self.chunks(card)) > 1:
+            raise InvalidTask(
+                ErrorText.of(
+                    "{input} has {} texts; here at most {} are taken at once, with {} bytes and a result of {} bytes: "
+                    "give the first {}",
+                    len(self.input),
+                    MAX_INPUTS,
+                    MAX_PROMPT_BYTES,
+                    MAX_RESULT_BYTES,
+                    len(chunks[0]),
+                ),
+                param="input",
+                code="array_above_max_length",
+            )
 
     def _check_dimensions(self, width: int, matryoshka: Any) -> None:
         """Raise InvalidTask if vectors of `width` dimensions may not be cut to those that are asked for."""

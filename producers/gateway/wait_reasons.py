@@ -31,7 +31,7 @@ _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 #: The record's fields that tell what keeps a task.
 FIELDS: Final = (
     *("status", "model", "version", "queue", "tier", "tokens", "tenant", "fingerprint", "owner", "claim", "first"),
-    "adapter",
+    *("adapter", "chunks"),
 )
 
 
@@ -54,7 +54,8 @@ class WaitReasons:
                 values = await self._client.store.hmget(keys.task(task_id), FIELDS)
                 fields = {name: value for name, value in zip(FIELDS, values, strict=True) if value is not None}
                 record = Record.parse(task_id, fields)
-                if not fields or record.final or "first" in fields:
+                begun = record.chunks and record.status == "in_progress"
+                if not fields or record.final or "first" in fields or begun:
                     return ""
                 read = await asyncio.shield(self._fleet())
         except (TimeoutError, BrokenRecord, *FAILURES):

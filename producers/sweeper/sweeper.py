@@ -79,7 +79,7 @@ from producers.sweeper.retention import (
 )
 from producers.sweeper.revocations import hear
 from producers.sweeper.tasks import UNSETTLED_AGE_MS as ORPHAN_MS
-from producers.sweeper.tasks import Orphans, expire_late
+from producers.sweeper.tasks import Orphans, advance_parents, expire_late
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +94,8 @@ EVERY_S: Final = 10.0
 PRESSED_EVERY_S: Final = 1.0
 #: Interval (s) of the sweep for deadlines.
 DEADLINES_EVERY_S: Final = 1.0
+#: Interval (s) of the sweep for tasks in chunks.
+PARENTS_EVERY_S: Final = 2.0
 #: Interval (s) of the sweeps for pools without workers and for stale data.
 SELDOM_S: Final = 60.0
 #: Time limit (s) of a sweep, for servers that accept connections but do not answer.
@@ -208,6 +210,7 @@ async def run(
         for counter, sweep, often_s in (
             ("unread", readers.sweep, readers.every_s),
             ("expired", expire_late, DEADLINES_EVERY_S),
+            ("parents", advance_parents, PARENTS_EVERY_S),
             ("settled", orphans.sweep, every_s),
         ):
             group.create_task(_repeat(client, partial(_steps, client, counter, sweep), often_s, condition))

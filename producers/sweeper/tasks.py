@@ -2,6 +2,7 @@
 
     send_unsent  `penstock:submitting`: a record whose message was not sent, or not confirmed -> it is sent again
     expire_late  `penstock:deadlines`: unfinished tasks past their deadline, accepted cancels -> EXPIRE
+    advance_parents  `penstock:waiting:parents`: tasks in chunks whose submitter is gone, chunks of ended ones -> PARENT
     Orphans      `penstock:unsettled`: final tasks whose messages no worker acknowledges -> ORPHAN
 
 Gateways and the leading sweeper do this, several at a time: the second one finds nothing to do.
@@ -22,8 +23,8 @@ from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun, ms, text
 from producers.contract import keys
 from producers.contract.message import Message
-from producers.contract.record import Record
-from producers.store import protocol
+from producers.contract.record import FINAL, Record
+from producers.store import chunks, protocol
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +133,28 @@ def expire_late() -> Steps[int]:
             kept += status in ("submitting", "queued", "in_progress")
         if len(page) < PAGE:
             return ended
+
+
+def advance_parents() -> Steps[int]:
+    """Take open parents (`producers.store.chunks`) as far as they go: end those whose submitter is gone, and cancel the
+    chunks of those that have ended. Returns the number of those that need nothing more."""
+    tidied = kept = 0
+    while True:
+        (page,) = yield Read((("ZRANGE", keys.PARENTS, kept, kept + PAGE - 1),))
+        for task_id in map(text, page):
+            try:
+                status, open_ = yield chunks.advance(task_id)
+                while open_ and text(status) in FINAL:
+                    status, open_ = yield chunks.advance(task_id)
+            except FAILURES as error:
+                if lost(error):
+                    raise
+                log.exception("task %s is in chunks and cannot be looked after", task_id)
+                open_ = 1
+            kept += open_
+            tidied += not open_
+        if len(page) < PAGE:
+            return tidied
 
 
 @dataclass(slots=True)

@@ -98,6 +98,7 @@ class FakeWorker:
         reasons: Sequence[str] | None = None,
         error: dict[str, str] | None = None,
         prompt_tokens: int = 3,
+        result: str = "",
     ) -> list[str]:
         answer = run(
             self.redis,
@@ -109,6 +110,7 @@ class FakeWorker:
                 nexts=nexts,
                 error=json.dumps(error),
                 prompt_tokens=prompt_tokens,
+                result=result,
             ),
         )
         return [text(part) for part in answer]

@@ -109,8 +109,8 @@ class TextStream:
         if event["event"] == "end":
             for index in sorted(self._texts):
                 self._whole(index, None)
-        elif event["event"] == "prompt":
-            return  # only --json shows the prompt's log probabilities
+        elif event["event"] in ("prompt", "chunk"):
+            return  # only --json shows the prompt's log probabilities, and which texts are done
         elif not self._several:
             self._write(event["text"])
         else:

@@ -251,7 +251,9 @@ def _resolved(served: Served, fields: dict[str, Any]) -> Task:
         raise InvalidTask(f"this queue serves model {served.model!r}, not {task.model!r}", param="model")
     if task.order_key is not None:
         raise InvalidTask("messages of plain Celery keep no order; leave order_key out", param="order_key")
-    return task.resolved(served.card)
+    task = task.resolved(served.card)
+    task.check_at_once(served.card)
+    return task
 
 
 def _with_prompt(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

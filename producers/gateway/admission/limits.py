@@ -462,13 +462,17 @@ class Admission:
         """
         principal = principal_of(request)
         check_may_use(principal, tasks[0])
-        max_waiting = self._room(request).bounds.of(tasks[0].tier)
-        if max_waiting and len(tasks) > max_waiting:  # a retry would not help
-            message = (
-                f"{len(tasks)} prompts in one request, where {max_waiting} tasks may wait: send {max_waiting} at a time"
-            )
-            raise Problem(400, message, code="array_above_max_length", param="prompt")
         resolved = await resolve(request, self._client, tasks[0].model)
+        max_waiting = self._room(request).bounds.of(tasks[0].tier)
+        count = sum(len(task.chunks(resolved.card)) for task in tasks)
+        if max_waiting and count > max_waiting:  # a retry would not help
+            if count == len(tasks):
+                message, param = f"send {max_waiting} at a time", "prompt"
+            else:
+                message, param = f"send its texts in requests of {max_waiting} such parts or fewer", "input"
+            parts = f"{count} {'prompts' if param == 'prompt' else 'parts of texts'} in one request"
+            message = f"{parts}, where {max_waiting} tasks may wait: {message}"
+            raise Problem(400, message, code="array_above_max_length", param=param)
         pressure = await self.overload.look(resolved.queue)
         if pressure.stage:
             request.state.degraded = STAGES[pressure.stage]

@@ -45,7 +45,7 @@ from starlette.types import Receive, Scope, Send
 from producers.client.steps import FAILURES
 from producers.connection.addresses import network_of
 from producers.connection.log_throttle import warn_throttled
-from producers.contract.stream import Event, Prompt, Token, logprobs_view, prompt_view
+from producers.contract.stream import Chunk, Event, Prompt, Token, logprobs_view, prompt_view
 from producers.errors import PenstockError
 from producers.gateway.fair_share import SHARE, Share, measured, turn
 from producers.gateway.http.connection import LiveBody, cut, live_body
@@ -238,7 +238,7 @@ EVENT = {
     "required": ["event", "data"],
     "properties": {
         "id": {"type": "string", "description": "the position; an error has none"},
-        "event": {"enum": ["prompt", "token", "end", "error"]},
+        "event": {"enum": ["prompt", "token", "chunk", "end", "error"]},
         "data": {"type": "string", "description": "JSON"},
     },
 }
@@ -262,6 +262,9 @@ def named(event: Event) -> tuple[str, str]:
             "tokens": prompt_view(event.token_ids, event.logprobs),
         }
         return "prompt", json.dumps(part)
+    if isinstance(event, Chunk):
+        texts = {"position": event.position, "first": event.offset, "count": event.texts}
+        return "chunk", json.dumps(texts)
     end = {
         "position": event.position,
         "status": event.status,

@@ -69,7 +69,7 @@ class OutputBatch:
                 output.reason = event.finish_reason
             elif isinstance(event, Prompt):
                 self.prompts.setdefault(number, []).append(event)
-            else:
+            elif isinstance(event, End):
                 self.ends[number] = event
                 # A choice without a token has its finish reason only here.
                 for choice, reason in enumerate(event.reasons):

@@ -163,7 +163,9 @@ def _pooled(url: str, body: Mapping[str, Any], card: Mapping[str, Any], fields: 
     endpoint = POOLED[url]
     task = endpoint.task(endpoint.fields(body), **fields)
     with endpoint.naming():
-        return task.resolved(card)
+        task = task.resolved(card)
+        task.check_at_once(card)
+    return task
 
 
 def _head(kind: str, prefix: str, record: Record) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`/v1/embeddings`, `/v1/rerank`, `/v2/rerank`, `/v1/classify` and `/v1/score`: models that generate nothing.
 
 body -> one task with all texts (a worker counts their tokens) -> its terminal entry, with a row for each text -> answer
+                                    of a task in chunks (`producers.store.chunks`): a chunk's rows at a time ──▶ answer
 
 A line of a batch is read and answered by the same `Endpoint` (`producers.gateway.openai.batch_lines`).
 """
@@ -11,24 +12,25 @@ import base64
 import json
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from engine.declared import MAX_INT32
-from producers.contract.stream import End, rows_of
-from producers.contract.task import MAX_INPUTS, MAX_PROMPT_BYTES, Task
+from producers.contract.stream import Chunk, End, rows_of
+from producers.contract.task import MAX_PROMPT_BYTES, MAX_TEXTS, Task
 from producers.errors import InvalidTask, shown
 from producers.gateway.admission.limits import check_may_use
-from producers.gateway.context import gateway_of
+from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import PARAMETER, SUBMITS_TASKS, principal_of, tenant_of
 from producers.gateway.http.errors import Problem
-from producers.gateway.http.request_body import checked_fields, documented, fields_of
+from producers.gateway.http.request_body import checked, checked_fields, documented, fields_of
 from producers.gateway.openai.answer import run_by_weight
 from producers.gateway.openai.parameters import KEPT_S, SERVICE_TIERS, naming
 from producers.gateway.tasks import large
@@ -38,14 +40,14 @@ from producers.gateway.tasks.views import errors
 router = APIRouter(tags=["openai"])
 
 _TEXT: Final = {"type": "string", "minLength": 1, "maxLength": MAX_PROMPT_BYTES}
-_TEXTS: Final = {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": _TEXT}
+_TEXTS: Final = {"type": "array", "minItems": 1, "maxItems": MAX_TEXTS, "items": _TEXT}
 _IDS: Final = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MAX_INT32}}
 _INPUT: Final = {
     "description": "a text, token ids, or a list of either",
     "anyOf": [
         _TEXT,
         _IDS,
-        {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": {"anyOf": [_TEXT, _IDS]}},
+        {"type": "array", "minItems": 1, "maxItems": MAX_TEXTS, "items": {"anyOf": [_TEXT, _IDS]}},
     ],
 }
 #: What all of these endpoints take.
@@ -98,12 +100,17 @@ class Made:
         return json.dumps(answer).encode()
 
 
+#: An answer's entries, of the body's fields, what was made of some of its texts, and the number of the first of these.
+Entries = Callable[[Mapping[str, Any], Made, int], list[dict[str, Any]]]
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """What an endpoint takes, the task that it makes of it, and its answer.
 
     `schema`: of its body. `texts`: a task's field -> the body's. `answer`: the answer's body, in ASCII, of the body's
     fields and what was made. `checks`: as of `fields_of`. `cuts`: too long texts are cut, unless the body says no.
+    `entries`: of an answer that has one for each text in order, in `data`: those of some rows, from this text on.
     """
 
     kind: str
@@ -112,6 +119,7 @@ class Endpoint:
     answer: Callable[[Mapping[str, Any], Made], bytes]
     checks: Mapping[str, Callable[[Any, str], Any]] = field(default_factory=dict)
     cuts: bool = False
+    entries: Entries | None = None
 
     def fields(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of a body that is read. Raises InvalidTask."""
@@ -161,12 +169,16 @@ def _base64(row: array[float]) -> str:
     return base64.b64encode(row.tobytes()).decode()
 
 
-def _embedded(fields: Mapping[str, Any], made: Made) -> bytes:
+def _embeddings(fields: Mapping[str, Any], made: Made, first: int) -> list[dict[str, Any]]:
     encoded = fields.get("encoding_format", "float") == "base64"
-    data = [
+    return [
         {"object": "embedding", "index": index, "embedding": _base64(row) if encoded else row.tolist()}
-        for index, row in enumerate(made.rows)
+        for index, row in enumerate(made.rows, first)
     ]
+
+
+def _embedded(fields: Mapping[str, Any], made: Made) -> bytes:
+    data = _embeddings(fields, made, 0)
     return json.dumps({"object": "list", "data": data, "model": made.card["name"], "usage": made.usage}).encode()
 
 
@@ -194,14 +206,18 @@ def _ranked(version: str) -> Callable[[Mapping[str, Any], Made], bytes]:
     return answer
 
 
-def _classified(fields: Mapping[str, Any], made: Made) -> bytes:
+def _classes(fields: Mapping[str, Any], made: Made, first: int) -> list[dict[str, Any]]:
     labels = (made.card.get("pooling") or {}).get("labels") or []
     data = []
-    for index, row in enumerate(made.rows):
+    for index, row in enumerate(made.rows, first):
         best = max(range(len(row)), key=row.__getitem__)
         label = labels[best] if len(labels) == len(row) else str(best)
         data.append({"index": index, "label": label, "probs": row.tolist(), "num_classes": len(row)})
-    return made.listed("classify", data)
+    return data
+
+
+def _classified(fields: Mapping[str, Any], made: Made) -> bytes:
+    return made.listed("classify", _classes(fields, made, 0))
 
 
 def _scored(fields: Mapping[str, Any], made: Made) -> bytes:
@@ -222,7 +238,7 @@ _RERANK: Final = _schema(
     documents={
         "type": "array",
         "minItems": 1,
-        "maxItems": MAX_INPUTS,
+        "maxItems": MAX_TEXTS,
         "items": {
             "anyOf": [
                 _TEXT,
@@ -238,11 +254,23 @@ _OF_RERANK: Final = {"documents": _documents, "top_n": _count}
 EMBEDDINGS, RERANK, CLASSIFY, SCORE = "/v1/embeddings", "/v1/rerank", "/v1/classify", "/v1/score"
 #: Path -> its endpoint.
 ENDPOINTS: Final = {
-    EMBEDDINGS: Endpoint("embed", _EMBEDDINGS, {"input": "input"}, _embedded, {"input": _input, "dimensions": _any}),
+    EMBEDDINGS: Endpoint(
+        "embed",
+        _EMBEDDINGS,
+        {"input": "input"},
+        _embedded,
+        {"input": _input, "dimensions": _any},
+        entries=_embeddings,
+    ),
     RERANK: Endpoint("rerank", _RERANK, _DOCUMENTS, _ranked("1"), _OF_RERANK, cuts=True),
     "/v2/rerank": Endpoint("rerank", _RERANK, _DOCUMENTS, _ranked("2"), _OF_RERANK, cuts=True),
     CLASSIFY: Endpoint(
-        "classify", _schema(["input"], input=_INPUT), {"input": "input"}, _classified, {"input": _input}
+        "classify",
+        _schema(["input"], input=_INPUT),
+        {"input": "input"},
+        _classified,
+        {"input": _input},
+        entries=_classes,
     ),
     SCORE: Endpoint(
         "rerank",
@@ -269,7 +297,8 @@ async def _answer(request: Request) -> Response:
     endpoint, gateway, tenant = ENDPOINTS[request.url.path], gateway_of(request), tenant_of(request)
     await gateway.streams.enter(request.scope, "answer")
     fields = await fields_of(request, gateway.settings.max_body, endpoint.schema, endpoint.checks)
-    task = endpoint.task(fields, **({} if tenant is None else {"tenant": tenant}))
+    own = {} if tenant is None else {"tenant": tenant}
+    task = await checked(request, lambda: endpoint.task(fields, **own))
     with endpoint.naming():
         request.state.tier = task.tier
         check_may_use(principal_of(request), task)
@@ -278,28 +307,65 @@ async def _answer(request: Request) -> Response:
         foreground = await keyed(request, gateway, [task])
         try:
             await foreground.submit()
-            end = await answered(request, gateway, lambda: _end(foreground))
+            chunks, end = await answered(request, gateway, lambda: _end(foreground))
         finally:
             await foreground.close()
-    if end.result is None:
+    if end.result is None and not chunks:
         raise Problem(500, "The task ended without a result.", code="failed")
-    tokens = end.usage["prompt_tokens"]
-    made = Made(foreground.ids[0], resolved.card, rows_of(end.result), tokens, int(time.time()))
-    body = await run_by_weight(made.numbers, lambda: endpoint.answer(fields, made))
-    response = large.Sent([body], gateway.settings.stall)
+    made = Made(foreground.ids[0], resolved.card, (), end.usage["prompt_tokens"], int(time.time()))
+    response: Response
+    if end.result is not None:
+        response = await _sent(endpoint, gateway, fields, replace(made, rows=rows_of(end.result)))
+    elif endpoint.entries is None:
+        rows = [row for chunk in chunks for row in await gateway.client.rows(chunk)]
+        response = await _sent(endpoint, gateway, fields, replace(made, rows=rows))
+    else:
+        release = await large.turn(gateway, gateway.settings.patience)
+        pieces = _pieces(endpoint, endpoint.entries, gateway, fields, made, chunks)
+        response = large.Streamed(pieces, gateway.settings.stall, release)
     response.headers.update(idempotency.REPLAYED if foreground.replayed else {})
     return response
 
 
-async def _end(foreground: Foreground) -> End:
-    """The terminal entry. Raises as `Foreground.events`, which does so after it has given a failed task's."""
+async def _sent(endpoint: Endpoint, gateway: Gateway, fields: Mapping[str, Any], made: Made) -> Response:
+    body = await run_by_weight(made.numbers, lambda: endpoint.answer(fields, made))
+    return large.Sent([body], gateway.settings.stall)
+
+
+async def _pieces(
+    endpoint: Endpoint,
+    entries: Entries,
+    gateway: Gateway,
+    fields: Mapping[str, Any],
+    made: Made,
+    chunks: Sequence[Chunk],
+) -> AsyncGenerator[bytes]:
+    """The answer's JSON, a chunk's entries at a time. `made`: without rows."""
+    before, _, after = endpoint.answer(fields, made).partition(b'"data": []')  # no string's text can have such quotes
+    yield before + b'"data": ['
+    for chunk in chunks:
+        own = replace(made, rows=await gateway.client.rows(chunk))
+        encoded = await run_by_weight(own.numbers, partial(_encoded, entries, fields, own, chunk.offset))
+        yield (b", " if chunk.number else b"") + encoded
+    yield b"]" + after
+
+
+def _encoded(entries: Entries, fields: Mapping[str, Any], made: Made, first: int) -> bytes:
+    return json.dumps(entries(fields, made, first)).encode()[1:-1]
+
+
+async def _end(foreground: Foreground) -> tuple[list[Chunk], End]:
+    """The entries of chunks, and the terminal one. Raises as `Foreground.events`, which does so after it has given a
+    failed task's."""
     end: End | None = None
+    chunks: list[Chunk] = []
     async with aclosing(foreground.only()) as batches:
         async for events in batches:
+            chunks += [event for event in events if isinstance(event, Chunk)]
             end = next((event for event in events if isinstance(event, End)), end)
     if end is None:
         raise Problem(500, "The task's stream ended without an end.", code="failed")
-    return end
+    return chunks, end
 
 
 def _post(path: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

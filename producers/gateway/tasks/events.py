@@ -52,7 +52,7 @@ BROKEN: Final = (1011, "see the error event")
     responses={
         200: {
             "description": "Server-sent events: `prompt` for the prompt's log probabilities, where asked for; "
-            "`token` for each token; then one `end`.",
+            "`token` for each token; `chunk` for each part of many texts; then one `end`.",
             "content": {EventStream.media_type: {"schema": EVENT}},
         },
         204: {"description": "The stream ended before the position asked for: do not come back."},

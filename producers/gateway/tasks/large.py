@@ -1,20 +1,25 @@
 """Limits answers of tens of megabytes: few are in memory at once, and slow readers are cut off.
 
 collected up to LARGE -> acquire a permit -> the rest -> sent in chunks, as fast as the reader takes them -> release
+a permit -> a piece at a time is read from the store, and sent -> release
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import aclosing
 from functools import partial
 from typing import Final
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from producers.client.steps import FAILURES
 from producers.connection.turns import OWNER, Busy
+from producers.errors import PenstockError
 from producers.gateway import fair_share
 from producers.gateway.context import Gateway
 from producers.gateway.http.connection import cut
@@ -104,3 +109,43 @@ class Sent(Response):
                     yield bytes(buffer)
                     buffer.clear()
         yield bytes(buffer)
+
+
+class Streamed(Response):
+    """Sends JSON whose pieces are read from the store while it is sent. `release` is called at the end.
+
+    A slow reader is cut off as one of a large `Sent`; so is every reader if a piece cannot be read any more.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: AsyncGenerator[bytes], stall: float, release: Callable[[], None]) -> None:
+        self.status_code = 200
+        self.background = None
+        self._pieces = pieces
+        self._stall = stall
+        self._release = release
+        self.init_headers()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sent, spent = 0, 0.0
+        try:
+            async with aclosing(self._pieces) as pieces:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                async for piece in pieces:
+                    for start in range(0, len(piece), CHUNK):
+                        await fair_share.turn()
+                        begun = time.monotonic()
+                        async with asyncio.timeout(min(self._stall, self._stall + sent / SLOWEST - spent)):
+                            chunk = piece[start : start + CHUNK]
+                            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                        sent, spent = sent + len(chunk), spent + time.monotonic() - begun
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            logger.info("cut off a reader that was too slow for a result, after %d bytes", sent)
+            cut(scope)
+        except (PenstockError, *FAILURES) as error:
+            logger.warning("cut off a reader after %d bytes of a result that cannot be read on: %s", sent, error)
+            cut(scope)
+        finally:
+            self._release()

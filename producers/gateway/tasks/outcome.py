@@ -8,7 +8,7 @@ A result may have tens of megabytes as JSON and many times that as objects, and 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from json.encoder import encode_basestring as quote
 from typing import Any, Final, Protocol
@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from producers.client.aio import AsyncHandle
 from producers.contract.record import Record
-from producers.contract.stream import End, Event, Prompt, Token, logprobs_view, prompt_view, rows_of
+from producers.contract.stream import Chunk, End, Event, Prompt, Token, logprobs_view, prompt_view, rows_of
 from producers.gateway.context import Gateway
 from producers.gateway.fair_share import in_thread, turn
 from producers.gateway.tasks import large
@@ -30,7 +30,25 @@ _ENCODER: Final = json.JSONEncoder(separators=(",", ":"))
 async def answer(gateway: Gateway, handle: AsyncHandle, record: Record, **more: bool) -> Response:
     """The response for a final record, with the fields `more` added. Raises as `collected`."""
     outcome = Outcome(record, more)
+    if record.chunks and record.status == "completed":
+        return await _in_chunks(gateway, handle, outcome)
     return await collected(gateway, handle, outcome, outcome.pieces)
+
+
+async def _in_chunks(gateway: Gateway, handle: AsyncHandle, outcome: Outcome) -> Response:
+    """The response for a parent whose texts are done: a chunk's rows are in memory at a time."""
+    chunks = [event async for event in handle.stream() if isinstance(event, Chunk)]
+
+    async def pieces() -> AsyncGenerator[bytes]:
+        yield b"".join(outcome.head())
+        for chunk in chunks:
+            rows = await gateway.client.rows(chunk)
+            encoded = await in_thread(_json, [row.tolist() for row in rows])
+            yield (b"[" if chunk.number == 0 else b",") + encoded[1:-1]
+        yield b"]}"
+
+    release = await large.turn(gateway, gateway.settings.patience)
+    return large.Streamed(pieces(), gateway.settings.stall, release)
 
 
 def _large(event: Event) -> bool:
@@ -93,11 +111,17 @@ class Outcome:
                 for token in prompt_view(event.token_ids, event.logprobs):
                     self._prompt += b"," if self._prompt else b""
                     self._prompt += _json(token)
-            elif event.result is not None:
+            elif isinstance(event, End) and event.result is not None:
                 self._rows = _json([row.tolist() for row in rows_of(event.result)])
 
     def pieces(self) -> Iterator[bytes | bytearray]:
         """The JSON of a TaskView."""
+        yield from self.head()
+        yield self._rows
+        yield b"}"
+
+    def head(self) -> Iterator[bytes | bytearray]:
+        """That JSON up to its rows."""
         head = TaskView.of(self._record).model_dump_json(exclude={"choices", "prompt_logprobs", "rows"})
         yield head[:-1].encode()
         for name, value in self._more.items():
@@ -115,7 +139,7 @@ class Outcome:
             yield b"]"
         else:
             yield b"null"
-        yield b',"rows":%b}' % self._rows
+        yield b',"rows":'
 
 
 class _Choice:

@@ -33,7 +33,7 @@ from producers.client.listing import (
     Status,
     list_tasks,
 )
-from producers.client.operations import repeated
+from producers.client.operations import chunk_tasks, repeated
 from producers.client.steps import FAILURES
 from producers.client.submission import TASK
 from producers.connection.log_throttle import warn_throttled
@@ -42,7 +42,7 @@ from producers.contract.record import Record
 from producers.contract.task import MAX_TENANT, Task
 from producers.errors import PenstockError, shown
 from producers.gateway.context import Gateway, gateway_of
-from producers.gateway.fair_share import measured
+from producers.gateway.fair_share import in_thread, measured
 from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import CANCELS, READS, SUBMITS_TASKS, principal_of, same
 from producers.gateway.http.authorization import PARAMETER as TENANT_PARAMETER
@@ -313,7 +313,10 @@ async def look(request: Request, task_id: str) -> Response:
 async def retry(request: Request, task_id: str) -> Response:
     """Submit a task that has ended once more, as a new task with the same fields, seed and webhook."""
     wait = await enter_wait(request, gateway_of(request))
-    task, more = repeated(await (await task_of(request, task_id)).status())
+    client = gateway_of(request).client
+    record = await (await task_of(request, task_id)).status()
+    chunks = await client.run(chunk_tasks(record, client.patience))
+    task, more = await in_thread(repeated, record, chunks) if chunks else repeated(record)
     request.state.tier = task.tier
     idempotency.note_body(request, b"")
     # A text's tokens are not counted where no gateway submitted it.

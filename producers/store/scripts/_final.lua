@@ -1,23 +1,30 @@
 -- Shared by CLAIM, FINISH, CANCEL and EXPIRE. The script that makes a record final also appends the terminal entry, so
 -- that no reader ever sees one without the other. It writes the end's rows into the ledger and the outbox, settles
--- what accounts were charged, counts a batch's line, and counts the task no more among those that wait.
+-- what accounts were charged, counts a batch's line, and counts the task no more among those that wait. The end of a
+-- chunk goes on with its parent. A parent has no row in the ledger: its chunks have.
 -- include: _ledger.lua
 -- include: _limits.lua
 -- include: _outbox.lua
 -- include: _waiting.lua
 -- include: producers.connection/_now.lua
+-- include: _chunks.lua
 local FINAL = { completed = true, failed = true, cancelled = true, incomplete = true }
 
 local EXPIRED = '{"code":"expired","message":"The deadline passed before the task was finished."}'
 
 -- The prompt tokens in the usage of a task that ends without a worker's FINISH: its prompt, once it was started.
+-- Of a parent, what was begun of its texts.
 local function prompt_used(task)
-  return redis.call('HGET', task, 'started') and redis.call('HGET', task, 'prompt_tokens') or 0
+  local r = redis.call('HMGET', task, 'started', 'prompt_tokens', 'written')
+  if r[3] then
+    return chunks_used(string.sub(task, #'penstock:task:' + 1), r[3])
+  end
+  return r[1] and r[2] or 0
 end
 
 -- silent: no event is told, for the task is about to be deleted. result: JSON, what a task that generates nothing made.
-local function finalise(task, stream, id, status, reasons, err, prompt, cached, silent, result)
-  local r = redis.call('HMGET', task, 'n', 'discarded', 'batch', 'reserved', 'created')
+function finalise(task, stream, id, status, reasons, err, prompt, cached, silent, result)
+  local r = redis.call('HMGET', task, 'n', 'discarded', 'batch', 'reserved', 'created', 'chunks', 'parent')
   -- No task has more than 64 choices: a record that says 10^11 must not keep the store busy for hours.
   local n, out = math.min(tonumber(r[1] or '1'), 64), tonumber(r[2] or '0')
   local longest = 0
@@ -36,7 +43,9 @@ local function finalise(task, stream, id, status, reasons, err, prompt, cached, 
   redis.call('ZREM', 'penstock:deadlines', id)
   redis.call('ZADD', 'penstock:unsettled', now_ms(), id)
   redis.call('PUBLISH', 'penstock:tokens:' .. id, '[' .. at .. ',' .. entry .. ']')
-  ledger_row(task, id, status, prompt, cached, out, longest)
+  if not r[6] then
+    ledger_row(task, id, status, prompt, cached, out, longest)
+  end
   if r[4] then
     settle_charge(task, r[4], prompt, cached, out, tonumber(r[5]), now_ms())
   end
@@ -46,5 +55,8 @@ local function finalise(task, stream, id, status, reasons, err, prompt, cached, 
   wait_ends(task)
   if r[3] and redis.call('HEXISTS', 'penstock:batch:' .. r[3], 'status') == 1 then
     redis.call('HINCRBY', 'penstock:batch:' .. r[3], status == 'completed' and 'completed' or 'failed', 1)
+  end
+  if r[7] then
+    chunk_ended(task, r[7], status, reasons, err)
   end
 end

@@ -2,9 +2,9 @@
 -- Shared by SETTLE and ORPHAN. It marks the record as settled, clears claim and owner, and starts the TTL of record and
 -- stream. The stream outlives its record by a minute, so that a reader of the record finds the stream. The sweeper
 -- compacts it by its time of settlement; a stream that is not compacted within a day is left to its TTL. An invalid TTL
--- counts as the default, so that no record stays for ever.
+-- counts as the default, so that no record stays for ever. Chunks stay two minutes longer than their parent.
 local function settle(task, stream, id, default_ttl)
-  local r = redis.call('HMGET', task, 'settled', 'ttl')
+  local r = redis.call('HMGET', task, 'settled', 'ttl', 'written')
   if not r[1] then
     local now = now_ms()
     redis.call('HSET', task, 'settled', now)
@@ -15,6 +15,16 @@ local function settle(task, stream, id, default_ttl)
     kept_ends(task, stream, now, ttl)
     redis.call('EXPIRE', task, ttl)
     redis.call('EXPIRE', stream, ttl + 60)
+    chunks_each(id, 0, tonumber(r[3] or nil) or 0, function(chunk, name)
+      local status = redis.call('HMGET', chunk, 'status', 'settled')
+      if status[2] then
+        redis.call('EXPIRE', chunk, ttl + 120)
+        redis.call('EXPIRE', 'penstock:stream:' .. name, ttl + 180)
+        redis.call('EXPIRE', 'penstock:result:' .. name, ttl + 180)
+      elseif status[1] then
+        redis.call('HSET', chunk, 'ttl', ttl + 120)
+      end
+    end)
     redis.call('ZADD', 'penstock:settled', now, id)
     redis.call('ZREMRANGEBYSCORE', 'penstock:settled', '-inf', now - 86400000)
   end

@@ -6,6 +6,8 @@
 -- of requests, which keeps the last MOST. With accounts, they are charged in the same script; if a limit, or a bound on what waits or is kept, is reached, or the server is
 -- too full for the task's tier, nothing is written.
 -- Its bytes are counted among its tenant's.
+-- A parent (a record with `chunks`) is `queued` at once: no message announces it, and CHUNKS makes its chunks. It is
+-- charged, and counts against the bounds, as all of them together.
 -- KEYS: task, submitting, deadlines, then the accounts that are charged
 -- ARGV: id, nonce, asked (ms, server time as the client estimates it), window (ms), what the accounts are asked for
 --       (JSON, `charge` in _limits.lua), bounds (JSON, `waiting_full`; empty: none), field, value, ...
@@ -35,7 +37,7 @@ if now - asked > window then
   return 'late'
 end
 local fields = { 'v', '1', 'status', 'submitting', 'nonce', nonce, 'created', now, 'deaths', 0 }
-local tenant, tier, tokens
+local tenant, tier, tokens, chunks
 for i = 7, #ARGV do
   fields[#fields + 1] = ARGV[i]
   if i % 2 == 1 and ARGV[i] == 'tenant' then
@@ -44,11 +46,19 @@ for i = 7, #ARGV do
     tier = ARGV[i + 1]
   elseif i % 2 == 1 and ARGV[i] == 'tokens' then
     tokens = ARGV[i + 1]
+  elseif i % 2 == 1 and ARGV[i] == 'chunks' then
+    chunks = tonumber(ARGV[i + 1])
+  end
+end
+if chunks then
+  fields[4] = 'queued'
+  for _, part in ipairs({ 'queued', now, 'written', 0, 'written_at', now }) do
+    fields[#fields + 1] = part
   end
 end
 local kept = kept_of(tenant)
 kept_lapse(kept, now)
-local full = ARGV[6] ~= '' and waiting_full(cjson.decode(ARGV[6]))
+local full = ARGV[6] ~= '' and waiting_full(cjson.decode(ARGV[6]), chunks or 1)
 full = full or reserve(tier, fields, tokens, now)
 if full then
   return full
@@ -65,7 +75,7 @@ end
 local bytes = kept_begins(kept, fields)
 fields[#fields + 1] = 'kept'
 fields[#fields + 1] = bytes
-admit(task, submitting, KEYS[3], id, now, fields)
+admit(task, submitting, KEYS[3], id, now, fields, chunks)
 local entry, origin = unpack(redis.call('HMGET', task, 'idempotency', 'origin'))
 if entry then
   made(entry)

@@ -2,7 +2,8 @@
 -- CLAIM(c, inc, plain, pool) | The first rule that applies:
 -- 1 own lease gone: `lost`. 2 no record: a plain message creates one, unless that was deleted (DELETE): `erased`; a
 -- client's message is `done`.
--- One whose id REVOKE has noted is cancelled.
+-- One whose id REVOKE has noted is cancelled. So is a chunk whose parent has ended, or is gone. A parent's message, as
+-- of a restored one, is `done`. The first start of a chunk is its parent's.
 -- A plain message that its worker cannot read, or whose task needs a later release than the worker's, makes no record
 -- while a worker of that lives: `elsewhere`.
 -- 3 claim = c: repeat the answer. 4 settled: `done`, with the reason to keep the message, if SETTLE noted one.
@@ -39,7 +40,7 @@ local function answer(kind)
   return out
 end
 local r = redis.call('HMGET', task, 'status', 'claim', 'owner', 'settled', 'cancel', 'deadline', 'deaths',
-  'claims', 'stuck', 'mark', 'began', 'letter', 'level')
+  'claims', 'stuck', 'mark', 'began', 'letter', 'level', 'parent', 'chunks')
 -- Where a worker of these pools lives whose release can do what needs this level.
 local function lives(pools, need)
   for _, pool in ipairs(pools) do
@@ -79,6 +80,15 @@ if not r[1] then
   if r[6] then
     redis.call('ZADD', 'penstock:deadlines', r[6], id)
   end
+end
+if r[15] then
+  return { 'done' }
+end
+local parent = r[14] and 'penstock:task:' .. r[14]
+local parent_status = parent and redis.call('HGET', parent, 'status')
+if parent and not FINAL[r[1]] and not r[5] and (not parent_status or FINAL[parent_status]) then
+  redis.call('HSET', task, 'cancel', now)
+  r[5] = now
 end
 local need = tonumber(r[13] or '0')
 local function elsewhere(begun)
@@ -159,6 +169,10 @@ redis.call('HSET', task, 'status', 'in_progress', 'mark', length, 'version', ver
   'fingerprint', fingerprint, 'began', now)
 redis.call('HSETNX', task, 'started', now)
 redis.call('HINCRBY', task, 'claims', 1)
+if parent_status == 'queued' then
+  redis.call('HSET', parent, 'status', 'in_progress', 'started', now, 'claims', 1)
+  outbox_task(parent, r[14], 'in_progress')
+end
 if not r[8] then
   outbox_task(task, id, 'in_progress')
 elseif length > 0 then

@@ -10,6 +10,7 @@
 -- KEYS: task, stream   ARGV: id, nonce of this call, least time for which the id is kept (s), the same of plain tasks
 -- Answers: {the status before} | {mine} (this call came before, and its reply was lost) | {gone}
 --          {batch, its id} (a line of it: nothing is done)
+-- A parent's chunks go with it. A chunk alone is none that could be deleted: {gone}.
 -- include: _final.lua
 -- include: _result.lua
 -- include: _kept.lua
@@ -36,8 +37,9 @@ end
 
 local task, stream, id = KEYS[1], KEYS[2], ARGV[1]
 local erased = 'penstock:erased:' .. id
-local r = redis.call('HMGET', task, 'status', 'owner', 'batch', 'tenant', 'idempotency', 'created', 'plain')
-if not r[1] then
+local r = redis.call('HMGET', task, 'status', 'owner', 'batch', 'tenant', 'idempotency', 'created', 'plain', 'written',
+  'parent')
+if not r[1] or r[9] then
   return { redis.call('GET', erased) == ARGV[2] and 'mine' or 'gone' }
 end
 if r[3] then
@@ -57,11 +59,25 @@ if r[5] then
     redis.call('UNLINK', r[5])
   end
 end
+chunks_each(id, 0, tonumber(r[8] or nil) or 0, function(chunk, name)
+  local owner = redis.call('HGET', chunk, 'owner')
+  if owner and redis.call('EXISTS', 'penstock:lease:' .. owner) == 1 then
+    local control = 'penstock:control:' .. owner
+    redis.call('PUBLISH', control, 'cancel ' .. name)
+  end
+  wait_ends(chunk)
+  redis.call('UNLINK', chunk, 'penstock:stream:' .. name)
+  drop_result(name)
+  for _, index in ipairs({ 'submitting', 'deadlines', 'settled', 'unsettled' }) do
+    redis.call('ZREM', 'penstock:' .. index, name)
+  end
+end)
 forget_rows(task)
 kept_gone(task)
 redis.call('UNLINK', task, stream)
 drop_result(id)
-for _, index in ipairs({ 'submitting', 'deadlines', 'unsettled', 'settled', 'readers', 'tasks', 'requests' }) do
+for _, index in ipairs({ 'submitting', 'deadlines', 'unsettled', 'settled', 'readers', 'tasks', 'requests',
+  'waiting:parents' }) do
   redis.call('ZREM', 'penstock:' .. index, id)
 end
 if r[4] then

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from engine.declared import declared
 from engine.params import SamplingParams
-from producers.contract.stream import Event, Prompt, Token
+from producers.contract.stream import Chunk, Event, Prompt, Token
 from producers.errors import PenstockError, SubmitFailed, TaskExists, TaskNotFound
 from workers.trials.chaos.checker.case import Journal, ObservedTask
 from workers.trials.chaos.load import Manner
@@ -265,6 +265,8 @@ def _entry(event: Event) -> Any:
         return [event.choice, event.index, event.token_id, event.text, event.finish_reason]
     if isinstance(event, Prompt):
         return {"prompt": event.first, "token_ids": list(event.token_ids)}
+    if isinstance(event, Chunk):
+        return {"chunk": event.offset}
     return {"end": event.status, "reasons": list(event.reasons), "usage": event.usage, "error": event.error}
 
 
@@ -273,6 +275,8 @@ def _gateway_entry(event: str, data: dict[str, Any]) -> Any:
         return [data["choice"], data["index"], data["token_id"], data["text"], data.get("finish_reason")]
     if event == "prompt":
         return {"prompt": data["first"], "token_ids": [token["token_id"] for token in data["tokens"]]}
+    if event == "chunk":
+        return {"chunk": data["first"]}
     return {"end": data["status"], "reasons": data["finish_reasons"], "usage": data["usage"], "error": data["error"]}
 
 

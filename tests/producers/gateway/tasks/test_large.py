@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
 
 import httpx
 import pytest
 
 from producers.connection.turns import PROCESS
+from producers.errors import TaskNotFound
 from producers.gateway import app
+from producers.gateway.http.connection import CUT
 from producers.gateway.tasks import large
 from producers.gateway.tasks.outcome import Outcome
 from tests.producers.fake_worker import FakeWorker
@@ -115,3 +119,51 @@ def test_a_turn_is_over_when_its_answer_cannot_be_made(
         patched.setattr(Outcome, "pieces", broken)
         assert http.get(f"/v1/tasks/{task_id}").status_code == 500
     assert http.get(f"/v1/tasks/{task_id}").status_code == 200
+
+
+class TestStreamed:
+    """An answer whose pieces are read from the store while it is sent."""
+
+    @staticmethod
+    async def run(pieces: AsyncGenerator[bytes], sent: list[bytes], *, stalls: bool = False) -> list[str]:
+        """Send an answer; returns what became of its connection and of its permit."""
+        over: list[str] = []
+
+        async def send(message: Any) -> None:
+            if stalls and sent:
+                await asyncio.Event().wait()
+            if message.get("body"):
+                sent.append(message["body"])
+
+        async def receive() -> Any:
+            raise AssertionError("nothing is asked of the caller")
+
+        scope = {"extensions": {CUT: lambda: over.append("cut")}}
+        await large.Streamed(pieces, 0.01 if stalls else 60, lambda: over.append("released"))(scope, receive, send)
+        return over
+
+    async def test_no_piece_is_read_before_the_one_before_it_is_sent(self) -> None:
+        sent: list[bytes] = []
+        sizes = []
+
+        async def pieces() -> AsyncGenerator[bytes]:
+            for _ in range(3):
+                sizes.append(sum(map(len, sent)))
+                yield b"x" * 200_000
+
+        assert await self.run(pieces(), sent) == ["released"]
+        assert sizes == [0, 200_000, 400_000]
+        assert max(map(len, sent)) == large.CHUNK
+
+    async def test_a_reader_is_cut_off_if_a_piece_is_gone(self) -> None:
+        async def pieces() -> AsyncGenerator[bytes]:
+            yield b"["
+            raise TaskNotFound("it is gone")
+
+        assert await self.run(pieces(), []) == ["cut", "released"]
+
+    async def test_a_reader_that_takes_nothing_is_cut_off(self) -> None:
+        async def pieces() -> AsyncGenerator[bytes]:
+            yield b"x" * 200_000
+
+        assert await self.run(pieces(), [], stalls=True) == ["cut", "released"]

@@ -1,0 +1,156 @@
+"""Tasks in chunks whose submitter died, or whose chunks another release ended: PARENT goes on with them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from producers import AsyncClient, SubmitFailed
+from producers.connection.script import Call, run
+from producers.contract import keys
+from producers.contract.task import MAX_TEXTS, Task
+from producers.errors import InvalidTask, LimitReached, QueueFull, TaskFailed
+from producers.store import chunks
+from producers.store.access.principal import Account, Limits
+from producers.store.usage.limits import Charge
+from producers.store.waiting import Bounds, Room
+from producers.sweeper.tasks import advance_parents
+from tests.producers.conftest import CARD, QUEUE
+from tests.producers.fake_worker import FakeWorker
+
+EMBEDDER = {**CARD, "capabilities": ["embed"], "pooling": {"dimensions": 2}}
+#: Of three chunks.
+TEXTS = [f"text {number}" for number in range(600)]
+
+
+@pytest.fixture
+def embedder(aclient: AsyncClient, valkey: Redis) -> str:
+    valkey.hset(keys.MODELS, "tiny", json.dumps(EMBEDDER))
+    return "tiny"
+
+
+class Died(Exception):
+    """The submitter was killed between two calls."""
+
+
+def status(valkey: Redis, task_id: str) -> str:
+    return (valkey.hget(keys.task(task_id), "status") or b"").decode()
+
+
+async def test_what_its_submitter_did_not_write_to_the_end_is_ended(
+    aclient: AsyncClient, valkey: Redis, embedder: str, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("producers.client.submission.PORTION", 1)  # a chunk in each script
+    written = chunks.write
+    calls: list[int] = []
+
+    def dies(parent: str, first: int, *more: Any) -> Call:
+        calls.append(first)
+        if first == 2:
+            raise Died
+        return written(parent, first, *more)
+
+    monkeypatch.setattr(chunks, "write", dies)
+    with pytest.raises(Died):
+        await aclient.submit(kind="embed", model=embedder, input=TEXTS, task_id="p")
+    assert (calls, status(valkey, "p")) == ([0, 1, 2], "queued")
+    assert await aclient.run(advance_parents()) == 0  # it may still be written
+    valkey.hincrby(keys.task("p"), "written_at", -chunks.INTERRUPTED_MS)
+    assert await aclient.run(advance_parents()) == 1
+    assert (status(valkey, "p"), status(valkey, chunks.chunk_id("p", 0))) == ("failed", "cancelled")
+    with pytest.raises(TaskFailed, match="gone before it had written all") as failed:
+        await aclient.get("p").result()
+    assert failed.value.code == "submit_failed"
+    assert run(valkey, written("p", 2, {}, [{"task": "{}"}])) == [b"failed", 2]  # a late one writes nothing
+    assert valkey.hgetall(keys.WAITING) == {}
+    assert worker.take(QUEUE) is not None  # its claim finds a final record
+    assert await aclient.run(advance_parents()) == 0
+
+
+async def test_what_a_release_before_has_ended_is_joined(
+    aclient: AsyncClient, valkey: Redis, embedder: str, worker: FakeWorker
+) -> None:
+    """Its scripts know no parents."""
+    handle = await aclient.submit(kind="embed", model=embedder, input=TEXTS)
+    ids = [chunks.chunk_id(handle.id, number) for number in range(3)]
+    for name in ids:
+        assert worker.claim(name).answer == "go"
+    valkey.hdel(keys.task(ids[0]), "parent")  # as if it had none
+    result = '{"rows":256,"width":1,"data":"%s"}' % ("AAAAAAAA" * 170 + "AAAAAA==")
+    for name in (ids[2], ids[0]):
+        worker.finish(name, [0], result=result)
+    assert valkey.xlen(keys.stream(handle.id)) == 0
+    assert await aclient.run(advance_parents()) == 0
+    assert valkey.xlen(keys.stream(handle.id)) == 1
+    worker.finish(ids[1], [0], result=result)
+    assert (status(valkey, handle.id), valkey.xlen(keys.stream(handle.id))) == ("completed", 4)
+    assert await aclient.run(advance_parents()) == 1
+
+
+async def test_a_lost_chunk_ends_the_task(aclient: AsyncClient, valkey: Redis, embedder: str) -> None:
+    handle = await aclient.submit(kind="embed", model=embedder, input=TEXTS)
+    valkey.delete(keys.task(chunks.chunk_id(handle.id, 0)))
+    assert await aclient.run(advance_parents()) == 1
+    with pytest.raises(TaskFailed) as failed:
+        await handle.result()
+    assert failed.value.code == "chunk_lost"
+
+
+async def test_what_the_store_refuses_a_part_of_is_withdrawn(
+    aclient: AsyncClient, valkey: Redis, embedder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    valkey.set("text", "no hash")
+    fails = Call(chunks.write("p", 0, {}, []).script, ("text",), ())
+    monkeypatch.setattr(chunks, "write", lambda *_: fails)
+    with pytest.raises(SubmitFailed, match="withdrawn"):
+        await aclient.submit(kind="embed", model=embedder, input=TEXTS, task_id="p")
+    assert status(valkey, "p") == "cancelled"
+
+
+async def test_it_is_charged_and_bounded_as_all_of_its_chunks(
+    aclient: AsyncClient, valkey: Redis, embedder: str, worker: FakeWorker
+) -> None:
+    def room(limit: int) -> Room:
+        return Room(Bounds(in_all=limit), "key")
+
+    def account() -> dict[str, int]:
+        counts = valkey.hgetall(keys.account("k"))
+        return {name: int(counts[name.encode()]) for name in ("requests", "open", "reserved", "spent")}
+
+    task = Task(kind="embed", model=embedder, input=TEXTS, tier="priority")
+    charge = Charge((Account("k", Limits(rpm=1)),))
+    with pytest.raises(QueueFull):
+        await aclient.admit(task, None, charge=charge, room=room(2))
+    assert not valkey.keys(keys.task("*"))
+    handle = await aclient.admit(task, None, charge=charge, room=room(3))
+    assert valkey.hget(keys.WAITING, "priority") == b"3"
+    assert account() == {"requests": 1, "open": 1, "reserved": 600 * CARD["context_length"], "spent": 0}
+    with pytest.raises(LimitReached):
+        await aclient.admit(task, None, charge=charge)
+    for number in range(3):
+        worker.claim(chunks.chunk_id(handle.id, number))
+        worker.finish(chunks.chunk_id(handle.id, number), [0], prompt_tokens=100)
+    assert account() == {"requests": 1, "open": 0, "reserved": 0, "spent": 300}
+    assert valkey.hgetall(keys.WAITING) == {}
+
+
+def test_chunks_are_of_a_workers_size() -> None:
+    def sizes(card: dict[str, Any], **fields: Any) -> list[int]:
+        return [len(chunk) for chunk in Task(model="m", **fields).chunks({**CARD, **card})]
+
+    embed = {"capabilities": ["embed"]}
+    assert sizes(embed, kind="embed", input=["x"] * 256) == [256]
+    assert sizes(embed, kind="embed", input=["x"] * 600) == [256, 256, 88]
+    assert sizes(embed, kind="embed", input=["x" * 400_000] * 5) == [2, 2, 1]
+    assert sizes({**embed, "pooling": {"dimensions": 4096}}, kind="embed", input=["x"] * 100) == [48, 48, 4]
+    assert sizes(embed, kind="rerank", query="q" * 10_000, input=["x"] * 256) == [104, 104, 48]
+    with pytest.raises(InvalidTask, match=f"at most {MAX_TEXTS}"):
+        Task(model="m", kind="embed", input=["x"] * (MAX_TEXTS + 1))
+    with pytest.raises(InvalidTask, match="at most 1048576 are taken"):
+        Task(model="m", kind="embed", input=["x", "x" * (1 << 20) + "x"])
+    wide = {**CARD, **embed, "pooling": {"dimensions": 4096}}
+    with pytest.raises(InvalidTask, match="with 4096 numbers each, at most 3072"):
+        Task(model="m", kind="embed", input=["x"] * 3073).check(wide)
