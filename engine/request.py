@@ -115,8 +115,8 @@ class Pooling:
     """The tokens of each text; `prompt_ids` has those of all, one text after another."""
     seconds: tuple[int, ...] = ()
     """For each text that is a pair, the index of the second text's first token in it; () if none is a pair."""
-    prompt_tokens: int = 0
-    """The tokens at the beginning of each text that are the model's prompt."""
+    prompt_tokens: tuple[int, ...] = ()
+    """For each text, the tokens at its beginning that are the model's prompt; () if none has one."""
     dimensions: int | None = None
     """The dimensions to which vectors are cut; None for all."""
 

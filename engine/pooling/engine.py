@@ -25,7 +25,7 @@ from engine.memory import release
 from engine.models import load_encoder, load_model
 from engine.models.encoder import ACTIVATIONS, Encoder
 from engine.models.encoders import ENCODERS
-from engine.pooling.runner import DecoderRows, Pooler, PoolingRunner
+from engine.pooling.runner import AskedText, DecoderRows, Pooler, PoolingRunner
 from engine.pooling.scheduler import PoolingScheduler, TextLimits
 from engine.request import Event, Pooling, PoolingKind, Request
 from engine.text import ConfinedTemplate, ModelCard, TemplateSource, Tokenizer
@@ -189,15 +189,15 @@ class PoolingEngine(StepLoop):
 
     def _finisher(
         self, folder: Path, model: Encoder | DecoderRows
-    ) -> tuple[Callable[[Tensor, Sequence[int], Sequence[Pooling]], list[Tensor]], int]:
+    ) -> tuple[Callable[[Tensor, Sequence[int], Sequence[AskedText]], list[Tensor]], int]:
         """The function that makes the results of a step's rows, and how many numbers each has."""
         if self.kind == "embed":
             pooler = Pooler(folder, self.pooling, model.width, model.device)
 
-            def embed(hidden: Tensor, lengths: Sequence[int], requests: Sequence[Pooling]) -> list[Tensor]:
+            def embed(hidden: Tensor, lengths: Sequence[int], texts: Sequence[AskedText]) -> list[Tensor]:
                 return [
-                    pooler(rows, request.prompt_tokens, request.dimensions)
-                    for rows, request in zip(torch.split(hidden, list(lengths)), requests, strict=True)
+                    pooler(rows, request.prompt_tokens[number] if request.prompt_tokens else 0, request.dimensions)
+                    for rows, (request, number) in zip(torch.split(hidden, list(lengths)), texts, strict=True)
                 ]
 
             return embed, pooler.dimensions
@@ -206,7 +206,7 @@ class PoolingEngine(StepLoop):
             return partial(_scores, model, self.pooling.score, activation), 1
         assert model.head is not None
 
-        def classify(hidden: Tensor, lengths: Sequence[int], requests: Sequence[Pooling]) -> list[Tensor]:
+        def classify(hidden: Tensor, lengths: Sequence[int], texts: Sequence[AskedText]) -> list[Tensor]:
             return [activation(logits.double()) for logits in model.classify(hidden, lengths)]
 
         return classify, model.head.labels
@@ -236,7 +236,8 @@ class PoolingEngine(StepLoop):
         Raises RequestError before anything runs, EngineError if it fails later.
         """
         before = self.pooling.text_before(prompt)
-        tokens = self.prompt_tokens(before)
+        prompt_tokens = self.prompt_tokens(before)
+        tokens = tuple(prompt_tokens if isinstance(text, str) else 0 for text in texts)  # ids are taken as they are
         encoded = [self.encoded(before + text if isinstance(text, str) else text, truncate) for text in texts]
         rows = self._wait("embed", encoded, prompt_tokens=tokens, dimensions=dimensions)
         return np.array(rows, dtype=np.float32).reshape(len(texts), dimensions or self.dimensions)
@@ -278,7 +279,7 @@ class PoolingEngine(StepLoop):
         kind: PoolingKind,
         texts: Sequence[EncodedText],
         *,
-        prompt_tokens: int = 0,
+        prompt_tokens: tuple[int, ...] = (),
         dimensions: int | None = None,
     ) -> list[list[float]]:
         if not texts:
@@ -336,7 +337,7 @@ def _scores(
     activation: Callable[[Tensor], Tensor],
     hidden: Tensor,
     lengths: Sequence[int],
-    requests: Sequence[Pooling],
+    texts: Sequence[AskedText],
 ) -> list[Tensor]:
     """The scores of pairs, of the logits after their last tokens."""
     assert settings is not None

@@ -194,14 +194,16 @@ class Rows(Protocol):
         """See Encoder.forward."""
 
 
-#: Makes a text's result of its rows.
-Finish = Callable[[Tensor, Pooling], Tensor]
+#: What is asked of a text: its request's, and the text's number in it.
+AskedText = tuple[Pooling, int]
 
 
 class PoolingRunner:
     """An Executor (engine.execution.pipeline). Used by one thread."""
 
-    def __init__(self, model: Rows, finish: Callable[[Tensor, Sequence[int], Sequence[Pooling]], list[Tensor]]) -> None:
+    def __init__(
+        self, model: Rows, finish: Callable[[Tensor, Sequence[int], Sequence[AskedText]], list[Tensor]]
+    ) -> None:
         """`finish`: makes each text's result, of the rows of all, their lengths and what is asked of each."""
         self._model = model
         self._finish = finish
@@ -215,7 +217,7 @@ class PoolingRunner:
         tokens = torch.tensor([token for row in rows for token in row.seq.tokens], device=device)
         types = torch.cat([_types(row) for row in rows]).to(device)
         hidden = self._model.forward(tokens, types, lengths)
-        results = self._finish(hidden, lengths, [_pooling(row) for row in rows])
+        results = self._finish(hidden, lengths, [(_pooling(row), row.seq.choice) for row in rows])
         sampled = [Sampled(-1)] * len(rows)
         for i, result in zip(order, results, strict=True):
             values = result.float().tolist()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, Final
 
 from engine.declared import shown
 from engine.errors import EngineError, ErrorText, RequestError
@@ -18,6 +18,10 @@ from engine.request import Event, Request
 from engine.scheduling.policy import TIERS, WaitingQueue
 from engine.scheduling.scheduler import SchedulerStats
 from engine.sequence import Sequence, Status
+
+#: Steps that go well after which halved steps are doubled; twice as many after each time that they did not fit then.
+REGROWS_AFTER: Final = 256
+MAX_REGROWS_AFTER: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,8 @@ class PoolingScheduler:
     def __init__(self, limits: TextLimits, *, step_tokens: int, max_num_seqs: int, ageing_s: float) -> None:
         """`step_tokens`: the most tokens of a step, unless a single text has more. `max_num_seqs`: its most texts."""
         self._limits = limits
-        self.step_tokens = step_tokens
+        self.step_tokens = self._usual_step_tokens = step_tokens
+        self._since_shrink, self._regrows_after, self._regrown = 0, REGROWS_AFTER, False
         self._max_num_seqs = max_num_seqs
         self._waiting = WaitingQueue(ageing_s)
         self._groups: dict[str, _Group] = {}
@@ -176,6 +181,7 @@ class PoolingScheduler:
         """Apply a step's results; returns the events of requests whose last text it was, or of which one failed."""
         self._steps += 1
         self._running = 0
+        self._regrow()
         events = []
         for row, result in zip(plan.rows, sampled, strict=True):
             text = row.seq
@@ -211,6 +217,9 @@ class PoolingScheduler:
         """Halve the steps after one for which the device had no memory; its texts wait again. False if a step of one
         text failed twice."""
         self._out_of_memory += 1
+        if self._regrown:
+            self._regrows_after = min(2 * self._regrows_after, MAX_REGROWS_AFTER)
+        self._since_shrink, self._regrown = 0, False
         texts = [text for group in self._groups.values() for text in group.texts if text.status is Status.RUNNING]
         if len(texts) < 2 and tried:
             return False
@@ -222,6 +231,13 @@ class PoolingScheduler:
             text.status = Status.WAITING
             self._waiting.push(text)
         return True
+
+    def _regrow(self) -> None:
+        """Double steps that were halved, up to their usual size, after some that went well."""
+        self._since_shrink += 1
+        if self.step_tokens < self._usual_step_tokens and self._since_shrink % self._regrows_after == 0:
+            self.step_tokens = min(2 * self.step_tokens, self._usual_step_tokens)
+            self._regrown = True
 
     # ---- its state
 

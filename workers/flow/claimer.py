@@ -377,7 +377,8 @@ def pooled(task: Task, engine: Any) -> tuple[list[int], Pooling]:
         ids += text.ids
         lengths.append(len(text.ids))
         seconds += [] if text.second is None else [text.second]
-    prompt_tokens = engine.prompt_tokens(before)
+    own = engine.prompt_tokens(before)
+    prompt_tokens = tuple(own if isinstance(item, str) else 0 for item in task.input) if own else ()
     return ids, Pooling(kind, tuple(lengths), tuple(seconds), prompt_tokens, task.dimensions)
 
 

@@ -53,6 +53,10 @@ def test_prompts_and_what_is_cut(tmp_path: Path) -> None:
         np.testing.assert_allclose(engine.embed(SHORT), truth.encode(SHORT), atol=1e-5)
         queries = truth.encode(SHORT, prompt_name="query")
         np.testing.assert_allclose(engine.embed(SHORT, prompt="query"), queries, atol=1e-5)
+        assert engine.tokenizer is not None
+        ids = engine.tokenizer.encode(SHORT[0])  # they have no prompt, so no row of theirs is left out
+        mixed = engine.embed([ids, SHORT[1]], prompt="query")
+        np.testing.assert_allclose(mixed, [truth.encode(SHORT[0], prompt=""), queries[1]], atol=1e-5)
         np.testing.assert_allclose(engine.embed(TEXTS, truncate=True), truth.encode(TEXTS), atol=1e-5)
         with pytest.raises(RequestError, match=r"has \d+ tokens; the model takes 40") as refusal:
             engine.embed(TEXTS)

@@ -103,6 +103,26 @@ def test_a_step_without_memory_is_planned_again_half_as_large() -> None:
     assert not texts.shrink(1.0, tried=True)
 
 
+def test_halved_steps_grow_again_once_some_went_well() -> None:
+    """And wait for twice as long if they are too large again."""
+    texts = scheduler()
+    usual, waits = texts.step_tokens, []
+    for number in range(2):
+        texts.add(request(f"wide {number}", 4, 4))
+        texts.schedule(1.0)
+        assert texts.shrink(1.0, tried=False)
+        steps = 0
+        while texts.step_tokens < usual:
+            if not texts.has_work:
+                texts.add(request(f"{number} {steps}", 1))
+            plan = texts.schedule(1.0)
+            assert plan is not None
+            enter(texts, plan)
+            steps += 1
+        waits.append(steps)
+    assert waits[1] == 2 * waits[0] > 100
+
+
 @pytest.mark.parametrize(
     ("pooling", "ids", "message"),
     [
