@@ -34,7 +34,7 @@ from producers.client.wake import wake
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call
 from producers.connection.trouble import error_text
-from producers.contract.stream import view
+from producers.contract.stream import collect, view
 from producers.errors import TaskNotFound
 from producers.sources.aws import Service, last_part, region_of, too_large
 from producers.sources.source import together
@@ -157,6 +157,9 @@ async def task_view(client: AsyncClient, row: Row, reply: Reply) -> dict[str, An
         return _without_outputs(None, "failed", dict(reply.error))
     handle = client.get(row.object)
     try:
+        record = await handle.status()
+        if record.chunks and record.final:  # its rows have up to 64 MiB
+            return shortened(view(collect(record, ()))) | {"metadata": record.metadata}
         task = view(await handle.result(READ_S, raise_for_status=False))
         return task | {"metadata": (await handle.status()).metadata}
     except TaskNotFound:
@@ -168,7 +171,7 @@ async def task_view(client: AsyncClient, row: Row, reply: Reply) -> dict[str, An
 def shortened(task: Mapping[str, Any]) -> dict[str, Any]:
     """The task without its outputs, for a target that takes no message of this size."""
     why = "The outputs are too large for this target; GET /v1/tasks/{id} has them."
-    return {**task, "choices": None, "prompt_logprobs": None} | {"omitted": why}
+    return {**task, "choices": None, "prompt_logprobs": None, "rows": None} | {"omitted": why}
 
 
 def body_of(row: Row, reply: Reply, task: Mapping[str, Any]) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from redis import Redis
 from producers import AsyncClient, SubmitFailed
 from producers.connection.script import Call, run
 from producers.contract import keys
+from producers.contract.stream import encode_rows
 from producers.contract.task import MAX_TEXTS, Task
 from producers.errors import InvalidTask, LimitReached, QueueFull, TaskFailed
+from producers.sources.messages.replies import Reply, task_view
 from producers.store import chunks
 from producers.store.access.principal import Account, Limits
 from producers.store.usage.limits import Charge
@@ -88,6 +91,22 @@ async def test_what_a_release_before_has_ended_is_joined(
     worker.finish(ids[1], [0], result=result)
     assert (status(valkey, handle.id), valkey.xlen(keys.stream(handle.id))) == ("completed", 4)
     assert await aclient.run(advance_parents()) == 1
+
+
+async def test_what_is_read_of_it_is_its_chunks_rows_and_a_reply_has_none(
+    aclient: AsyncClient, valkey: Redis, embedder: str, worker: FakeWorker
+) -> None:
+    handle = await aclient.submit(kind="embed", model=embedder, input=TEXTS, metadata={"a": "b"})
+    for number, chunk in enumerate(Task(kind="embed", model=embedder, input=TEXTS).chunks(EMBEDDER)):
+        name = chunks.chunk_id(handle.id, number)
+        worker.claim(name)
+        worker.finish(name, [0], result=encode_rows([[float(at), 0.5] for at in chunk]))
+    result = await handle.result()
+    assert [row.tolist() for row in result.rows or ()] == [[float(at), 0.5] for at in range(600)]
+    row: Any = SimpleNamespace(object=handle.id, type="response.completed")
+    view = await task_view(aclient, row, Reply("s", "list:l", "c", "json"))
+    assert (view["status"], view["metadata"], view["rows"]) == ("completed", {"a": "b"}, None)
+    assert "too large" in view["omitted"]
 
 
 async def test_a_lost_chunk_ends_the_task(aclient: AsyncClient, valkey: Redis, embedder: str) -> None:
