@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import re
@@ -19,9 +20,11 @@ from celery import Celery
 from redis import Redis
 
 from engine import EngineConfig, PoolingEngine
-from producers import Client
+from producers import AsyncClient, Client
 from producers.contract import keys
 from producers.errors import InvalidTask
+from producers.sources.settings import parse
+from producers.sources.source import Context
 from producers.store.chunks import chunk_id
 from tests.conformance.clients import python
 from tests.conformance.conftest import WORKER_LEASE, System, gateway, sweeping
@@ -29,7 +32,7 @@ from tests.conformance.examples import LANGUAGES, Running, examples_of
 from tests.engine.sentence_folders import TEXTS, write_encoder_with_tokenizer
 from tests.in_process import penstock
 from tests.processes import Worker, valkey
-from tests.waiting import until
+from tests.waiting import auntil, until
 from workers.cli.up import first_call
 from workers.errors import Refused
 from workers.library import ResolvedModel
@@ -55,8 +58,9 @@ def close(some: object, others: object) -> bool:
 class Served:
     """An embedder, a reranker and a classifier, each with its worker, and such engines in this process."""
 
-    def __init__(self, url: str, store_url: str, store: Redis, folders: dict[str, Path]) -> None:
+    def __init__(self, url: str, store_url: str, store: Redis, folders: dict[str, Path], files_dir: str) -> None:
         self.url, self.store_url, self.store, self.folders = url, store_url, store, folders
+        self.files_dir = files_dir
         config = EngineConfig(dtype="float32", threads=1)
         self.embedder = PoolingEngine.load(folders["embedder"], config)
         self.reranker = PoolingEngine.load(folders["reranker"], config)
@@ -100,7 +104,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             for worker in workers:
                 worker.wait_until(lambda worker=worker: bool(worker.incarnations), 180)
             with sweeping(System(store_url, store, workers[0], url, str(folder)), folder):
-                yield Served(url, store_url, store, folders)
+                yield Served(url, store_url, store, folders, str(folder))
 
 
 def test_openais_client_gets_the_engines_vectors(served: Served) -> None:
@@ -251,6 +255,28 @@ def test_a_bad_text_among_many_is_named_by_its_number(served: Served) -> None:
     assert error["message"].startswith("input[300] has ")
     empty = served.post("/v1/embeddings", model="embedder", input=[*SHORT * 100, ""]).json()["error"]
     assert (empty["code"], empty["message"][:10]) == ("empty_prompt", "input[300]")
+
+
+@pytest.mark.parametrize("form", ["npy", "jsonl"])
+async def test_a_file_of_texts_becomes_a_file_of_vectors(served: Served, tmp_path: Path, form: str) -> None:
+    table = {"type": "folder", "folder": str(tmp_path), "settled_seconds": 0.0, "tenant": form}
+    settings = parse("library", table | {"embed": {"model": "embedder", "format": form}})
+    texts = SHORT * 100
+    (tmp_path / "inbox").mkdir()
+    (tmp_path / "inbox" / "a.jsonl").write_text("".join(f"{json.dumps(text)}\n" for text in texts))
+    async with AsyncClient(served.store_url) as client:
+        source = settings.source("library", Context(client, served.store_url, form, served.files_dir))
+        running = asyncio.create_task(source.run())
+        await auntil((tmp_path / "done" / "a.jsonl").exists, 120)
+        running.cancel()
+        await asyncio.wait((running,))
+    if form == "npy":
+        vectors = np.load(tmp_path / "outbox" / "a.npy")
+    else:
+        lines = [json.loads(line) for line in (tmp_path / "outbox" / "a.jsonl").read_text().splitlines()]
+        vectors = np.array([line["embedding"] for line in lines])
+    assert close(vectors, np.tile(served.embedder.embed(SHORT), (100, 1)))
+    assert (tmp_path / "outbox" / "a.errors.jsonl").read_bytes() == b""
 
 
 def test_a_plain_celery_task_of_a_kind_returns_its_rows(served: Served) -> None:

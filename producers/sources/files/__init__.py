@@ -4,6 +4,8 @@
     folder    looks at a folder again and again ─▶ the file ────┴▶ work: INBOX_TAKE, an entry in the store
     work      open entries ─▶ Intake: blob, batch ─▶ (the sweeper runs it) ─▶ Delivery: outbox ─▶ INBOX_DONE
 
+    vectors   texts ─▶ lines of a batch; its answers ─▶ vectors, for sources whose inputs are texts
+
 `work.Location` is the interface that bucket and folder implement. docs/use/sources.md says what remains when a process
 dies.
 """

@@ -26,21 +26,23 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self, cast
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from redis.asyncio import Redis
 
+from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun
 from producers.connection.trouble import error_text, trouble
 from producers.contract.task import MAX_TENANT
-from producers.errors import shown
+from producers.errors import InvalidTask, shown
+from producers.sources.files import vectors
 from producers.sources.source import Context, Source, SourceSettings, ended, fitting
 from producers.store import batches, files, inbox
 from producers.store.batches import ENDPOINTS, METADATA_FORM, TEXT, WINDOW_FORM, Batch, is_metadata, window_s
-from producers.store.blobs import BlobNotFound, Blobs, lines
+from producers.store.blobs import BlobNotFound, Blobs, Line, lines
 from producers.store.inbox import Entry, InboxObject
 from producers.sweeper.batches.input import is_blank
 
@@ -116,6 +118,12 @@ class Location(ABC):
             writer.commit()
         return item.size
 
+    def lines(self, item: InboxObject) -> Iterator[Line]:
+        """The lines of an object. Raises Replaced, at their end if it was replaced meanwhile."""
+        yield from lines(cast(Blobs, _Content(self, item)), item.name)
+        if self.changes and self.find(item.name) != item:
+            raise Replaced
+
 
 def is_input(name: str) -> bool:
     """Whether an object of this name is taken. The name of an errors file would be that of another input's errors."""
@@ -169,7 +177,18 @@ class InboxSettings(SourceSettings, ABC):
     after: Literal["move", "leave"] = Field(
         "move", description='"move" (inputs go to done/ when their batch has ended) or "leave"'
     )
+    embed: Annotated[dict[str, Any], fitting(vectors.is_embedding, vectors.FORM)] | None = Field(
+        None, description=f"{vectors.FORM}; the lines of inputs are texts then, and results are their vectors"
+    )
     max_file: int = Field(MAX_FILE, ge=1, description="the most bytes of an input, 1 or more")
+
+    @model_validator(mode="after")
+    def _one_endpoint(self) -> Self:
+        if self.embed is not None and self.endpoint not in (None, vectors.URL):
+            raise ValueError(
+                f"has endpoint {self.endpoint} and embed, which is for {vectors.URL}; leave one of them out"
+            )
+        return self
 
 
 class InboxSource(Source):
@@ -206,7 +225,7 @@ class Work:
         self._store = context.client.store
         self._location = location
         self._blobs = blobs
-        self._intake = Intake(self._store, blobs, location, settings)
+        self._intake = Intake(context.client, blobs, location, settings)
         self._delivery = Delivery(self._store, blobs, location)
         self._steps = asyncio.Semaphore(STEPS)
         self._entry_opened = asyncio.Event()
@@ -327,21 +346,31 @@ class Work:
 class Intake:
     """Makes batches of a location's objects."""
 
-    def __init__(self, store: Redis, blobs: Blobs, location: Location, settings: InboxSettings) -> None:
-        self._store = store
+    def __init__(self, client: AsyncClient, blobs: Blobs, location: Location, settings: InboxSettings) -> None:
+        self._client = client
+        self._store = client.store
         self._blobs = blobs
         self._location = location
         self._settings = settings
 
     async def take_in(self, entry: Entry, stopped: Callable[[], bool]) -> None:
         """Make the batch. Raises Replaced, Stopped, redis.exceptions.RedisError and OSError."""
-        if entry.object.size > self._settings.max_file:
-            await self._refuse(entry)
+        item, limit = entry.object, self._settings.max_file
+        if item.size > limit:
+            message = f"{shown(item.name)} has {item.size} bytes; at most {limit} are taken (max_file)"
+            await self._refuse(entry, "file_too_large", message)
             return
         file_id = input_file(entry)
         if await files.get(self._store, file_id) is None:
-            await self._make_file(entry, file_id, stopped)
-        endpoint = self._settings.endpoint
+            try:
+                await self._make_file(entry, file_id, stopped)
+            except vectors.BadText as error:
+                await self._refuse(entry, "invalid_text", str(error), error.line)
+                return
+            except InvalidTask as error:
+                await self._refuse(entry, error.code, str(error))
+                return
+        endpoint = self._endpoint
         if endpoint is None:
             endpoint = await asyncio.to_thread(endpoint_of, self._blobs, file_id)
         await arun(self._store, self._create(entry, endpoint))
@@ -351,20 +380,27 @@ class Intake:
         end = (entry.at // 1000) + kept_s
         name = entry.object.name.rpartition("/")[2]
         file = files.File(file_id, 0, name, files.BATCH, entry.at // 1000, end, self._settings.tenant or "")
-        await files.make(self._store, file, partial(self._location.copy, entry.object, self._blobs, file_id, stopped))
+        write = partial(self._location.copy, entry.object, self._blobs, file_id, stopped)
+        if (embed := self._settings.embed) is not None:
+            card = await self._client.card(embed["model"])
+            requests = vectors.requests(self._location.lines(entry.object), embed, card)
+            write = partial(_written, self._blobs, file_id, unless(stopped, requests))
+        await files.make(self._store, file, write)
 
-    async def _refuse(self, entry: Entry) -> None:
+    async def _refuse(self, entry: Entry, code: str, message: str, line: int | None = None) -> None:
         """Make a failed batch, in one transaction, so that no sweeper sees it before it has failed."""
-        item, limit = entry.object, self._settings.max_file
-        message = f"{shown(item.name)} has {item.size} bytes; at most {limit} are taken (max_file)"
-        reason = {"code": "file_too_large", "message": message, "line": None, "param": None}
+        reason = {"code": code, "message": message, "line": line, "param": None}
         async with self._store.pipeline(transaction=True) as pipe:
             for call in (
-                self._create(entry, self._settings.endpoint or ENDPOINTS[0]),
+                self._create(entry, self._endpoint or ENDPOINTS[0]),
                 batches.fail(entry.id, [reason]),
             ):
                 pipe.execute_command(*call.whole)
             await pipe.execute()
+
+    @property
+    def _endpoint(self) -> str | None:
+        return self._settings.endpoint if self._settings.embed is None else vectors.URL
 
     @property
     def _window_s(self) -> int:
@@ -379,6 +415,8 @@ class Intake:
             "completion_window": self._settings.completion_window,
             "metadata": json.dumps({**self._settings.metadata, "source": self._location.url(entry.object.name)[:TEXT]}),
         }
+        if self._settings.embed is not None:
+            fields["vectors"] = self._settings.embed.get("format", "jsonl")
         if self._settings.tenant:
             fields["tenant"] = self._settings.tenant
         return batches.create(entry.id, self._window_s, fields)
@@ -387,6 +425,38 @@ class Intake:
 def input_file(entry: Entry) -> str:
     """The id of the file that the object becomes."""
     return files.new_id(entry.at, f"{entry.id}:input")
+
+
+class _Content:
+    """An object, as `lines` reads a blob."""
+
+    def __init__(self, location: Location, item: InboxObject) -> None:
+        self._location = location
+        self._item = item
+
+    def read(self, _name: str, start: int, size: int) -> bytes:
+        size = min(size, self._item.size - start)
+        data = self._location.read(self._item, start, size) if size > 0 else b""
+        if size > 0 and not data:
+            raise Replaced
+        return data
+
+
+def unless(stopped: Callable[[], bool], pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The pieces. Raises Stopped."""
+    for piece in pieces:
+        if stopped():
+            raise Stopped
+        yield piece
+
+
+def _written(blobs: Blobs, blob: str, pieces: Iterable[bytes]) -> int:
+    """Make a blob of pieces. Returns its size (bytes). Blocks."""
+    with blobs.writer(blob) as writer:
+        for piece in pieces:
+            writer.write(piece)
+        writer.commit()
+    return writer.size
 
 
 def endpoint_of(blobs: Blobs, blob: str) -> str:
@@ -427,8 +497,12 @@ class Delivery:
         output, errors = batch.fields.get("output_file"), batch.fields.get("error_file")
         gone = [file for file in (output, errors) if file and await files.get(self._store, file) is None]
         reasons = [*(batch.json("reasons") or ()), *map(_gone, gone)]
+        form = batch.fields.get("vectors")
         for suffix, file, failures in ((ERRORS, errors, reasons), (SUFFIX, output, [])):
             blob = None if file in gone else file
+            if form is not None and suffix == SUFFIX:
+                await asyncio.to_thread(self._write_vectors, name, form, input_file(entry), blob, stopped)
+                continue
             await asyncio.to_thread(
                 self._write, name + suffix, [_line(batch, failure) for failure in failures], blob, stopped
             )
@@ -436,6 +510,12 @@ class Delivery:
             await asyncio.to_thread(self._location.leave, entry.object)
         await files.remove(self._store, self._blobs, input_file(entry))
         await arun(self._store, inbox.done(self._location.name, entry, forget=self._location.moves))
+
+    def _write_vectors(
+        self, name: str, form: str, requests: str, answers: str | None, stopped: Callable[[], bool]
+    ) -> None:
+        results = vectors.results(form, self._blobs, requests, answers)
+        self._location.write(name + vectors.SUFFIXES[form], unless(stopped, results))
 
     def _write(self, name: str, first_lines: Sequence[bytes], blob: str | None, stopped: Callable[[], bool]) -> None:
         """Write an object of the outbox: lines about the input as a whole, then one of the batch's files."""
