@@ -37,7 +37,7 @@ end
 -- A chunk's error (JSON), by the numbers that its texts have in the parent. `fields`: where its message names fields.
 local function chunk_error(err, offset, texts)
   local fine, e = pcall(cjson.decode, err)
-  if not fine or type(e) ~= 'table' or type(e.message) ~= 'string' then
+  if not fine or type(e) ~= 'table' or type(e.message) ~= 'string' or e.code == 'expired' then
     return err
   end
   local number, behind = string.match(e.message, '^input%[(%d+)(%].*)$')

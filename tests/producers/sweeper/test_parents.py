@@ -16,7 +16,7 @@ from producers.contract.stream import encode_rows
 from producers.contract.task import MAX_TEXTS, Task
 from producers.errors import InvalidTask, LimitReached, QueueFull, TaskFailed
 from producers.sources.messages.replies import Reply, task_view
-from producers.store import chunks
+from producers.store import chunks, protocol
 from producers.store.access.principal import Account, Limits
 from producers.store.usage.limits import Charge
 from producers.store.waiting import Bounds, Room
@@ -107,6 +107,26 @@ async def test_what_is_read_of_it_is_its_chunks_rows_and_a_reply_has_none(
     view = await task_view(aclient, row, Reply("s", "list:l", "c", "json"))
     assert (view["status"], view["metadata"], view["rows"]) == ("completed", {"a": "b"}, None)
     assert "too large" in view["omitted"]
+
+
+@pytest.mark.parametrize("late", ["the task", "a chunk"])
+async def test_its_deadline_ends_it_and_its_chunks(
+    aclient: AsyncClient, valkey: Redis, embedder: str, worker: FakeWorker, late: str
+) -> None:
+    """Whichever of the two is found first, its error says the same."""
+    handle = await aclient.submit(kind="embed", model=embedder, input=TEXTS, timeout=60)
+    ids = [chunks.chunk_id(handle.id, number) for number in range(3)]
+    deadline = int(valkey.hget(keys.task(handle.id), "deadline") or 0)
+    assert {int(valkey.hget(keys.task(name), "deadline") or 0) for name in ids} == {deadline}
+    name = handle.id if late == "the task" else ids[1]
+    valkey.hset(keys.task(name), "deadline", 1)
+    assert run(valkey, protocol.expire(name)) == b"failed"
+    with pytest.raises(TaskFailed, match=r"^The deadline passed") as failed:
+        await handle.result()
+    assert failed.value.code == "expired"
+    assert await aclient.run(advance_parents()) == 1
+    assert {status(valkey, name) for name in ids} <= {"cancelled", "failed"}
+    assert valkey.zcard(keys.DEADLINES) == 0
 
 
 async def test_a_lost_chunk_ends_the_task(aclient: AsyncClient, valkey: Redis, embedder: str) -> None:
