@@ -88,6 +88,8 @@ class Course:
     """When and why, of the first ones: `better_tier` (a request of a better tier needed the room), `kv_room` (those
     that ran had no KV block left), `memory` (a step was too large for the device), `recompute` (of its own)."""
 
+    chunks: int = 0
+    """Steps that computed some of its prompt."""
     engine_s: float = 0.0
     """Its part of the time (s) of steps, which is split by the tokens that each sequence had computed."""
 

@@ -218,6 +218,7 @@ class StubEngine:
                     true = ([token(params.seed or 0, one, i) for i in range(len(tokens))] for one in made)
                     assert tokens in true, "resumed from tokens that are not this task's"
                 request.course.admit(time.monotonic(), 0)
+                request.course.chunks += 1
                 self._running[request.id] = _Running(
                     request,
                     on_event,

@@ -261,6 +261,8 @@ class Pipeline:
         for row in plan.rows:
             context += row.start + row.count
             row.seq.request.course.engine_s += each * row.count
+        for row in plan.rows if plan.prompts else ():
+            row.seq.request.course.chunks += row.start < len(row.seq.request.prompt_ids)
         counts = plan.prompt_tokens, generated, plan.num_tokens, context, plan.prompts
         self.last_work = StepWork(now, seconds, decodes, *counts)
 

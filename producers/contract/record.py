@@ -92,7 +92,7 @@ BROKEN: Final = (ValueError, TypeError, AttributeError, KeyError, OverflowError,
 _ENCODER: Final = json.JSONEncoder(separators=(",", ":"))
 #: version "-" trace id "-" parent id "-" flags; a later version may add more after another "-".
 _TRACEPARENT: Final = re.compile(
-    r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{0,200})?"
+    r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-[!-~]{0,200})?"
 )
 
 
@@ -113,6 +113,11 @@ class Run:
     preemptions: int = 0
     preempted: list[tuple[int, str]] = field(default_factory=list)
     """When and why, of the first ones (`engine.request.Course`)."""
+    chunks: int = 0
+    """Steps that computed some of its prompt."""
+    marks: list[tuple[int, int]] = field(default_factory=list)
+    """How many tokens this start had made, of all choices, and when: at its first, and then about whenever they were
+    four times as many."""
     engine_us: int = 0
     """The engine's time (microseconds) for it: its part of that of each step, by tokens. Scripts read this last one."""
 
@@ -124,13 +129,17 @@ class Run:
     def parse(cls, raw: str) -> Run:
         """Raises ValueError or TypeError for an unreadable field."""
         owner, began, step, last, cached, preemptions, preempted, *remainder = json.loads(raw)
-        engine_us = remainder[0] if remainder else 0  # a release without it
+        # Earlier releases: nothing, or `engine_us` alone.
+        chunks, raw_marks, engine_us = (0, [], *remainder, 0)[:3] if len(remainder) < 2 else remainder[:3]
         step, last = (None if at is None else int(at) for at in (step, last))
         preemption_list = [(int(at), str(why)) for at, why in preempted]
-        numbers = (began, step or 0, last or 0, cached, preemptions, engine_us, *(at for at, _ in preemption_list))
+        marks = [(int(tokens), int(at)) for tokens, at in raw_marks]
+        numbers = [began, step or 0, last or 0, cached, preemptions, chunks, engine_us]
+        numbers += [at for at, _ in preemption_list] + [number for mark in marks for number in mark]
         if any(abs(int(number)) > 2**53 for number in numbers):
             raise ValueError("a number is too large")
-        return cls(str(owner), int(began), step, last, int(cached), int(preemptions), preemption_list, int(engine_us))
+        counts = int(cached), int(preemptions), preemption_list, int(chunks), marks, int(engine_us)
+        return cls(str(owner), int(began), step, last, *counts)
 
 
 #: The fields of a Run, in the order of its JSON.
@@ -329,16 +338,33 @@ def read_error(stored: Any) -> Any:
 
 
 # ---- the trace of a task's caller ----------------------------------------------------------------------------------
-#
-# Penstock makes no spans of its own. It keeps the caller's `traceparent`, and names its trace in views and log lines.
+
+
+@dataclass(frozen=True, slots=True)
+class TraceParent:
+    """A caller's span: trace id and span id in hexadecimal, and whether the caller has it recorded."""
+
+    trace_id: str
+    span_id: str
+    sampled: bool
+
+    @classmethod
+    def parse(cls, traceparent: Any) -> TraceParent | None:
+        """None for a `traceparent` that must be ignored by the specification."""
+        match = _TRACEPARENT.fullmatch(traceparent) if isinstance(traceparent, str) else None
+        if match is None or (match[1] == "00" and match[5] is not None):
+            return None
+        return cls(match[2], match[3], bool(int(match[4], 16) & 1))
+
+    def header(self) -> str:
+        """The inverse of `parse`."""
+        return f"00-{self.trace_id}-{self.span_id}-{self.sampled:02x}"
 
 
 def trace_id(traceparent: Any) -> str | None:
-    """The trace of a `traceparent`; None for one that must be ignored by the specification."""
-    match = _TRACEPARENT.fullmatch(traceparent) if isinstance(traceparent, str) else None
-    if match is None or (match[1] == "00" and match[3] is not None):
-        return None
-    return match[2]
+    """The trace of a `traceparent`; None for one that must be ignored."""
+    parent = TraceParent.parse(traceparent)
+    return None if parent is None else parent.trace_id
 
 
 def trace_fields(traceparent: Any) -> dict[str, str]:

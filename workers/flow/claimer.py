@@ -181,7 +181,7 @@ class Claimer(threading.Thread):
         if "end" in record.fields:  # no token would be taken, and its message would come back for ever
             raise ValueError(f"it has an end ({record.fields['end']!r}), and its status is {record.status!r}")
         delivery.begin(record, record.nexts)
-        if delivery.trace:
+        if delivery.traced:
             logger.info("Task %s is claimed%s", delivery.task_id, delivery.trace)
         if delivery.revoked:
             self._publisher.conclude_revoked(delivery)

@@ -102,11 +102,11 @@ class Batch:
         choice = event.choice
         if event.token_ids:
             entries = _encode(event)
+            delivery.note_tokens(len(entries), self.at)
             append = self._append_of(delivery, choice, event.index)
             append.entries += entries
             append.discarded = delivery.discarded = event.discarded
             delivery.entries[choice] += entries
-            delivery.last_at = self.at
             before, delivery.token_at[choice] = delivery.token_at[choice], self.at
             if before and before < self.at and not delivery.selects and delivery.record is not None:
                 self.gaps[delivery.record.tier, self.at - before] += 1
@@ -509,7 +509,7 @@ class Publisher(threading.Thread):
         self._measured.on_end(delivery.prompt_tokens, delivery.cached_tokens, delivery.generated)
         if status == "completed":
             self._breaker.completed()
-        if delivery.trace:
+        if delivery.traced:
             logger.info("Task %s has ended: %s%s", delivery.task_id, status, delivery.trace)
         self._finisher.finish(delivery, status, end.error)
 

@@ -22,15 +22,18 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
-from typing import Any
+from typing import Any, Final
 
 from celery.worker.state import task_ready
 
 from engine.request import Course, Event
-from producers.contract.record import Record, Run, trace_suffix
+from producers.contract.record import Record, Run, TraceParent, trace_suffix
+
+#: The number of tokens is noted with its time at the first, and whenever they are so many times as many.
+MARK_RATIO: Final = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -161,6 +164,10 @@ class Delivery:
     """When its last token came (monotonic)."""
     token_at: list[float] = field(default_factory=list)
     """The same, per choice; 0: none has come to this worker."""
+    made: int = 0
+    """Tokens of all choices that came to this worker."""
+    marks: list[tuple[int, float]] = field(default_factory=list)
+    """How many had come, and when (monotonic), each MARK_RATIO times as many as before."""
     reported_preemptions: int | None = None
     """Preemptions that its record has; None: it has nothing of this start."""
     deadline: float | None = None
@@ -193,6 +200,13 @@ class Delivery:
         self.began, self.start = _whole(record.fields.get("began")), _whole(record.fields.get("claims"))
         self.reported_preemptions = None
 
+    def note_tokens(self, count: int, at: float) -> None:
+        """Notes that so many tokens came (monotonic)."""
+        self.made += count
+        self.last_at = at
+        if not self.marks or self.made >= MARK_RATIO * self.marks[-1][0]:
+            self.marks.append((self.made, at))
+
     def run_update(self) -> str:
         """Returns `run` if the record lacks the first step's begin or some preemptions; else ""."""
         preemptions = self.course.preemptions
@@ -212,7 +226,8 @@ class Delivery:
         course = self.course
         step, last = (None if at is None else ms(at) for at in (course.began_at, self.last_at))
         preempted = [(ms(at), why) for at, why in course.preempted]
-        counts = course.cached_tokens, course.preemptions, preempted, round(1e6 * course.engine_s)
+        marks = [(tokens, ms(at)) for tokens, at in self.marks]
+        counts = course.cached_tokens, course.preemptions, preempted, course.chunks, marks, round(1e6 * course.engine_s)
         return Run(self.incarnation.id, self.began, step, last, *counts).script_argument(self.start)
 
     @property
@@ -226,7 +241,17 @@ class Delivery:
     @property
     def trace(self) -> str:
         """The end of a log line about it: ` trace=...` if its caller named a trace, else nothing."""
-        return trace_suffix(self.record.fields if self.record else self.plain.fields if self.plain else {})
+        return trace_suffix(self._fields)
+
+    @property
+    def traced(self) -> bool:
+        """Whether its caller named a trace that is recorded."""
+        parent = TraceParent.parse(self._fields.get("traceparent"))
+        return parent is not None and parent.sampled
+
+    @property
+    def _fields(self) -> Mapping[str, str | int]:
+        return self.record.fields if self.record else self.plain.fields if self.plain else {}
 
     @property
     def complete(self) -> bool:
