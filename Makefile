@@ -81,7 +81,7 @@ $(TOOLS)/.installed: requirements/tools.txt
 	$(TOOLS)/bin/python -m $(INSTALL) -r requirements/tools.txt
 	@touch $@
 
-EXTRAS := gateway worker webhooks aws kubernetes sources secrets
+EXTRAS := gateway worker webhooks aws kubernetes sources secrets tracing
 # `--no-config`: PyPI's hashes alone, whatever indexes this machine has.
 COMPILE = $(TOOLS)/bin/uv pip compile --quiet --no-config --universal --python-version 3.11 --generate-hashes \
 	--no-annotate --custom-compile-command "make lock"

@@ -66,6 +66,7 @@ from producers.store.usage.prices import Prices
 from producers.store.usage.report import Reports
 from producers.store.waiting import Bounds
 from producers.sweeper import sweeper
+from producers.tracing.export import tracer
 
 models_router = APIRouter(prefix="/v1/models", tags=["models"])
 #: Most bytes of large bodies in memory at once, until they are parsed, and of one tenant.
@@ -125,7 +126,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     """The gateway as an ASGI application, to be started once. It connects when it is started.
 
     Raises ValueError for a broker or store that is no Redis or Valkey, a bad network in `webhook_allow`, prices
-    that cannot be read, and `files_redirect` without a bucket.
+    that cannot be read, `files_redirect` without a bucket, and traces that cannot be sent as the environment says.
     """
     client = TracedClient(settings.broker, settings.store, patience=settings.patience, files_dir=settings.files_dir)
     allowed = networks(settings.webhook_allow)
@@ -134,7 +135,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     prices = None if settings.prices is None else Prices.read(Path(settings.prices))
     bounds = StreamBounds(settings.max_streams, settings.max_streams_per_tenant)
     streams, fair_share = Streams(bounds.within(settings.most_connections)), FairShare()
-    figures = Metrics(streams.open, settings.process)
+    spans = tracer("gateway")
+    figures = Metrics(streams.open, settings.process, spans)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -142,6 +144,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             gateway = app.state.gateway = _parts(settings, client, prices, Destinations(allowed), streams, figures)
             async with _running(gateway, fair_share):
                 yield
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
 
     app = Documented(
         title="Penstock",
@@ -159,7 +163,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app.state.fair_share = fair_share
     app.state.readiness = health.Readiness()
     app.state.metrics = figures
-    app.add_middleware(Edge, metrics=figures, streams=streams)
+    app.add_middleware(Edge, metrics=figures, streams=streams, tracer=spans)
     if settings.cors_origins:  # outside the edge, so that pages can read the errors of both
         app.add_middleware(
             CORSMiddleware,

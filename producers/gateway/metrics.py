@@ -40,6 +40,7 @@ from producers.store.fleet.scaling import is_fresh
 from producers.store.measurements import ALL, ENGINE_COUNTERS, HISTOGRAMS, TASKS, read_measurements
 from producers.store.usage.ledger import STATUSES
 from producers.store.waiting import Pressure, model_of, queues
+from producers.tracing.export import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -322,10 +323,12 @@ def measured_metrics(models: Mapping[str, Mapping[str, int]]) -> Iterator[Metric
 
 class Metrics:
     """One gateway's figures. `open_streams` returns the number of open streams of a kind. `process`: the label of its
-    own figures, where several processes answer on one socket: each series is one process's, and only grows."""
+    own figures, where several processes answer on one socket: each series is one process's, and only grows. `tracer`:
+    sends its spans; None if traces are turned off."""
 
-    def __init__(self, open_streams: Callable[[Stream], int], process: str = "") -> None:
+    def __init__(self, open_streams: Callable[[Stream], int], process: str = "", tracer: Tracer | None = None) -> None:
         self._process = process
+        self.tracer = tracer
         self.registry = CollectorRegistry()
         self.fleet: Fleet | None = None
         self.waiting: Mapping[str, Mapping[str, int]] = {}
@@ -401,6 +404,10 @@ class _FleetCollector(Collector):
         yield from waiting_metrics(self._metrics.waiting, self._metrics.overload)
         yield from server_metrics(self._metrics.storage)
         yield from measured_metrics(self._metrics.measured)
+        if (tracer := self._metrics.tracer) is not None:
+            rows = ((("sent",), tracer.exported), (("dropped",), tracer.dropped))
+            text = "Spans of requests that a collector took, and others: it is away, or slower than they come."
+            yield family("gateway_spans", text, ("outcome",), rows, grows=True)
         if fleet is not None:
             yield from pool_metrics(fleet)
             yield from worker_metrics(fleet)

@@ -80,6 +80,8 @@ from producers.sweeper.retention import (
 from producers.sweeper.revocations import hear
 from producers.sweeper.tasks import UNSETTLED_AGE_MS as ORPHAN_MS
 from producers.sweeper.tasks import Orphans, advance_parents, expire_late
+from producers.sweeper.traces import TaskTraces
+from producers.tracing.export import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -221,23 +223,25 @@ async def lead(
     settings: SweeperSettings,
     endpoints: Endpoints | None = None,
     condition: Condition | None = None,
+    tracer: Tracer | None = None,
 ) -> None:
     """Sweep whenever this process leads, until cancelled; then give the lead up at once. Raises EpochChanged, and
     ForeignWorkers.
 
     `endpoints`: those that batches are for; without them, batches are left to another sweeper. `condition`: is kept up
-    to date.
+    to date. `tracer`: tasks' spans are sent by it; None: traces are off.
     """
     leadership = Leadership(client, settings.name, settings.lease)
     condition = condition or Condition()
     condition.leadership = leadership
+    traces = None if tracer is None else TaskTraces(client, tracer)
 
     async def duties() -> None:
         await _check_workers(client, settings.lease)
         log.info("%s leads: it sweeps", settings.name)
         condition.failing.clear()
         try:
-            await _duties(client, settings, endpoints, condition)
+            await _duties(client, settings, endpoints, condition, traces)
         finally:
             condition.failing.clear()
 
@@ -247,6 +251,8 @@ async def lead(
     finally:
         hearing.cancel()
         await asyncio.wait((hearing,))
+        if traces is not None:
+            traces.close()
 
 
 class ForeignWorkers(PenstockError):
@@ -277,7 +283,11 @@ async def _check_workers(client: AsyncClient, pause_s: float) -> None:
 
 
 async def _duties(
-    client: AsyncClient, settings: SweeperSettings, endpoints: Endpoints | None, condition: Condition
+    client: AsyncClient,
+    settings: SweeperSettings,
+    endpoints: Endpoints | None,
+    condition: Condition,
+    traces: TaskTraces | None,
 ) -> None:
     results = CeleryResults(client, settings.store)
     pools = RetiredPools(client, settings.retire_after)
@@ -348,11 +358,13 @@ async def _duties(
         if journal is not None:
             group.create_task(_repeat(client, partial(_kept, journal), min(JOURNAL_EVERY_S, settings.every)))
         seldom: tuple[Duty, ...] = (*removals, trim, expired_files, deleted)
-        pressed = min(PRESSED_EVERY_S, settings.every)
+        each_second: tuple[Duty, ...] = (pack_at_once, measure_ended)
+        if traces is not None:
+            each_second += (traces.sweep,)
         for duties, every_s in (
             (often, settings.every),
             (seldom, settings.seldom),
-            ((pack_at_once, measure_ended), pressed),
+            (each_second, min(PRESSED_EVERY_S, settings.every)),
         ):
             for duty in duties:
                 group.create_task(_repeat(client, duty, every_s, condition))

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from producers.gateway.batch_endpoints import LineEndpoints
     from producers.sources.source import SourceSettings
     from producers.sweeper.sweeper import SweeperSettings
+    from producers.tracing.export import Tracer
     from workers.autoscaler.autoscaler import AutoscalerSettings
     from workers.autoscaler.pools import PoolSettings, Scaled
     from workers.runtime.health import Health
@@ -118,6 +119,7 @@ def sweeper(
     from producers.errors import PenstockError
     from producers.sweeper.retention import Ages
     from producers.sweeper.sweeper import SweeperSettings
+    from producers.tracing.export import tracer
     from workers.runtime.health import Health
 
     set_up_logging(log_level)
@@ -148,11 +150,11 @@ def sweeper(
         look_at_files(settings.files_dir)
         if journal is not None:
             look_at_files(journal)
-        asyncio.run(sweep(settings, health))
+        asyncio.run(sweep(settings, health, tracer("sweeper")))
 
 
-async def sweep(settings: SweeperSettings, health: Health | None = None) -> None:
-    """Run a sweeper, as leader or in reserve, until SIGTERM or SIGINT."""
+async def sweep(settings: SweeperSettings, health: Health | None = None, tracer: Tracer | None = None) -> None:
+    """Run a sweeper, as leader or in reserve, until SIGTERM or SIGINT. `tracer`: see `sweeper.lead`."""
     import asyncio
     from contextlib import suppress
 
@@ -165,7 +167,7 @@ async def sweep(settings: SweeperSettings, health: Health | None = None) -> None
         condition = Condition()
         if health is not None:
             health.serve(condition, asyncio.get_running_loop())
-        task = asyncio.create_task(lead(client, settings, endpoints, condition))
+        task = asyncio.create_task(lead(client, settings, endpoints, condition, tracer))
         on_stop_signal(task.cancel)
         with suppress(asyncio.CancelledError):
             await task

@@ -31,10 +31,12 @@ from producers.store import endpoints, epoch, outbox
 from producers.store.access.audit import Change
 from producers.store.endpoints import TEST_PREFIX, Endpoint, Secrets
 from producers.store.outbox import Attempt, Row
+from producers.tracing.export import Tracer, tracer
 from workers.runtime.health import Health
 from workers.runtime.signals import on_stop_signal
 from workers.webhooks.limits import QUICK, SLOW, Limits, Visit
 from workers.webhooks.sender import Outcome, OwnTrouble, Sender, body_of, headers_of, next_delay
+from workers.webhooks.try_spans import TrySpans
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +146,11 @@ class Deliverer:
 
     given_up = ""
 
-    def __init__(self, client: AsyncClient, settings: WebhookSettings) -> None:
-        """Raises ValueError for a bad network in `settings.allowed`."""
+    def __init__(self, client: AsyncClient, settings: WebhookSettings, tracer: Tracer | None = None) -> None:
+        """`tracer` sends a span of each try; None: traces are off. Raises ValueError for a bad network in
+        `settings.allowed`."""
         self._client, self._settings = client, settings
+        self._spans = None if tracer is None else TrySpans(client, tracer)
         self._sender = Sender(networks(settings.allowed), settings.timeout)
         self._limits = Limits()
         self._tries: set[asyncio.Task[None]] = set()
@@ -257,7 +261,10 @@ class Deliverer:
         outcome: Outcome | None = None
         try:
             body = body_of(row)
+            begin = time.time()
             outcome = await self._sender.send(target.url, headers_of(row, body, target.secrets), body)
+            if self._spans is not None:
+                await self._spans.send(row, target.url, begin, outcome.attempt)
         except asyncio.CancelledError:  # the drain is over
             await self._store_end(outbox.retry(row, holder, 0))
             raise
@@ -328,12 +335,14 @@ class Deliverer:
 async def run(settings: WebhookSettings) -> None:
     """Deliver until SIGTERM or SIGINT; a second signal gives all rows back at once.
 
-    Raises ValueError for a bad URL or network, and workers.errors.Refused for a port that is taken.
+    Raises ValueError for a bad URL or network, or traces that cannot be sent as the environment says, and
+    workers.errors.Refused for a port that is taken.
     """
     _allow_files()
+    spans = tracer("webhooks")
     health = Health(settings.health_port)
     async with AsyncClient(settings.store, settings.store) as client:
-        deliverer = Deliverer(client, settings)
+        deliverer = Deliverer(client, settings, spans)
         health.serve(deliverer, asyncio.get_running_loop())
         on_stop_signal(deliverer.stop)
         beside = [
@@ -347,6 +356,8 @@ async def run(settings: WebhookSettings) -> None:
             for task in beside:
                 task.cancel()
             await asyncio.wait(beside)
+            if spans is not None:
+                await asyncio.to_thread(spans.close)
 
 
 def _allow_files() -> None:

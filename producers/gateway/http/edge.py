@@ -28,6 +28,7 @@ from producers.gateway.http.errors import Problem, problem_of, response_of, too_
 from producers.gateway.http.request_state import MAX_WARNING, begin_trace, log_suffix
 from producers.gateway.http.sse import STOP, Streams
 from producers.gateway.metrics import Metrics
+from producers.tracing.export import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +122,10 @@ def _is_page(path: str) -> bool:
 class Edge:
     """ASGI middleware. Starlette's base class would cost each streamed chunk a queue and a task."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, streams: Streams) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, streams: Streams, tracer: Tracer | None = None) -> None:
         self._app = app
         self._metrics = metrics
+        self._tracer = tracer
         self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,7 +141,7 @@ class Edge:
         share.running += 1
         OWNER.set((network_of((scope.get("client") or NOBODY)[0]),))  # until it is known whose key this is
         headers = Headers(scope=scope)
-        begin_trace(headers)
+        span = begin_trace(headers, None if scope["path"] in PROBES else self._tracer)
         header = headers.get("x-request-id", "")
         request_id = header if REQUEST_ID.fullmatch(header) else uuid.uuid4().hex
         begun = False
@@ -164,7 +166,10 @@ class Edge:
                 if (work := state.get("work")) is not None and work.warnings:
                     message["headers"].append((b"penstock-warning", _one_line("; ".join(work.warnings))))
                 route = getattr(scope.get("route"), "path", "unmatched")
-                self._metrics.answered(method, route, message.get("status", 101), time.perf_counter() - arrived)
+                status = message.get("status", 101)
+                self._metrics.answered(method, route, status, time.perf_counter() - arrived)
+                if span is not None:
+                    span.begin_answer(status)
             elif message["type"] == "websocket.close" and not begun:  # the framework's answer where no route matches
                 await response_of(problem_of(HTTPException(404)))(scope, receive, send_on)
                 return
@@ -184,6 +189,9 @@ class Edge:
             if not begun:
                 share.running -= 1
             self._streams.leave(scope)
+            if span is not None:
+                work = state.get("work")
+                span.end(scope, method, request_id, "" if work is None else work.tenant)
 
 
 def _long_query(scope: Scope) -> Problem | None:

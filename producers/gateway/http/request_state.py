@@ -7,7 +7,8 @@ charged all the same (`producers.gateway.admission.limits`).
 `resolve` looks a model up once for each request: the prompt is made, the limits are checked and the tasks are submitted
 for one version, also while a rollout switches to another.
 
-The trace (`traceparent`) is passed on to every task that the request makes.
+The trace (`traceparent`) is passed on to every task that the request makes: the caller's, or where traces are turned
+on the request's own span in it.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from starlette.types import Receive
 
 from producers.client.aio import AsyncClient, AsyncHandle
 from producers.client.submission import TASK, ResolvedModel
-from producers.contract.record import trace_fields, trace_suffix
+from producers.contract.record import TraceParent, trace_fields, trace_suffix
 from producers.contract.task import Task
 from producers.gateway.http.authorization import tenant_of
+from producers.gateway.http.request_span import RequestSpan
 from producers.store.access.principal import Account
 from producers.store.usage.limits import Charge
 from producers.store.waiting import Room
+from producers.tracing.export import Tracer
 
 #: Most characters of what a caller is told of a request that is not followed in all.
 MAX_WARNING: Final = 1000
@@ -103,10 +106,18 @@ async def resolve(
     return resolved[model]
 
 
-def begin_trace(headers: Headers) -> None:
-    """Begin a request with these headers. More than one `traceparent` counts as none."""
+def begin_trace(headers: Headers, tracer: Tracer | None) -> RequestSpan | None:
+    """Begin a request with these headers. More than one `traceparent` counts as none. Returns the request's own span,
+    which is its tasks' parent; None if traces are turned off."""
     values = headers.getlist("traceparent")
-    _trace.set(trace_fields(values[0]) if len(values) == 1 else {})
+    fields = trace_fields(values[0]) if len(values) == 1 else {}
+    if tracer is None:
+        _trace.set(fields)
+        return None
+    span = RequestSpan(tracer, TraceParent.parse(fields.get("traceparent")))
+    # What nobody records keeps its caller's own, if there is one.
+    _trace.set({"traceparent": span.context.header()} if span.context.sampled or not fields else fields)
+    return span
 
 
 def current_trace() -> Mapping[str, str]:

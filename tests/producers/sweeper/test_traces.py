@@ -1,0 +1,85 @@
+"""The sweeper sends tasks' traces from the ledger, and holds nothing while the collector is away."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from redis import Redis
+
+from producers import AsyncClient
+from producers.contract import keys
+from producers.sweeper.traces import SOURCE, TaskTraces
+from producers.tracing.export import Tracer
+from tests.collector import Collector
+from tests.waiting import auntil
+
+MARK = keys.metrics_mark(SOURCE)
+
+
+def end_task(valkey: Redis, task_id: str, entry: str = "*") -> None:
+    """A task that has ended, as far as traces read it."""
+    valkey.hset(keys.task(task_id), mapping={"status": "completed", "model": "tiny", "created": 5, "finished": 9})
+    valkey.xadd(keys.LEDGER, {"id": task_id, "status": "completed"}, id=entry)
+
+
+def traces_to(
+    aclient: AsyncClient, collector: Collector, monkeypatch: pytest.MonkeyPatch, path: str = ""
+) -> TaskTraces:
+    for name, value in collector.environment(path).items():
+        monkeypatch.setenv(name, value)
+    return TaskTraces(aclient, Tracer("sweeper"), after_ms=0)
+
+
+async def test_while_the_collector_is_away_tasks_wait_in_the_ledger(
+    aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is too old by then, or was deleted, is passed over."""
+    end_task(valkey, "too-old", "5-0")
+    valkey.set(MARK, "0-0")
+    end_task(valkey, "t1")
+    end_task(valkey, "deleted")
+    valkey.delete(keys.task("deleted"))
+    end_task(valkey, "t2")
+    await asyncio.sleep(0.002)  # they ended before this millisecond
+    with Collector() as collector:
+        away = traces_to(aclient, collector, monkeypatch, "/status/400")
+        assert await away.sweep() == {"traces_sent": 0, "traces_dropped": 0}
+        assert valkey.get(MARK) == b"0-0"
+        away.close()
+        back = traces_to(aclient, collector, monkeypatch)
+        assert await back.sweep() == {"traces_sent": 2, "traces_dropped": 1}
+        assert await back.sweep() == {"traces_sent": 0, "traces_dropped": 0}
+        back.close()
+        assert [span.attributes["penstock.task.id"] for span in collector.spans if span.parent_id == ""] == ["t1", "t2"]
+
+
+async def test_a_sweep_returns_at_once_while_a_call_has_no_answer(
+    aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    valkey.set(MARK, "0-0")
+    end_task(valkey, "t1")
+    await asyncio.sleep(0.002)
+    with Collector() as collector:
+        hanging = traces_to(aclient, collector, monkeypatch, "/hang")
+        first = asyncio.create_task(hanging.sweep())
+        await auntil(lambda: hanging._sending is not None)
+        first.cancel()
+        await asyncio.wait((first,))
+        assert await hanging.sweep() == {"traces_sent": 0, "traces_dropped": 0}
+        hanging.close()
+    assert valkey.get(MARK) == b"0-0"
+
+
+async def test_tasks_that_ended_before_traces_were_turned_on_are_not_sent(
+    aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_task(valkey, "before")
+    await asyncio.sleep(0.002)
+    with Collector() as collector:
+        traces = traces_to(aclient, collector, monkeypatch)
+        await traces.sweep()
+        end_task(valkey, "after")
+        await asyncio.sleep(0.002)
+        assert await traces.sweep() == {"traces_sent": 1, "traces_dropped": 0}
+        traces.close()
