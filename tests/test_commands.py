@@ -36,6 +36,7 @@ TINY = {
     "tests.bench.compaction": ["--tokens 1000"],
     "tests.bench.compressed_kv": ["--sequences 1 --length 64 --chunk 16 --layers 1 --rounds 1"],
     "tests.bench.looks": ["--workers 10 --calls 100"],
+    "tests.bench.consoles": ["--consoles 2 --workers 3 --seconds 1"],
     "tests.bench.failover": [
         *("--kills 1 --workers 2 --streams 2", "--soak 1 --workers 1 --streams 2"),
         "--kills 2 --within 4 --workers 2 --streams 2",

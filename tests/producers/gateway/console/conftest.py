@@ -31,15 +31,20 @@ class Served(Protocol):
 Look = Callable[..., Awaitable[Page]]
 
 
+def chromium() -> str | None:
+    """The machine's browser."""
+    return next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser() -> AsyncIterator[Browser]:
-    executable = next(filter(None, map(shutil.which, BROWSERS)), None)
+    executable = chromium()
     if executable is None:
         pytest.skip("no Chromium on this machine (Debian: apt install chromium-headless-shell)")
     async with async_playwright() as playwright:
-        chromium = await playwright.chromium.launch(executable_path=executable, args=list(FLAGS))
-        yield chromium
-        await chromium.close()
+        started = await playwright.chromium.launch(executable_path=executable, args=list(FLAGS))
+        yield started
+        await started.close()
 
 
 class Complaints(list[str]):
