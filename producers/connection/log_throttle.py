@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from typing import Final
 
 from producers.connection.trouble import error_text
@@ -20,11 +21,11 @@ _lock = threading.Lock()
 _logged: dict[tuple[str, str, type], tuple[float, int]] = {}
 
 
-def warn_throttled(log: logging.Logger, message: str, *args: object) -> None:
+def warn_throttled(log: logging.Logger, message: str, *args: object, extra: Mapping[str, str] | None = None) -> None:
     """Log a warning, unless the same one was logged within EVERY_S.
 
     The last argument is the cause: another kind of cause is logged at once. An exception without text appears as its
-    class's name.
+    class's name. `extra`: what it is about (`producers.connection.logs`).
     """
     suppressed = _suppressed((log.name, message, type(args[-1])))
     if suppressed is None:
@@ -33,7 +34,7 @@ def warn_throttled(log: logging.Logger, message: str, *args: object) -> None:
         args = (*args[:-1], error_text(args[-1]))
     if suppressed:
         message, args = f"{message} (and %d times more since that was last said)", (*args, suppressed)
-    log.warning(message, *args, stacklevel=2)
+    log.warning(message, *args, stacklevel=2, extra=extra)
 
 
 class Throttle(logging.Filter):

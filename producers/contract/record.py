@@ -370,9 +370,3 @@ def trace_id(traceparent: Any) -> str | None:
 def trace_fields(traceparent: Any) -> dict[str, str]:
     """The record's fields for a caller's `traceparent`: none for a bad one, since tracing fails no task."""
     return {} if trace_id(traceparent) is None else {"traceparent": traceparent}
-
-
-def trace_suffix(fields: Mapping[str, Any]) -> str:
-    """The end of a log line about a task with these fields: ` trace=...`, or nothing."""
-    match = trace_id(fields.get("traceparent"))
-    return "" if match is None else f" trace={match}"

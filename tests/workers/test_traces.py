@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from celery import Celery
 
+from producers import Client
 from producers.client.aio import AsyncClient
 from producers.contract import keys
 from producers.gateway import GatewaySettings
@@ -127,3 +130,19 @@ def test_a_trace_that_its_caller_does_not_record_is_not_sent(served: Rig, app: C
     assert {span.attributes.get("penstock.task.id") for span in collector.spans} == {None, sampled.id}
     assert f"Task {unsampled.id} is claimed" not in served.logs()
     assert served.store.get(keys.metrics_mark(SOURCE))
+
+
+def test_lines_of_a_workers_log_as_json(rig: Rig) -> None:
+    """Task, trace and tenant are fields; the prompt is in none."""
+    worker = rig.worker(PENSTOCK_LOG_FORMAT="json")
+    rig.publish_card()
+    task: dict[str, Any] = {"prompt": [1], "max_tokens": 2, "tenant": "acme", "metadata": {"x": SECRET}}
+    with Client(rig.url) as client:
+        handle = client.submit(model="stub", **task, traceparent=GOOD)
+        assert handle.result(60).status == "completed"
+    rig.until(lambda: "has ended" in worker.log.read_text())
+    lines = [json.loads(line) for line in worker.log.read_text().splitlines() if line.startswith("{")]
+    (claimed,) = [line for line in lines if line["message"] == f"Task {handle.id} is claimed"]
+    assert (claimed["level"], claimed["logger"]) == ("info", "workers.flow.claimer")
+    assert (claimed["task_id"], claimed["trace_id"], claimed["tenant"]) == (handle.id, TRACE, "acme")
+    assert SECRET not in worker.log.read_text()

@@ -142,10 +142,14 @@ def use_secrets_key(file: Path | None) -> None:
 
 
 def set_up_logging(level: str, prefix: str = "") -> None:
-    """Log from this level on, each line after the prefix. Raises Failure for an unknown level."""
+    """Log from this level on, each line after the prefix. Raises Failure for an unknown level, or format in
+    the environment."""
     import logging
 
-    logging.basicConfig(level=checked_level(level), format=f"{prefix}%(asctime)s %(levelname)s %(name)s: %(message)s")
+    from producers.connection import logs
+
+    with refusing(ValueError):
+        logs.set_up(checked_level(level), prefix)
     logging.getLogger("botocore").setLevel(logging.WARNING)  # it logs where the credentials of each client are from
 
 

@@ -146,7 +146,7 @@ class Claimer(threading.Thread):
                 raise claimed
             self._act(delivery, decode, claimed, alone)
         except Exception as exc:
-            logger.exception("Task %s: its record cannot be used%s", delivery.task_id, delivery.trace)
+            logger.exception("Task %s: its record cannot be used", delivery.task_id, extra=delivery.subject)
             self._finisher.bury(delivery, f"its record cannot be used: {exc}", claimed=True)
 
     def _act(self, delivery: Delivery, decode: Decode | None, claimed: Claimed, alone: bool) -> None:
@@ -182,14 +182,14 @@ class Claimer(threading.Thread):
             raise ValueError(f"it has an end ({record.fields['end']!r}), and its status is {record.status!r}")
         delivery.begin(record, record.nexts)
         if delivery.traced:
-            logger.info("Task %s is claimed%s", delivery.task_id, delivery.trace)
+            logger.info("Task %s is claimed", delivery.task_id, extra=delivery.subject)
         if delivery.revoked:
             self._publisher.conclude_revoked(delivery)
         elif delivery.plain and delivery.plain.error:
             self._publisher.conclude(delivery, "failed", delivery.plain.error)
         elif is_last_chance(record, self._served.settings.max_deaths) and not alone:
             how = "Task %s was lost with its worker %d times: it runs alone%s"
-            logger.warning(how, record.id, record.deaths, delivery.trace)
+            logger.warning(how, record.id, record.deaths, extra=delivery.subject)
             self._suspects.append(delivery)
             self._stay_alone(True)
         else:
@@ -236,11 +236,12 @@ class Claimer(threading.Thread):
             self._publisher.conclude(delivery, "failed", _refusal(delivery, exc))
             return
         except LOST as exc:
-            warn_throttled(logger, "Cannot start task %s, giving it back%s: %s", delivery.task_id, delivery.trace, exc)
+            held = "Cannot start task %s, giving it back: %s"
+            warn_throttled(logger, held, delivery.task_id, exc, extra=delivery.subject)
             self._finisher.let_go(delivery, self._served.settings.retry_after)
             return
         except BaseException as exc:  # a panic in the tokenizer, which is Rust, is no Exception
-            logger.exception("Cannot start task %s%s", delivery.task_id, delivery.trace)
+            logger.exception("Cannot start task %s", delivery.task_id, extra=delivery.subject)
             error = error_json("engine_error", f"The task could not be started: {exc!r}")
             self._publisher.conclude(delivery, "failed", error)
             return

@@ -167,7 +167,7 @@ class Finisher(threading.Thread):
         except AWAY as exc:
             warn_throttled(logger, "Celery's side of task %s has to wait: %s", end.delivery.task_id, exc)
         except Exception as exc:
-            logger.exception("Celery's side of task %s failed%s", end.delivery.task_id, end.delivery.trace)
+            logger.exception("Celery's side of task %s failed", end.delivery.task_id, extra=end.delivery.subject)
             end.failures += 1
             if end.failures >= MAX_FAILURES:
                 return self._give_up(end, exc)
@@ -308,7 +308,7 @@ class Finisher(threading.Thread):
         if end.status == DEAD:
             self._deliveries.done(delivery, end.reason)
         elif isinstance(answer, Exception):
-            logger.error("Cannot settle or release task %s: %s%s", delivery.task_id, answer, delivery.trace)
+            logger.error("Cannot settle or release task %s: %s", delivery.task_id, answer, extra=delivery.subject)
             end.status, end.reason = DEAD, f"its record cannot be used: {answer}"
             return False
         elif end.status == BACK:
@@ -320,9 +320,8 @@ class Finisher(threading.Thread):
         elif answer < 0 and delivery.plain is None:  # no record: CLAIM would say `done`
             self._deliveries.done(delivery, settled=True)
         else:
-            warn_throttled(
-                logger, "A failover lost the end of a task, which goes back%s: %s", delivery.trace, delivery.task_id
-            )
+            lost = "A failover lost the end of a task, which goes back: %s"
+            warn_throttled(logger, lost, delivery.task_id, extra=delivery.subject)
             self.release(delivery)
         return True
 

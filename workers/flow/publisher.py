@@ -374,7 +374,9 @@ class Publisher(threading.Thread):
                 continue
             for delivery, answer in zip(todo, answers, strict=True):
                 if isinstance(answer, Exception):
-                    logger.error("Cannot publish the prompt of task %s: %s%s", delivery.task_id, answer, delivery.trace)
+                    logger.error(
+                        "Cannot publish the prompt of task %s: %s", delivery.task_id, answer, extra=delivery.subject
+                    )
                     self._not_ok(delivery, "error", ends)
                 elif text(answer) == "full":
                     warn_throttled(logger, "Prompts and tokens wait in this worker: %s", "the store is full")
@@ -510,7 +512,7 @@ class Publisher(threading.Thread):
         if status == "completed":
             self._breaker.completed()
         if delivery.traced:
-            logger.info("Task %s has ended: %s%s", delivery.task_id, status, delivery.trace)
+            logger.info("Task %s has ended: %s", delivery.task_id, status, extra=delivery.subject)
         self._finisher.finish(delivery, status, end.error)
 
     def _blame(self, ends: dict[str, Conclusion]) -> None:
@@ -524,7 +526,7 @@ class Publisher(threading.Thread):
     def _bury(self, delivery: Delivery, why: Exception) -> None:
         """Keeps the message of a task whose record cannot be used as a dead letter: no other worker could use it
         either."""
-        logger.error("Cannot finish task %s: %s%s", delivery.task_id, why, delivery.trace)
+        logger.error("Cannot finish task %s: %s", delivery.task_id, why, extra=delivery.subject)
         self._finisher.bury(delivery, f"its record cannot be used: {why}", claimed=True)
 
     def _lost(self, delivery: Delivery, answer: str) -> None:
@@ -534,7 +536,7 @@ class Publisher(threading.Thread):
             self._deliveries.end(delivery)
             self._deliveries.done(delivery, settled=True)
             return
-        warn_throttled(logger, "Task %s is not ours any more%s: %s", delivery.task_id, delivery.trace, answer)
+        warn_throttled(logger, "Task %s is not ours any more: %s", delivery.task_id, answer, extra=delivery.subject)
         if answer == "other":
             delivery.incarnation.lost[delivery.uuid] = delivery.used
         self._finisher.let_go(delivery, self._retry_after)

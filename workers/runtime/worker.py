@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from redis import Redis
 
+from producers.connection import logs
 from producers.connection.log_throttle import Throttle, warn_throttled
 from producers.connection.trouble import trouble
 from producers.contract import keys
@@ -105,7 +106,10 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
 
 
 def _log(level: str) -> None:
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        logs.set_up(level)
+    except ValueError as error:
+        raise Refused(str(error)) from error
     # a line or two for every task, and for every client of AWS
     for name in ("celery.app.trace", "celery.worker.strategy", "botocore"):
         logging.getLogger(name).setLevel(logging.DEBUG if level == "DEBUG" else logging.WARNING)

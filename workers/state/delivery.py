@@ -30,7 +30,8 @@ from typing import Any, Final
 from celery.worker.state import task_ready
 
 from engine.request import Course, Event
-from producers.contract.record import Record, Run, TraceParent, trace_suffix
+from producers.connection.logs import subject
+from producers.contract.record import Record, Run, TraceParent, trace_id
 
 #: The number of tokens is noted with its time at the first, and whenever they are so many times as many.
 MARK_RATIO: Final = 4
@@ -239,9 +240,10 @@ class Delivery:
         return course.preempted[-1][1] if course.preempted else "not_begun"
 
     @property
-    def trace(self) -> str:
-        """The end of a log line about it: ` trace=...` if its caller named a trace, else nothing."""
-        return trace_suffix(self._fields)
+    def subject(self) -> dict[str, str]:
+        """The `extra` of a log line about it (`producers.connection.logs`)."""
+        fields = self._fields
+        return subject(self.task_id, trace_id(fields.get("traceparent")), str(fields.get("tenant") or ""))
 
     @property
     def traced(self) -> bool:

@@ -25,7 +25,7 @@ from producers.gateway.fair_share import IDLE_TALK, SHARE, FairShare, Measured
 from producers.gateway.http.authorization import caller_of
 from producers.gateway.http.connection import PRIVATE, STATIC, connection_of
 from producers.gateway.http.errors import Problem, problem_of, response_of, too_many_open, too_many_waiting
-from producers.gateway.http.request_state import MAX_WARNING, begin_trace, log_suffix
+from producers.gateway.http.request_state import MAX_WARNING, begin_trace, log_subject
 from producers.gateway.http.sse import STOP, Streams
 from producers.gateway.metrics import Metrics
 from producers.tracing.export import Tracer
@@ -180,8 +180,8 @@ class Edge:
         except ClientDisconnect:
             logger.info("request %s: its client (%s) left before it was read", request_id, _client(scope))
         except Exception as error:
-            request_log = (request_id, method, scope["path"], _client(scope), log_suffix())
-            logger.exception("request %s (%s %s of %s) failed%s", *request_log)
+            request_log = (request_id, method, scope["path"], _client(scope))
+            logger.exception("request %s (%s %s of %s) failed", *request_log, extra=log_subject(request_id))
             if begun:
                 raise
             await response_of(problem_of(error))(scope, receive, send_on)

@@ -26,7 +26,8 @@ from starlette.types import Receive
 
 from producers.client.aio import AsyncClient, AsyncHandle
 from producers.client.submission import TASK, ResolvedModel
-from producers.contract.record import TraceParent, trace_fields, trace_suffix
+from producers.connection.logs import subject
+from producers.contract.record import TraceParent, trace_fields, trace_id
 from producers.contract.task import Task
 from producers.gateway.http.authorization import tenant_of
 from producers.gateway.http.request_span import RequestSpan
@@ -125,9 +126,9 @@ def current_trace() -> Mapping[str, str]:
     return _trace.get()
 
 
-def log_suffix() -> str:
-    """The end of a log line about the current request: ` trace=...`, or nothing."""
-    return trace_suffix(current_trace())
+def log_subject(request_id: str) -> dict[str, str]:
+    """The `extra` of a log line about the current request (`producers.connection.logs`)."""
+    return subject(trace_id=trace_id(current_trace().get("traceparent")), request_id=request_id)
 
 
 class TracedClient(AsyncClient):

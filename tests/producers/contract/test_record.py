@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.errors import ErrorText, renamed
-from producers.contract.record import Record, error_json, trace_fields, trace_id, trace_suffix
+from producers.contract.record import Record, error_json, trace_fields, trace_id
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 GOOD = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -19,7 +19,6 @@ GOOD = f"00-{TRACE}-00f067aa0ba902b7-01"
 def test_a_good_one_is_kept_as_it_is(given: str) -> None:
     assert trace_id(given) == TRACE
     assert trace_fields(given) == {"traceparent": given}
-    assert trace_suffix(trace_fields(given)) == f" trace={TRACE}"
 
 
 @pytest.mark.parametrize(
@@ -34,7 +33,7 @@ def test_a_good_one_is_kept_as_it_is(given: str) -> None:
     ],
 )
 def test_a_bad_one_is_ignored(given: Any) -> None:
-    assert (trace_id(given), trace_fields(given), trace_suffix({"traceparent": given})) == (None, {}, "")
+    assert (trace_id(given), trace_fields(given)) == (None, {})
 
 
 def test_an_error_knows_its_fields_and_shows_them_to_nobody() -> None:
