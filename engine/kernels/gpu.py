@@ -21,7 +21,7 @@ from engine.kernels.triton.attention.paged import PagedAttention
 from engine.kernels.triton.attention.rope_kv import rope_and_write
 from engine.kernels.triton.experts import GroupedProduct, add_shares, route, sort
 from engine.kernels.triton.products.one_row import one_row_product
-from engine.kernels.triton.products.quantised import int4_linear, int8_linear
+from engine.kernels.triton.products.quantised import LEAST_GROUP, int4_linear, int8_linear
 from engine.kernels.triton.rowwise import (
     WIDEST,
     add_rms_norm,
@@ -33,7 +33,7 @@ from engine.kernels.triton.rowwise import (
 )
 
 #: The version of what these kernels compute. A change that gives other bits raises it.
-_VERSION = 2
+_VERSION = 3
 
 
 def interpreted() -> bool:
@@ -95,7 +95,10 @@ class Gpu(Reference):
         return DenseProduct(weight, bias, linear)
 
     def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
-        """Like `prepare_linear`, for a packed weight."""
+        """Like `prepare_linear`, for a packed weight. The kernels have no minima and are not made for groups of fewer
+        than 32 inputs: such a weight is rounded to 8 bits in groups of 32."""
+        if weight.minima is not None or (weight.group < LEAST_GROUP and weight.shape[1] % LEAST_GROUP == 0):
+            weight = Int8Weight.quantise(weight.dequantise(), LEAST_GROUP)
         self.keeps(weight.shape, weight.nbytes)
         return int4_linear(weight, bias) if isinstance(weight, Int4Weight) else int8_linear(weight, bias)
 

@@ -26,7 +26,8 @@ MIDDLE = 8
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """A weight of integers: weight[n, k] = (q[n, k] - zero) * scale, with zero and scale of n and k's group."""
+    """A weight of integers: weight[n, k] = (q[n, k] - zero) * scale + minimum, each of the last three of n and k's
+    group."""
 
     packed: Tensor
     """The integers q, [tiles, outputs, bytes]."""
@@ -37,7 +38,9 @@ class _Weight:
     shape: tuple[int, int]
     """(outputs, inputs)."""
     zeros: Tensor | None = None
-    """uint8 [groups, outputs]; None if all are the `_ZERO` of the kind."""
+    """uint8 [groups, outputs]; None if all are `zero`."""
+    minima: Tensor | None = None
+    """[groups, outputs], of the scales' dtype; None if all are 0."""
     _BITS: ClassVar[int]
     _ZERO: ClassVar[int]
 
@@ -45,7 +48,13 @@ class _Weight:
     def nbytes(self) -> int:
         """The bytes in use, without the padding of tiles."""
         numbers = self.shape[0] * self.shape[1] * self._BITS // 8
-        return numbers + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+        of_groups = (self.scales, self.zeros, self.minima)
+        return numbers + sum(tensor.nbytes for tensor in of_groups if tensor is not None)
+
+    @property
+    def zero(self) -> int:
+        """The number that stands for 0, or for the minimum where there are minima, if there are no zero points."""
+        return self._ZERO if self.minima is None else 0
 
     def part(self, start: int, stop: int) -> Self:
         """The outputs from `start` to `stop`, as views."""
@@ -57,8 +66,11 @@ class _Weight:
 
     def _of(self, outputs: int, take: Callable[[Tensor], Tensor]) -> Self:
         zeros = None if self.zeros is None else take(self.zeros)
+        minima = None if self.minima is None else take(self.minima)
         shape = (outputs, self.shape[1])
-        return replace(self, packed=take(self.packed), scales=take(self.scales), zeros=zeros, shape=shape)
+        return replace(
+            self, packed=take(self.packed), scales=take(self.scales), shape=shape, zeros=zeros, minima=minima
+        )
 
     def values(self) -> Tensor:
         """The numbers q, [outputs, inputs]."""
@@ -66,8 +78,12 @@ class _Weight:
 
     def dequantise(self) -> Tensor:
         """The weights in fp32 [outputs, inputs]."""
-        zeros = self._ZERO if self.zeros is None else self.zeros.T.float().repeat_interleave(self.group, 1)
-        return (self.values().float() - zeros) * self.scales.T.float().repeat_interleave(self.group, 1)
+        zeros = self.zero if self.zeros is None else self._by_input(self.zeros)
+        weights = (self.values().float() - zeros) * self._by_input(self.scales)
+        return weights if self.minima is None else weights + self._by_input(self.minima)
+
+    def _by_input(self, of_groups: Tensor) -> Tensor:
+        return of_groups.T.float().repeat_interleave(self.group, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +103,16 @@ class Int4Weight(_Weight):
         return self.packed.shape[2]
 
     @classmethod
-    def pack(cls, q: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> Int4Weight:
+    def pack(
+        cls, q: Tensor, scales: Tensor, zeros: Tensor | None, group: int, minima: Tensor | None = None
+    ) -> Int4Weight:
         """Pack `q`, integers from 0 to 15 [outputs, inputs]. Raises ValueError for an invalid group."""
         outputs, inputs = q.shape
         plane = _within(group, inputs, _PLANE)
         padded = F.pad(q.to(torch.uint8), (0, -inputs % (2 * plane)), value=MIDDLE)
         halves = padded.view(outputs, -1, 2, plane)
         packed = (halves[:, :, 0] | halves[:, :, 1] << 4).transpose(0, 1).contiguous()
-        return cls(packed, scales, group, (outputs, inputs), zeros)
+        return cls(packed, scales, group, (outputs, inputs), zeros, minima)
 
     @classmethod
     def quantise(cls, weight: Tensor, group: int, *, symmetric: bool = True) -> Int4Weight:
@@ -139,13 +157,13 @@ class Int8Weight(_Weight):
         return self.packed.shape[2]
 
     @classmethod
-    def pack(cls, q: Tensor, scales: Tensor, group: int) -> Int8Weight:
+    def pack(cls, q: Tensor, scales: Tensor, group: int, minima: Tensor | None = None) -> Int8Weight:
         """Pack `q`, integers from -128 to 127 [outputs, inputs]. Raises ValueError for an invalid group."""
         outputs, inputs = q.shape
         tile = _within(group, inputs, _TILE)
         padded = F.pad(q.to(torch.int8), (0, -inputs % tile))
         packed = padded.view(outputs, -1, tile).transpose(0, 1).contiguous()
-        return cls(packed, scales, group, (outputs, inputs))
+        return cls(packed, scales, group, (outputs, inputs), None, minima)
 
     @classmethod
     def quantise(cls, weight: Tensor, group: int | None = None) -> Int8Weight:

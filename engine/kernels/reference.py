@@ -113,6 +113,11 @@ class Reference:
         dequantised if the device cannot multiply such floats."""
         return self.prepare_linear((values.float() * scales).to(self.weight_dtype), bias)
 
+    def lookup(self, head: PreparedLinear) -> Callable[[Tensor], Tensor] | None:
+        """A function that looks up rows of a prepared weight, int64 [rows] to [rows, inputs], as exact as the weight.
+        None if the set keeps the weight as it was given, so that the caller's own copy is the same memory."""
+        return None
+
     def prepare_experts(self, parts: ExpertParts) -> PreparedExperts:
         """Prepare a mixture of experts. A row's result is the sum over its experts, the likeliest first, of share times
         result, in fp32. Only experts with rows run."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -34,6 +36,8 @@ class Embedding:
         self.shape, self.device = (rows, width), device
         self._dtype = dtype
         self._table: Tensor | Int4Weight | Int8Weight | None = None
+        self._rows: Callable[[Tensor], Tensor] | None = None
+        """Looks up rows in the head, where that has a layout of its own: the table is not kept beside it."""
         self._stored: Stored | None = None
         self.head: PreparedLinear | None = None
         """The table as output head [rows, width] -> [rows, vocabulary], when tied and packed."""
@@ -62,14 +66,22 @@ class Embedding:
             self.head = self._kernels.prepare_head(table.to(self._kernels.weight_dtype), None)
         else:
             self.head = self._kernels.prepare_quantised(table, None)
+        self._rows = self._kernels.lookup(self.head)
+        if self._rows is not None:
+            self._table = None
 
     def _packed_table(self) -> Tensor | Int4Weight | Int8Weight:
         return self._table if self._table is not None else self.weights("")["weight"]
 
     def __call__(self, tokens: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
-        table = self._packed_table()
-        looked_up = F.embedding(tokens, table) if isinstance(table, Tensor) else table.rows(tokens)
+        looked_up = self._look_up(tokens)
         rows = looked_up.to(self._kernels.compute_dtype)
         if adapters is not None:
             adapters.embed(tokens, rows)
         return rows if self._scale is None else rows.mul_(self._scale)
+
+    def _look_up(self, tokens: Tensor) -> Tensor:
+        if self._rows is not None:
+            return self._rows(tokens)
+        table = self._packed_table()
+        return F.embedding(tokens, table) if isinstance(table, Tensor) else table.rows(tokens)

@@ -201,7 +201,8 @@ def _filled(
     check_weights(path, sum(tensor.nbytes for tensor in places.values()), device)
     if TYPES in config:
         dtype_name = str(dtype).removeprefix("torch.")
-        logger.info("%s: weights are %s", path.name, in_memory(config.get(TYPES), dtype_name, scheme is not None))
+        weights = in_memory(config.get(TYPES), dtype_name, scheme is not None, gpu=device.type == "cuda")
+        logger.info("%s: weights are %s", path.name, weights)
     model = make(device)
     if scheme is not None:
         adopt(path, model, scheme, located)

@@ -8,7 +8,7 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeGuard
+from typing import BinaryIO, Final, TypeGuard
 
 from engine.errors import ModelError
 from engine.text.files import file_in
@@ -42,11 +42,39 @@ BLOCKS = {
     "Q6_K": (256, 210),
     "Q8_K": (256, 292),
 }
-#: The types of GGUF that are kept in 4 bits, in groups of KEPT_GROUP; others are in 8 bits. Those of EXACT stand for
-#: the same numbers then. Others are rounded again, to a 254th of the largest of a group.
-FOUR_BITS = frozenset({"Q4_0"})
-EXACT = frozenset({"Q4_0", "Q5_0", "Q8_0", "Q8_K"})
-KEPT_GROUP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class KeptBlocks:
+    """How weights of a GGUF type are kept in memory: their own integers."""
+
+    bits: int
+    """The bits that hold them: 4, 5, 6 or 8."""
+    group: int = 32
+    """The numbers that share a scale."""
+    minima: bool = False
+    """Whether each group has a minimum."""
+    scale_bits: int = 16
+
+    @property
+    def bits_per_weight(self) -> float:
+        return self.bits + self.scale_bits * (1 + self.minima) / self.group
+
+
+#: How the native kernels keep GGUF's types.
+KEPT: Final = {
+    "Q4_0": KeptBlocks(4),
+    "Q4_1": KeptBlocks(4, minima=True),
+    "Q5_0": KeptBlocks(5),
+    "Q5_1": KeptBlocks(5, minima=True),
+    "Q8_0": KeptBlocks(8),
+    "Q2_K": KeptBlocks(4, 16, minima=True),
+    "Q3_K": KeptBlocks(4, 16),
+    "Q4_K": KeptBlocks(4, minima=True),
+    "Q5_K": KeptBlocks(5, minima=True),
+    "Q6_K": KeptBlocks(6, 16),
+    "Q8_K": KeptBlocks(8, 256, scale_bits=32),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from engine.kernels.layer import ExpertParts, LayerParts, PreparedExperts, Prepa
 from engine.kernels.native.layers import NativeLayers, fit, leads
 from engine.kernels.native.library import VERSION, Library, Pool, Storage
 from engine.kernels.native.pages import Pages
-from engine.kernels.native.product import BF16, FP32, NativeExperts, PackedProduct, experts_fit, route
-from engine.kernels.native.quantised import kept_bytes, quantised_product
+from engine.kernels.native.product import BF16, FP32, NativeExperts, PackedProduct, dense_rows, experts_fit, route
+from engine.kernels.native.quantised import quantised_product
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import RaggedBatch
 from engine.kernels.reference import Reference, stored_width
@@ -100,7 +100,9 @@ class Native(Reference):
         weight = weight.to(self.weight_dtype).contiguous()
         self._library.pack(pool.address, weight.data_ptr(), packed.data_ptr(), half, inputs, outputs)
         kind = BF16 if self._half else FP32
-        return PackedProduct(self._library, self._threads, packed.data_ptr(), kind, packed, bias, outputs, inputs)
+        product = PackedProduct(self._library, self._threads, packed.data_ptr(), kind, packed, bias, outputs, inputs)
+        product.nbytes, product.rows = weight.nbytes, dense_rows(packed, inputs, self._library.columns)
+        return product
 
     def prepare_adapter(self, weight: Tensor) -> PreparedLinear:
         # In memory and by a thread of its own: the adapter may be unloaded, and a step may run meanwhile.
@@ -108,17 +110,16 @@ class Native(Reference):
 
     def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
         product = quantised_product(self._library, self._threads, self._pages, weight, bias)
-        if product is None:
-            return self.prepare_linear(weight.dequantise(), bias)
-        self.keeps(weight.shape, kept_bytes(weight))
+        self.keeps(weight.shape, product.nbytes)
         return product
 
     def prepare_ordered(self, weight: Int4Weight | Int8Weight, bias: Tensor | None, order: Tensor) -> PreparedLinear:
         product = quantised_product(self._library, self._threads, self._pages, weight, bias, order)
-        if product is None:
-            return super().prepare_ordered(weight, bias, order)
-        self.keeps(weight.shape, kept_bytes(weight))
+        self.keeps(weight.shape, product.nbytes)
         return product
+
+    def lookup(self, head: PreparedLinear) -> Callable[[Tensor], Tensor] | None:
+        return head.rows if isinstance(head, PackedProduct) else None
 
     def prepare_layers(self, layers: Sequence[LayerParts], norm: Tensor) -> PreparedLayers | None:
         if not fit(layers, _HEAD_MULTIPLE):

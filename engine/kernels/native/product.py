@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import Structure, c_int64, c_void_p
 
 import torch
@@ -42,6 +43,10 @@ class PackedProduct:
         # The addresses are looked up once, because the tensors do not move.
         self._weight, self._added = weight, None if bias is None else bias.data_ptr()
         self._kind = kind
+        self.nbytes = 0
+        """The bytes that the weight takes, without the padding of its layout."""
+        self.rows: Callable[[Tensor], Tensor] | None = None
+        """Looks up rows of the weight, as `Reference.lookup` says; None if its inputs are not in order."""
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -77,6 +82,18 @@ class PackedProduct:
 
     def entry(self) -> Product:
         return Product(self._weight, self._added, *self._sizes, self._kind)
+
+
+def dense_rows(packed: Tensor, inputs: int, columns: int) -> Callable[[Tensor], Tensor]:
+    """A function that looks up rows of a weight in fp32 or bf16, packed as gemm.h says: int64 [rows] to [rows,
+    inputs] in the weight's type."""
+    together = 1 if packed.dtype == torch.float32 else 2
+    panels = packed.view(-1, packed.shape[1] // together, columns, together)
+
+    def rows(outputs: Tensor) -> Tensor:
+        return panels[outputs // columns, :, outputs % columns].flatten(1)[:, :inputs]
+
+    return rows
 
 
 def entry(run: object) -> Product:

@@ -1,4 +1,4 @@
-// Products of x, [rows, inputs], with weights of 4 or 8 bits. Rows are first rounded to 16 bits, with one scale for
+// Products of x, [rows, inputs], with weights of 4, 5, 6 or 8 bits. Rows are first rounded to 16 bits, with one scale for
 // each block of inputs. So products are exact sums of integers, and this rounding is far finer than that of the
 // weights. Each block is then scaled once. As in gemm.h, each output is summed in one order, whatever the other rows.
 // All builds give the same bits.
@@ -13,46 +13,88 @@
 #include "gemm.h"
 #include "rows.h"
 
-// quantised.py repeats this structure. Each field has eight bytes.
+// A weight is (value - zero) * scale + minimum. quantised.py repeats this structure. Each field has eight bytes.
 struct Quantised {
     const void* values;
-    const float* scales;   // [panel][group][column]
-    const int16_t* zeros;  // [panel][group][column]; null: all are 8. Only for 4 bits
-    int64_t bits, block;   // block: inputs that share a scale of the row; a multiple of 8 that divides a group
+    const void* scales;    // [panel][group][column]; fp16 if `half`, else fp32
+    const int16_t* zeros;  // [panel][group][column]; null: all are `zero`
+    const void* minima;    // like `scales`; null: all are 0
+    int64_t zero, half;
+    int64_t bits, block;   // block: inputs that share a scale of the row; a multiple of 16 that divides a group
     const int64_t* order;  // [inputs]: the index in the row of each input; null: they are in order
     int64_t blocks, group;  // blocks of a row, the last of which may extend beyond the inputs; blocks of a group
 };
+
+// 5 and 6 bits are packed as 4, each chunk of inputs behind the upper bits of its numbers. A chunk has as many inputs as
+// have their upper bits in one piece of the size in which four bits of 8 inputs are packed.
+constexpr int upper_bits(int bits) { return bits == 8 ? 0 : bits - 4; }
+constexpr int chunk_inputs(int bits) { return upper_bits(bits) ? 32 / upper_bits(bits) : 8; }
 
 typedef int16_t Halves __attribute__((vector_size(2 * LANES)));
 
 constexpr int kMostBlock = 128;
 
 struct Rounded {
-    char* values;   // as put_numbers writes them
-    float* scales;  // [rows, blocks]
-    int32_t* sums;  // [rows, blocks], of the values
+    char* values;    // as put_numbers writes them
+    float* scales;   // [rows, blocks]
+    float* offsets;  // [rows, blocks]: scale times sum, which is multiplied with a minimum
+    int32_t* sums;   // [rows, blocks], of the values
 };
 
-// The scales and zero points of a vector of columns of a panel, in one block.
-struct BlockColumns {
-    F<LANES> scale;
+// Exact, also for numbers below fp16's normal ones.
+INLINE F<LANES> load_fp16(const uint16_t* from) {
+#if LANES == 16 && defined(__AVX512F__)
+    return (F<LANES>)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#else
+    F<LANES> x;
+    for (int i = 0; i < LANES; i += 8) {
+        __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i)));
+        memcpy((char*)&x + i * sizeof(float), &wide, sizeof wide);
+    }
+    return x;
+#endif
+}
+
+// What a weight has beside scales. Zero points and minima do not occur together.
+enum Beside { NOTHING, ZEROS, MINIMA };
+template <class Call> INLINE void of_beside(const Quantised& q, Call&& call) {
+    if (q.minima) call(std::integral_constant<Beside, MINIMA>{});
+    else if (q.zeros) call(std::integral_constant<Beside, ZEROS>{});
+    else call(std::integral_constant<Beside, NOTHING>{});
+}
+
+// The scales, zero points and minima of a vector of columns of a panel, in one block.
+template <Beside B> struct BlockColumns {
+    F<LANES> scale, minimum;
     I<LANES> zero;
 
-    INLINE_MEMBER BlockColumns(const Quantised& q, int64_t panel, int64_t b, int j) {
-        int64_t at = (panel * (q.blocks / q.group) + b / q.group) * kColumns + j * LANES;
-        scale = load<LANES>(q.scales + at);
-        zero = (q.bits == 4 ? 8 : 0) - I<LANES>{};
-        if (!q.zeros) return;
-        Halves narrow;
-        memcpy(&narrow, q.zeros + at, sizeof narrow);
-        zero = __builtin_convertvector(narrow, I<LANES>);
+    INLINE_MEMBER BlockColumns(const Quantised& q, int64_t at) {
+        scale = floats(q, q.scales, at);
+        if constexpr (B == MINIMA) minimum = floats(q, q.minima, at);
+        if constexpr (B == ZEROS) {
+            Halves narrow;
+            memcpy(&narrow, q.zeros + at, sizeof narrow);
+            zero = __builtin_convertvector(narrow, I<LANES>);
+        }
     }
-    // Adds to `to` the sums of one row, whose scale and sum are number `which`.
+    // Adds to `to` the sums of one row, whose scale and sum are number `which`. They are already less q.zero times that
+    // sum.
     INLINE_MEMBER void add(I<LANES> sums, const Rounded& x, int64_t which, float* to) const {
-        F<LANES> sum = __builtin_convertvector(sums - zero * x.sums[which], F<LANES>);
-        store<LANES>(to, fused(sum, scale * x.scales[which], load<LANES>(to)));
+        F<LANES> total = load<LANES>(to);
+        if constexpr (B == MINIMA) total = fused(minimum, splat<LANES>(x.offsets[which]), total);
+        if constexpr (B == ZEROS) sums -= zero * x.sums[which];
+        store<LANES>(to, fused(__builtin_convertvector(sums, F<LANES>), scale * x.scales[which], total));
+    }
+
+  private:
+    static INLINE_MEMBER F<LANES> floats(const Quantised& q, const void* from, int64_t at) {
+        return q.half ? load_fp16((const uint16_t*)from + at) : load<LANES>((const float*)from + at);
     }
 };
+// The index of the first of these for a panel in a block.
+INLINE int64_t columns_at(const Quantised& q, int64_t panel, int64_t b) {
+    return (panel * (q.blocks / q.group) + b / q.group) * kColumns;
+}
 
 // Sets c, [part.rows, kColumns], to the bias.
 INLINE void begin_panel(const Gemm& g, const Part& part, int64_t p, float* c, int64_t ldc) {
@@ -105,20 +147,23 @@ INLINE void round_row(const float* x, int64_t inputs, const Quantised& q, const 
         }
         int32_t sum_of = 0;
         for (int i = 0; i < LANES; i++) sum_of += total[i];
-        to.scales[row * q.blocks + b] = widest / 32767.0f + sum<LANES>(odd);
-        to.sums[row * q.blocks + b] = sum_of;
+        float scale = widest / 32767.0f + sum<LANES>(odd);
+        int64_t at = row * q.blocks + b;
+        to.scales[at] = scale, to.sums[at] = sum_of, to.offsets[at] = scale * (float)sum_of;
     }
 }
 
 // The memory of rounded rows, in floats.
 INLINE size_t rounded_floats(const Quantised& q, int64_t rows) {
-    return ((rounded_bytes(q, rows) + 63) / 64 * 64 + rows * q.blocks * 8) / sizeof(float) + 1;
+    return ((rounded_bytes(q, rows) + 63) / 64 * 64 + rows * q.blocks * 12) / sizeof(float) + 1;
 }
 
 static Rounded round_into(Pool& pool, const Quantised& q, const float* x, int64_t rows, int64_t inputs, float* to) {
     size_t room = (rounded_bytes(q, rows) + 63) / 64 * 64;
     char* memory = (char*)to;
-    Rounded r{memory, (float*)(memory + room), (int32_t*)(memory + room) + rows * q.blocks};
+    float* scales = (float*)(memory + room);
+    int64_t count = rows * q.blocks;
+    Rounded r{memory, scales, scales + count, (int32_t*)(scales + 2 * count)};
     each_row(pool, rows, inputs, [&](int64_t row) { round_row(x + row * inputs, inputs, q, r, row); });
     return r;
 }

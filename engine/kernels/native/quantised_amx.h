@@ -2,7 +2,8 @@
 //
 // A rounded number is 256 * upper + lower, of which the upper half is signed. Both halves' products are exact, so their
 // sum is that of the numbers themselves. Weights are packed by fours of inputs: [panel][four][column][4] bytes. 4 bits:
-// [panel][8 inputs][column][4] bytes, whose low bits hold the first four inputs.
+// [panel][8 inputs][column][4] bytes, whose low bits hold the first four inputs. 5 and 6 bits: [panel][chunk] of
+// [column][4] bytes with the numbers' upper bits, the first four's in the lowest, then as with 4 bits.
 #pragma once
 
 #include "quantised.h"
@@ -77,18 +78,36 @@ struct BlockSums {
     }
 };
 
-// Widens a block of a panel from 4 bits to 8.
-INLINE void widen_block(const char* from, int64_t inputs, char* to) {
-    for (int64_t k = 0; k < inputs; k += 8, from += kFourBytes, to += 2 * kFourBytes) {
-        __builtin_prefetch(from + 2048), __builtin_prefetch(from + 2112), __builtin_prefetch(from + 2176);
-        for (int j = 0; j < kFourBytes; j += 4 * LANES) {
-            U<LANES> both;
-            memcpy(&both, from + j, sizeof both);
-            U<LANES> first = both & 0x0f0f0f0f, second = both >> 4 & 0x0f0f0f0f;
-            memcpy(to + j, &first, sizeof first);
-            memcpy(to + kFourBytes + j, &second, sizeof second);
+// Widens a block of a panel from fewer bits to 8.
+template <int BITS> INLINE void widen_block(const char* from, int64_t inputs, char* to) {
+    constexpr int UPPER = upper_bits(BITS);
+    constexpr uint32_t MASK = ((1u << UPPER) - 1) * 0x01010101u;
+    for (int64_t k = 0; k < inputs; k += chunk_inputs(BITS)) {
+        const char* upper = from;
+        if constexpr (UPPER) from += kFourBytes;
+        for (int e = 0; e < chunk_inputs(BITS); e += 8, from += kFourBytes, to += 2 * kFourBytes) {
+            __builtin_prefetch(from + 2048), __builtin_prefetch(from + 2112), __builtin_prefetch(from + 2176);
+            for (int j = 0; j < kFourBytes; j += 4 * LANES) {
+                U<LANES> both;
+                memcpy(&both, from + j, sizeof both);
+                U<LANES> first = both & 0x0f0f0f0f, second = both >> 4 & 0x0f0f0f0f;
+                if constexpr (UPPER) {
+                    U<LANES> bits;
+                    memcpy(&bits, upper + j, sizeof bits);
+                    bits >>= e / 4 * UPPER;
+                    first |= (bits & MASK) << 4;
+                    second |= (bits >> UPPER & MASK) << 4;
+                }
+                memcpy(to + j, &first, sizeof first);
+                memcpy(to + kFourBytes + j, &second, sizeof second);
+            }
         }
     }
+}
+INLINE void widen_block(const Quantised& q, const char* from, char* to) {
+    if (q.bits == 4) widen_block<4>(from, q.block, to);
+    else if (q.bits == 5) widen_block<5>(from, q.block, to);
+    else widen_block<6>(from, q.block, to);
 }
 
 // Holds configured tiles while it lives.
@@ -104,8 +123,8 @@ struct QuantisedPanels {
         const char* weight = (const char*)q.values + p * q.blocks * bytes();
         alignas(64) char wide[kMostBlock * kColumns];
         for (int64_t b = 0; b < q.blocks; b++, weight += bytes()) {
-            if (q.bits == 4) widen_block(weight, q.block, wide);
-            add_block(p, b, q.bits == 4 ? wide : weight, ahead_of(weight), c, ldc);
+            if (q.bits < 8) widen_block(q, weight, wide);
+            add_block(p, b, q.bits < 8 ? wide : weight, ahead_of(weight), c, ldc);
         }
     }
 
@@ -117,7 +136,7 @@ struct QuantisedPanels {
     // while the rows' other blocks stay in the nearest cache.
     INLINE_MEMBER WeightsAhead ahead_of(const char* weight) const {
         int64_t count = (part.rows + kTileRows - 1) / kTileRows, asks = 3 * count * (q.block / step_inputs(q));
-        if (q.bits == 4) return {weight, 0, true};
+        if (q.bits < 8) return {weight, 0, true};
         return {weight + (count > 1 ? bytes() : kAheadOfTiles), (bytes() / asks + 63) / 64 * 64, true};
     }
 
@@ -127,11 +146,17 @@ struct QuantisedPanels {
         for (int64_t r = 0; r < part.rows; r += kTileRows) {
             BlockSums sums;
             sums.take(rows_tile(q, x, part.first + r, b * q.block), weight, q.block / step, step, ahead);
-            for (int j = 0; j < kVectors; j++) {
-                BlockColumns columns(q, p, b, j);
-                for (int64_t i = r; i < std::min<int64_t>(r + kTileRows, part.rows); i++)
-                    columns.add(sums.of(i - r, j * LANES), x, (part.first + i) * q.blocks + b, c + i * ldc + j * LANES);
-            }
+            int64_t end = std::min<int64_t>(r + kTileRows, part.rows);
+            of_beside(q, [&](auto beside) {
+                for (int j = 0; j < kVectors; j++) {
+                    BlockColumns<decltype(beside)::value> columns(q, columns_at(q, p, b) + j * LANES);
+                    for (int64_t i = r; i < end; i++) {
+                        int64_t which = (part.first + i) * q.blocks + b;
+                        I<LANES> of = sums.of(i - r, j * LANES) - (int32_t)q.zero * x.sums[which];
+                        columns.add(of, x, which, c + i * ldc + j * LANES);
+                    }
+                }
+            });
         }
     }
 };

@@ -1,7 +1,8 @@
 // Quantised products of pairs of 16-bit integers, in registers. quantised.h includes this in a build without TILES.
 //
 // 8 bits: [panel][pair of inputs][column][2], signed. 4 bits: [panel][8 inputs][column][2] words of 16 bits. The lowest
-// bits hold the first pair of inputs, so that a mask and shifts extract four vectors of numbers in order.
+// bits hold the first pair of inputs, so that a mask and shifts extract four vectors of numbers in order. 5 and 6 bits:
+// [panel][chunk] of [column][2] words with the numbers' upper bits, the first pair's in the lowest, then as with 4 bits.
 #pragma once
 
 #include "quantised.h"
@@ -45,7 +46,7 @@ INLINE Words load_numbers(const char* from) {
     return x;
 }
 
-// The bytes of `inputs` inputs of a panel, for 4, 8 and (widened) 16 bits.
+// The bytes of `inputs` inputs of a panel; 16 bits: widened.
 template <int BITS> INLINE int64_t bytes_of(int64_t inputs) { return inputs * kColumns * BITS / 8; }
 
 // Calls call(k, numbers) for each pair of inputs of a panel.
@@ -67,22 +68,35 @@ template <int BITS, class Call> INLINE void each_pair(const char* w, int64_t inp
             call(k, numbers);
         }
     } else {
-        for (int64_t k = 0; k < inputs; k += 8, w += bytes_of<4>(8)) {
-            Words words[kVectors];
-            for (int j = 0; j < kVectors; j++) words[j] = load_numbers(w + j * sizeof(Words));
-            __builtin_prefetch(w + 2048);
-            __builtin_prefetch(w + 2112);
+        constexpr int UPPER = upper_bits(BITS);
+        constexpr int16_t MASK = ((1 << UPPER) - 1) << 4;
+        for (int64_t k = 0; k < inputs; k += chunk_inputs(BITS)) {
+            const char* upper = w;
+            if constexpr (UPPER) w += kVectors * sizeof(Words);
+            for (int e = 0; e < chunk_inputs(BITS); e += 8, w += bytes_of<4>(8)) {
+                Words words[kVectors];
+                for (int j = 0; j < kVectors; j++) words[j] = load_numbers(w + j * sizeof(Words));
+                __builtin_prefetch(w + 2048);
+                __builtin_prefetch(w + 2112);
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; i++) {
-                for (int j = 0; j < kVectors; j++) numbers[j] = (words[j] >> (4 * i)) & 15;
-                call(k + 2 * i, numbers);
+                for (int i = 0; i < 4; i++) {
+                    for (int j = 0; j < kVectors; j++) {
+                        numbers[j] = (words[j] >> (4 * i)) & 15;
+                        if constexpr (UPPER) {
+                            int shift = (e / 2 + i) * UPPER - 4;
+                            Words bits = load_numbers(upper + j * sizeof(Words));
+                            numbers[j] |= (shift < 0 ? bits << -shift : bits >> shift) & MASK;
+                        }
+                    }
+                    call(k + e + 2 * i, numbers);
+                }
             }
         }
     }
 }
 
-// Widens one block of a panel to 16 bits, for several tiles of rows.
-template <int BITS> INLINE void widen_block(const char* w, int64_t inputs, char* wide) {
+// Widens blocks of a panel to 16 bits, for several tiles of rows.
+template <int BITS> INLINE void widen_blocks(const char* w, int64_t inputs, char* wide) {
     each_pair<BITS>(w, inputs, [&](int64_t k, const Words* numbers) {
         for (int j = 0; j < kVectors; j++)
             memcpy(wide + bytes_of<16>(k) + j * sizeof(Words), numbers + j, sizeof(Words));
@@ -91,14 +105,23 @@ template <int BITS> INLINE void widen_block(const char* w, int64_t inputs, char*
 
 // Adds to c, [M, kColumns], the product of M rows and the blocks from `begin` to `end` of a panel, which are at `w`.
 template <int M, int BITS>
-static __attribute__((noinline)) void quantised_tile(const Quantised& q, const Rounded& x, int64_t row, int64_t panel,
-                                                     int64_t begin, int64_t end, const char* w, float* c, int64_t ldc) {
+static __attribute__((noinline)) void quantised_tile(const Quantised& weight, const Rounded& rounded, int64_t row,
+                                                     int64_t panel, int64_t begin, int64_t end, const char* w, float* c,
+                                                     int64_t ldc) {
+    // Copies, which no store into c can change.
+    const Quantised q = weight;
+    const Rounded x = rounded;
     int64_t depth = q.blocks * q.block;
     for (int64_t b = begin; b < end; b++, w += bytes_of<BITS>(q.block)) {
         const int16_t* values = (const int16_t*)x.values + row * depth + b * q.block;
+        int64_t which = row * q.blocks + b, at = columns_at(q, panel, b);
         I<LANES> sums[M][kVectors];
-        for (int i = 0; i < M; i++)
-            for (int j = 0; j < kVectors; j++) sums[i][j] = I<LANES>{};
+#pragma GCC unroll 8
+        for (int i = 0; i < M; i++) {
+            I<LANES> less = -(int32_t)q.zero * x.sums[which + i * q.blocks] - I<LANES>{};
+#pragma GCC unroll 4
+            for (int j = 0; j < kVectors; j++) sums[i][j] = less;
+        }
         each_pair<BITS>(w, q.block, [&](int64_t k, const Words* numbers) {
 #pragma GCC unroll 8
             for (int i = 0; i < M; i++) {
@@ -107,10 +130,14 @@ static __attribute__((noinline)) void quantised_tile(const Quantised& q, const R
                 for (int j = 0; j < kVectors; j++) sums[i][j] = add_pairs(sums[i][j], value, numbers[j]);
             }
         });
-        for (int j = 0; j < kVectors; j++) {
-            BlockColumns columns(q, panel, b, j);
-            for (int i = 0; i < M; i++) columns.add(sums[i][j], x, (row + i) * q.blocks + b, c + i * ldc + j * LANES);
-        }
+        of_beside(q, [&](auto beside) {
+#pragma GCC unroll 4
+            for (int j = 0; j < kVectors; j++) {
+                BlockColumns<decltype(beside)::value> columns(q, at + j * LANES);
+#pragma GCC unroll 8
+                for (int i = 0; i < M; i++) columns.add(sums[i][j], x, which + i * q.blocks, c + i * ldc + j * LANES);
+            }
+        });
     }
 }
 
@@ -127,10 +154,14 @@ INLINE void add_panel(const Quantised& q, const Rounded& x, int64_t row, int64_t
                       int64_t ldc) {
     const char* w = (const char*)q.values + panel * bytes_of<BITS>(q.blocks * q.block);
     if (rows <= 2 * kRows) return quantised_tiles<BITS>(q, x, row, rows, panel, 0, q.blocks, w, c, ldc);
+    // As many blocks at one time as have the inputs of the largest block.
     alignas(64) char wide[kMostBlock * kColumns * 2];
-    for (int64_t b = 0; b < q.blocks; b++, w += bytes_of<BITS>(q.block)) {
-        widen_block<BITS>(w, q.block, wide);
-        quantised_tiles<16>(q, x, row, rows, panel, b, b + 1, wide, c, ldc);
+    int64_t together = kMostBlock / q.block;
+    for (int64_t b = 0; b < q.blocks; b += together) {
+        int64_t end = std::min(b + together, q.blocks), inputs = (end - b) * q.block;
+        widen_blocks<BITS>(w, inputs, wide);
+        w += bytes_of<BITS>(inputs);
+        quantised_tiles<16>(q, x, row, rows, panel, b, end, wide, c, ldc);
     }
 }
 
@@ -143,6 +174,8 @@ struct QuantisedPanels {
     void operator()(int64_t p, float* c, int64_t ldc = kColumns) const {
         begin_panel(g, part, p, c, ldc);
         if (q.bits == 8) add_panel<8>(q, x, part.first, part.rows, p, c, ldc);
+        else if (q.bits == 6) add_panel<6>(q, x, part.first, part.rows, p, c, ldc);
+        else if (q.bits == 5) add_panel<5>(q, x, part.first, part.rows, p, c, ldc);
         else add_panel<4>(q, x, part.first, part.rows, p, c, ldc);
     }
 };

@@ -43,7 +43,8 @@ class Quantised(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Matrix(Quantised):
-    """A matrix of integers: weight[n, order[k]] = (q[n, k] - zeros[k // group, n]) * scales[k // group, n]"""
+    """A matrix of integers. weight[n, order[k]] = (q[n, k] - zeros[g, n]) * scales[g, n] + minima[g, n], where g is
+    k // group."""
 
     bits: int
     """4 or 8."""
@@ -52,9 +53,16 @@ class Matrix(Quantised):
     scales: Tensor
     """[groups, outputs], floating."""
     zeros: Tensor | None
-    """uint8 [groups, outputs]; None if all are 2 ** (bits - 1)."""
+    """uint8 [groups, outputs]; None if all are `middle`."""
     order: Tensor | None
     """int64 [inputs]: the input of each column; None if they are in order."""
+    minima: Tensor | None = None
+    """[groups, outputs], of the scales' dtype; None if all are 0."""
+
+    @property
+    def middle(self) -> int:
+        """What stands for 0, or for the minimum, without zero points: half of all numbers; 0 with 4 bits and minima."""
+        return 0 if self.bits == 4 and self.minima is not None else 2 ** (self.bits - 1)
 
     @property
     def group(self) -> int:
@@ -75,17 +83,33 @@ class Matrix(Quantised):
     def packed(self) -> Int4Weight | Int8Weight:
         """The packed weights, without the order. With 8 bits, only for matrices without zero points."""
         if self.bits == 4:
-            return Int4Weight.pack(self.q, self.scales, self.zeros, self.group)
-        return Int8Weight.pack((self.q.to(torch.int16) - 128).to(torch.int8), self.scales, self.group)
+            return Int4Weight.pack(self.q, self.scales, self.zeros, self.group, self.minima)
+        return Int8Weight.pack((self.q.to(torch.int16) - 128).to(torch.int8), self.scales, self.group, self.minima)
 
-    def widened(self) -> Matrix:
+    def _widened(self) -> Matrix:
         """The same weights with 8 bits. Only for matrices without zero points."""
-        return self if self.bits == 8 else replace(self, bits=8, q=self.q + (128 - 8))
+        return self if self.bits == 8 else replace(self, bits=8, q=self.q + (128 - self.middle))
+
+    def _with_minima(self) -> Matrix:
+        """The same weights with a minimum for each group. Only for matrices without zero points."""
+        if self.minima is not None:
+            return self
+        # With 4 bits, numbers then count from 0. The scale times 8 is exact.
+        return replace(self, minima=self.scales * (-self.middle if self.bits == 4 else 0))
+
+    def _in_groups_of(self, group: int) -> Matrix:
+        """The same weights in groups of `group`, which divides this matrix's. Only for those without zero points."""
+        times = self.group // group
+        minima = None if self.minima is None else self.minima.repeat_interleave(times, 0)
+        return replace(self, scales=self.scales.repeat_interleave(times, 0), minima=minima)
 
     def dequantise(self) -> Tensor:
         grouped = self.q.float().view(len(self.q), -1, self.group)
-        zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros.T.float()[..., None]
-        sorted_ = ((grouped - zeros) * self.scales.T.float()[..., None]).flatten(1)
+        zeros = self.middle if self.zeros is None else self.zeros.T.float()[..., None]
+        weights = (grouped - zeros) * self.scales.T.float()[..., None]
+        if self.minima is not None:
+            weights += self.minima.T.float()[..., None]
+        sorted_ = weights.flatten(1)
         if self.order is None:
             return sorted_
         return torch.empty_like(sorted_).index_copy_(1, self.order, sorted_)
@@ -95,29 +119,46 @@ class Matrix(Quantised):
         if len(alike) < len(others):
             return None
         all_ = [self, *alike]
-        zeros = (
-            None if self.zeros is None else torch.cat([matrix.zeros for matrix in all_ if matrix.zeros is not None], 1)
-        )
-        return Matrix(
-            self.bits,
-            torch.cat([matrix.q for matrix in all_]),
-            torch.cat([matrix.scales for matrix in all_], 1),
-            zeros,
-            self.order,
+
+        def beside(of_groups: Sequence[Tensor | None]) -> Tensor | None:
+            tensors = [tensor for tensor in of_groups if tensor is not None]
+            return torch.cat(tensors, 1) if tensors else None
+
+        return replace(
+            self,
+            q=torch.cat([matrix.q for matrix in all_]),
+            scales=torch.cat([matrix.scales for matrix in all_], 1),
+            zeros=beside([matrix.zeros for matrix in all_]),
+            minima=beside([matrix.minima for matrix in all_]),
         )
 
     def _is_like(self, other: Matrix) -> bool:
         return (
-            (self.bits, self.group, self.zeros is None, self.order is None, self.scales.dtype)
-            == (other.bits, other.group, other.zeros is None, other.order is None, other.scales.dtype)
+            (self.bits, self.group, self.zeros is None, self.minima is None, self.order is None, self.scales.dtype)
+            == (
+                other.bits,
+                other.group,
+                other.zeros is None,
+                other.minima is None,
+                other.order is None,
+                other.scales.dtype,
+            )
         ) and (self.order is None or other.order is None or torch.equal(self.order, other.order))
 
 
 def stacked(parts: Sequence[Quantised]) -> Quantised | None:
-    """Stack matrices into one. None if they are not quantised alike. Of symmetric matrices with 4 and with 8 bits,
-    those with 4 get 8, which changes no weight."""
-    if len({part.bits for part in parts if isinstance(part, Matrix)}) > 1:
-        parts = [part.widened() if isinstance(part, Matrix) and part.zeros is None else part for part in parts]
+    """Stack matrices into one. None if they are not quantised alike. Matrices without zero points are made alike, which
+    changes no weight: they get 8 bits if some have 8, the smallest groups, and minima if some have them."""
+    plain = [part for part in parts if isinstance(part, Matrix) and part.zeros is None and part.order is None]
+    if len(plain) == len(parts):
+        if len({part.bits for part in plain}) > 1:
+            plain = [part._widened() for part in plain]
+        group = min(part.group for part in plain)
+        if all(part.group % group == 0 for part in plain):
+            plain = [part._in_groups_of(group) for part in plain]
+        if any(part.minima is not None for part in plain):
+            plain = [part._with_minima() for part in plain]
+        parts = plain
     return parts[0].stacked_on(parts[1:])
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from engine.errors import ModelError
 from engine.text.config import Config, is_of_head
 from engine.text.gguf import TYPES
-from engine.text.tensors import BLOCKS, KEPT_GROUP
+from engine.text.tensors import BLOCKS
 
 Form = Literal["gptq", "awq", "packed", "int8", "fp8", "gguf"]
 
@@ -53,7 +53,7 @@ def read_scheme(config: Config) -> Scheme | None:
     """Read the scheme. None if the checkpoint is not quantised. Raises ModelError naming an unsupported setting."""
     types = config.get(TYPES)
     if isinstance(types, dict) and types.keys() & BLOCKS.keys():
-        return Scheme("gguf", 8, KEPT_GROUP)
+        return Scheme("gguf", 8)
     if "quantization_config" not in config:
         return None
     value = config.get("quantization_config")

@@ -16,7 +16,7 @@ from engine.kernels.packed import MIDDLE
 from engine.quant.formats.gguf import unpacked as unpacked_blocks
 from engine.quant.formats.matrix import Matrix, Quantised, grouped_order
 from engine.quant.formats.scheme import Form, Scheme
-from engine.text.tensors import BLOCKS, EXACT, FOUR_BITS, KEPT_GROUP, StoredTensor
+from engine.text.tensors import BLOCKS, KEPT, StoredTensor
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: The place of each of 8 outputs in its word.
@@ -295,7 +295,8 @@ class Fp8Stored(Stored):
 class GgufMatrix(Stored):
     """A matrix of a GGUF file: rows of blocks (gguf.py), uint8 [outputs, bytes].
 
-    Types without minima in groups of 32 or more keep their integers. Others are rounded to 8 bits in groups of 32.
+    All types keep their integers. Scales and minima of the K types are products of two numbers, which are rounded to
+    fp16: by at most a 2048th. Those of other types are in fp16 in the file.
     """
 
     #: The numbers that are unpacked at one time.
@@ -311,21 +312,30 @@ class GgufMatrix(Stored):
     def read(self) -> Matrix:
         rows = self.places["weight"]
         parts = [self._read(part) for part in rows.split(max(1, self._AT_ONCE // self.inputs))]  # type: ignore[no-untyped-call]
-        q, scales = (torch.cat(each) for each in zip(*parts, strict=True))
-        if not scales.is_meta and not bool(torch.isfinite(scales).all()):
-            raise ModelError(f"{self.name}.weight has scales that are no finite numbers")
-        return Matrix(4 if self._kind in FOUR_BITS else 8, q, scales.T.contiguous(), None, None)
+        q, scales, minima = (
+            None if each[0] is None else torch.cat([part for part in each if part is not None])
+            for each in zip(*parts, strict=True)
+        )
+        for numbers, what in ((scales, "scales"), (minima, "minima")):
+            if numbers is not None and not numbers.is_meta and not bool(torch.isfinite(numbers).all()):
+                raise ModelError(f"{self.name}.weight has {what} that are no finite numbers")
+        if q is None or scales is None:
+            raise ModelError(f"{self.name}.weight has no rows")
+        minima = None if minima is None else minima.T.contiguous()
+        return Matrix(self._bits, q, scales.T.contiguous(), None, None, minima)
 
-    def _read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """q as Matrix has it, uint8 [rows, inputs], and scales, fp32 [rows, groups]."""
-        groups = unpacked_blocks(self._kind, rows)
-        middle = MIDDLE if self._kind in FOUR_BITS else 128
-        if self._kind in EXACT:
-            return (groups.q + middle).to(torch.uint8).flatten(1), groups.scales
-        weights = groups.weights().view(len(rows), -1, KEPT_GROUP)
-        scales = weights.abs().amax(-1) / 127
-        q = (weights / torch.where(scales > 0, scales, 1)[..., None]).round() + middle
-        return q.to(torch.uint8).flatten(1), scales
+    @property
+    def _bits(self) -> int:
+        return 4 if KEPT[self._kind].bits == 4 else 8
+
+    def _read(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """q as Matrix has it, uint8 [rows, inputs], and scales and minima, [rows, groups]."""
+        groups, kept = unpacked_blocks(self._kind, rows), KEPT[self._kind]
+        # Scales of Q8_K are in fp32 in the file.
+        dtype = torch.float16 if kept.scale_bits == 16 else torch.float32
+        minima = None if groups.minima is None else groups.minima.to(dtype)
+        middle = 128 if self._bits == 8 else 0 if kept.minima else MIDDLE
+        return (groups.q + middle).to(torch.uint8).flatten(1), groups.scales.to(dtype), minima
 
 
 _FORMS: Final[dict[Form, type[Stored]]] = {

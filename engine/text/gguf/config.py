@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from engine.declared import shown
 from engine.errors import ModelError
 from engine.text.config import MOST_LAYERS
 from engine.text.gguf.header import GgufFile
-from engine.text.tensors import BLOCKS, EXACT, FOUR_BITS, KEPT_GROUP
+from engine.text.tensors import BLOCKS, KEPT, KeptBlocks
 
 #: The setting that only a GGUF file's configuration has: the number of weights by the type in which they are stored.
 TYPES: Final = "gguf_types"
@@ -26,6 +27,8 @@ _ENDS: Final = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "<|end_of_text|>"}
 )
 _CONTROL: Final = 3
+#: The fewest inputs of a group of weights on a GPU (engine/kernels/gpu.py).
+_GPU_GROUP: Final = 32
 #: The layers of the largest models of Gemma 2 and 3, which scale scores by another width than a head's.
 _WIDE_GEMMAS: Final = {"gemma2": 46, "gemma3": 62}
 #: general.sampling's keys and generation_config.json's.
@@ -103,24 +106,37 @@ def _types(file: GgufFile) -> dict[str, int]:
     return dict(counts.most_common())
 
 
-def in_memory(types: Mapping[str, int], dtype: str, kept: bool = True) -> str:
-    """A text for people: what becomes of a file's weights in memory, and the bytes that they take there.
+def in_memory(types: Mapping[str, int], dtype: str, kept: bool = True, *, gpu: bool = False) -> str:
+    """A text for people: what becomes of a file's weights in memory, the bytes that they take there, and how many times
+    those of the file that is.
 
     `types`: the number of weights by type. `dtype`: of weights that are not quantised in memory. `kept`: whether
-    quantised weights stay so.
+    quantised weights stay so. `gpu`: whether Triton's kernels multiply them.
     """
-    total, memory, parts = sum(types.values()), 0, []
+    total, memory, stored, parts = sum(types.values()), 0.0, 0, []
     for kind, count in types.items():
-        if kind in BLOCKS and kept:
-            bits = 4 if kind in FOUR_BITS else 8
-            memory += count * bits // 8 + count // KEPT_GROUP * 4
-            how = "as it is" if kind in EXACT else f"rounded to {bits} bits"
+        numbers, size = BLOCKS.get(kind) or (1, 4 if kind == "F32" else 2)
+        stored += count // numbers * size
+        if kind in KEPT and kept:
+            bits, how = _bits_in_memory(KEPT[kind], gpu)
         else:
-            memory += count * (4 if dtype == "float32" else 2)
-            how = f"dequantised to {dtype}" if kind in BLOCKS else f"as {dtype}"
+            bits = 32.0 if dtype == "float32" else 16.0
+            how = f"dequantised to {dtype}" if kind in KEPT else f"as {dtype}"
+        memory += count * bits / 8
         if count >= total / 200:
             parts.append(f"{kind} ({count / total:.0%}) {how}")
-    return f"{', '.join(parts)}: {memory / 1e6:,.1f} MB in memory"
+    times = memory / stored if stored else 1.0
+    return f"{', '.join(parts)}: {memory / 1e6:,.1f} MB in memory, {times:.2f} times the file's"
+
+
+def _bits_in_memory(kept: KeptBlocks, gpu: bool) -> tuple[float, str]:
+    """The bits of a weight, with its share of a scale, and what is done to it."""
+    if gpu and (kept.minima or kept.group < _GPU_GROUP):
+        # With scales in fp32.
+        return 8 + 32 / _GPU_GROUP, "rounded to 8 bits"
+    if gpu and kept.bits < 8:
+        return replace(kept, bits=4 if kept.bits == 4 else 8).bits_per_weight, "as it is"
+    return kept.bits_per_weight, "as it is"
 
 
 def _shared(m: _Metadata) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from engine.kernels.layer import PreparedLinear
 from engine.kernels.packed import MIDDLE, Int4Weight, Int8Weight
 
 MOST_ROWS = 64
+#: The fewest inputs of a group. The tiles of smaller ones would be too small.
+LEAST_GROUP = 32
 #: The wanted number of programs of a launch with few rows: two for each multiprocessor of an H100 or H200. It is fixed,
 #: so that sums are split alike on all devices. It does not depend on the number of rows either, so that a row is summed
 #: in the same way in any batch.

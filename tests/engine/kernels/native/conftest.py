@@ -33,7 +33,19 @@ def compiled(factory: pytest.TempPathFactory, name: str, *flags: str, source: Pa
     own = factory.getbasetemp()
     folder = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     path, part = folder / f"{name}.so", folder / f"{name}.part"
-    every = ["-std=c++17", "-Og", "-mavx2", "-mfma", "-DLANES=16", "-shared", "-fPIC", "-pthread", "-Wno-psabi", *flags]
+    every = [
+        "-std=c++17",
+        "-Og",
+        "-mavx2",
+        "-mfma",
+        "-mf16c",
+        "-DLANES=16",
+        "-shared",
+        "-fPIC",
+        "-pthread",
+        "-Wno-psabi",
+        *flags,
+    ]
     with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():

@@ -17,13 +17,37 @@ GIVEN = torch.Generator().manual_seed(3)
 #: Outputs and inputs: whole panels and not; whole blocks and not.
 SHAPES = [(96, 256), (50, 192), (7, 96), (240, 128)]
 Weight = Int4Weight | Int8Weight
+
+
+def of_integers(shape: tuple[int, ...], low: int, high: int, group: int, *, minima: bool = False) -> Weight:
+    """A weight of integers from `low` to `high`, with fp16 scales, as of GGUF's types."""
+    outputs, inputs = shape
+    q = torch.randint(low, high + 1, (outputs, inputs), generator=GIVEN)
+    q[0, :2] = torch.tensor([low, high])
+    sizes = (inputs // group, outputs)
+    scales = torch.rand(sizes, generator=GIVEN).half()
+    lowest = -8 * torch.rand(sizes, generator=GIVEN).half() if minima else None
+    if high - low < 16:
+        return Int4Weight.pack(q if minima else q + 8, scales, None, group, lowest)
+    return Int8Weight.pack(q, scales, group, lowest)
+
+
 WEIGHTS: dict[str, Callable[[Tensor], Weight]] = {
     "int8": Int8Weight.quantise,
     "int8-32": lambda weight: Int8Weight.quantise(weight, 32),
     "int4-32": lambda weight: Int4Weight.quantise(weight, 32),
     "int4-32-zeros": lambda weight: Int4Weight.quantise(weight, 32, symmetric=False),
     "int4-whole-zeros": lambda weight: Int4Weight.quantise(weight, weight.shape[1], symmetric=False),
+    "int4-32-minima": lambda weight: of_integers(weight.shape, 0, 15, 32, minima=True),
+    "int4-16": lambda weight: of_integers(weight.shape, -4, 3, 16),
+    "int5-32-minima": lambda weight: of_integers(weight.shape, 0, 31, 32, minima=True),
+    "int5-32": lambda weight: of_integers(weight.shape, -16, 15, 32),
+    "int6-16": lambda weight: of_integers(weight.shape, -32, 31, 16),
+    "int6-16-minima": lambda weight: of_integers(weight.shape, -32, 31, 16, minima=True),
+    "int8-32-minima": lambda weight: of_integers(weight.shape, -128, 127, 32, minima=True),
 }
+#: The bits in which they are packed.
+BITS = {kind: int(kind.removeprefix("int")[0]) for kind in WEIGHTS}
 
 
 def close(got: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> None:
@@ -56,15 +80,43 @@ def test_the_largest_numbers_do_not_overflow(make: Make) -> None:
     close(make(torch.bfloat16, 1).prepare_quantised(four, None)(x), x, four)
 
 
-def test_groups_that_no_block_fits_are_written_out(make: Make) -> None:
-    weight = Int4Weight.quantise(torch.randn(24, 96, generator=GIVEN), 48)
-    x = torch.randn(3, 96, generator=GIVEN)
-    order = torch.randperm(96, generator=GIVEN)
-    kernels = make(torch.float32, 1)
-    dense = weight.dequantise().T
-    torch.testing.assert_close(kernels.prepare_quantised(weight, None)(x), x @ dense, rtol=1e-4, atol=1e-4)
-    ordered = kernels.prepare_ordered(weight, None, order)
-    torch.testing.assert_close(ordered(x), x[:, order] @ dense, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_weights_take_the_bits_that_hold_their_numbers(make: Make, kind: str) -> None:
+    kernels, weight = make(torch.bfloat16, 1), WEIGHTS[kind](torch.randn(96, 192, generator=GIVEN))
+    kernels.prepare_quantised(weight, None)
+    half = weight.scales.dtype == torch.float16
+    numbers = weight.scales.numel() * (1 + (weight.minima is not None))
+    zeros = 0 if weight.zeros is None else 2 * weight.zeros.numel()
+    assert kernels.weight_bytes == 96 * 192 * BITS[kind] // 8 + numbers * (2 if half else 4) + zeros
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_of_a_packed_weight_are_looked_up(make: Make, kind: str, shape: tuple[int, int]) -> None:
+    """To the bit: an embedding that is tied to a head is kept once."""
+    kernels, weight = make(torch.bfloat16, 1), WEIGHTS[kind](torch.randn(shape, generator=GIVEN))
+    outputs = torch.tensor([0, 6, shape[0] - 1, 3, 6])
+    rows = kernels.lookup(kernels.prepare_quantised(weight, None))
+    assert rows is not None
+    assert torch.equal(rows(outputs), weight.dequantise()[outputs])
+    assert kernels.lookup(kernels.prepare_ordered(weight, None, torch.randperm(shape[1], generator=GIVEN))) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(7, 33), (96, 64)], ids=str)
+def test_rows_of_a_dense_weight_are_looked_up(make: Make, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    kernels, weight = make(dtype, 1), torch.randn(shape, generator=GIVEN).to(dtype)
+    outputs = torch.tensor([5, 0, 5])
+    rows = kernels.lookup(kernels.prepare_head(weight, None))
+    assert rows is not None
+    assert torch.equal(rows(outputs), weight[outputs])
+
+
+def test_minima_smaller_than_the_normal_numbers_of_fp16_are_exact(make: Make) -> None:
+    scales = torch.full((1, 24), 2.0**-24, dtype=torch.float16)
+    weight = Int4Weight.pack(torch.full((24, 32), 3, dtype=torch.uint8), scales, None, 32, -scales)
+    product = make(torch.bfloat16, 1).prepare_quantised(weight, None)(torch.ones(1, 32))
+    assert torch.equal(product, torch.full((1, 24), 32 * 2 * 2.0**-24))
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ from tests.histories import examples
 
 pytest.importorskip("triton")
 
+from engine.kernels.gpu import Gpu
 from engine.kernels.triton.products.quantised import MOST_ROWS, int4_linear, int8_linear, splits
 
 #: Of the result, against its norm: the rounding of the result, and of partial sums in fp32.
@@ -23,9 +26,8 @@ TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6}
 
 
 def on(where: torch.device, weight: Int4Weight | Int8Weight) -> Int4Weight | Int8Weight:
-    moved = {name: getattr(weight, name) for name in ("packed", "scales", "zeros") if hasattr(weight, name)}
-    rest = {"group": weight.group, "shape": weight.shape}
-    return type(weight)(**{name: part if part is None else part.to(where) for name, part in moved.items()}, **rest)
+    zeros, minima = (None if of is None else of.to(where) for of in (weight.zeros, weight.minima))
+    return replace(weight, packed=weight.packed.to(where), scales=weight.scales.to(where), zeros=zeros, minima=minima)
 
 
 def prepared(weight: Int4Weight | Int8Weight, bias: Tensor | None, where: torch.device) -> PreparedLinear:
@@ -122,3 +124,16 @@ def test_sums_are_split_until_the_device_is_full_and_no_further() -> None:
     assert splits(4096, 14336 // 128) == 9
     assert splits(128256, 32) == 1
     assert splits(16, 1) == 1
+
+
+@pytest.mark.parametrize("group", [16, 32])
+def test_weights_with_minima_or_small_groups_are_rounded_to_8_bits(where: torch.device, group: int) -> None:
+    q = torch.randint(0, 16, (72, 64), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    scales = noise(64 // group, 72).abs().half()
+    weight = Int4Weight.pack(q, scales, None, group, -8 * scales if group == 32 else None)
+    rounded = Int8Weight.quantise(weight.dequantise(), 32)
+    x = noise(3, 64, dtype=torch.bfloat16)
+    kernels = Gpu(torch.bfloat16, multiprocessors=1)
+    product = kernels.prepare_quantised(on(where, weight), None)(x.to(where)).cpu()
+    assert torch.equal(product, prepared(rounded, None, where)(x.to(where)).cpu())
+    assert kernels.weight_bytes == rounded.nbytes
