@@ -141,6 +141,22 @@ def test_instructor_makes_objects(system: System, modes: str) -> None:
         assert mode["pieces"] > 1
 
 
+@pytest.mark.exhaustive
+def test_litellm_speaks_to_all_of_openais_endpoints(system: System) -> None:
+    told = python("litellm_client.py", system.url)
+    chats, responses = told["chats"], told["responses"]
+    assert chats["whole"] == chats["streamed"] == chats["routed"] == responses["whole"] == responses["streamed"]
+    assert chats["pieces"] > 2
+    assert chats["tokens"][0] == chats["tokens"][1] > 0
+    for name, place in (chats["call"], responses["call"]):
+        assert name == "weather"
+        check_place(place)
+    assert isinstance(chats["answer"], str)
+    check_person(chats["person"])
+    assert told["texts"]["tokens"] == 8
+    assert told["refused"].endswith("temperature is -1; temperature must be a number from 0 (greedy) to 100")
+
+
 def test_the_page_has_the_versions_that_are_tried() -> None:
     page = (ROOT / "docs" / "use" / "clients.md").read_text("utf-8")
     rows = re.findall(r"^\| (`.*`.*?) \| ([\d., ]+) \| .* \|$", page, re.MULTILINE)
@@ -156,6 +172,7 @@ def test_the_page_has_the_versions_that_are_tried() -> None:
         "`langchain-openai`": [ours["langchain-openai"]],
         "`pydantic-ai`": [ours["pydantic-ai-slim"]],
         "`instructor`": [ours["instructor"]],
+        "`litellm`": [ours["litellm"]],
         "`cohere`": [ours["cohere"]],
         "`lm_eval`": [harness["lm-eval"]],
         "`flower`": [ours["flower"]],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -199,7 +200,7 @@ def system(tmp_path: Path) -> Iterator[Stage]:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_system_that_keeps_its_promises_is_told_so(
-    run: Run, system: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, system: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress_texts: list[str]
 ) -> None:
     monkeypatch.setattr("workers.trials.chaos.load.Load", partial(Load, ids=600))  # its engine has no tokenizer
     monkeypatch.setenv("PENSTOCK_API_KEY", system.holders[-1].token)
@@ -215,13 +216,23 @@ def test_a_system_that_keeps_its_promises_is_told_so(
         *("chaos", "stub", "--broker", system.broker.url, "--url", f"http://127.0.0.1:{system.gateways[0]}"),
         *("--process", "worker:worker-1.g1", "--process", "worker:worker-2.g1", "--faults", "kill", "--min-kills", "1"),
         *("--exec", f"kill={kill}", "--max-interval", "1.5", "--lease", "2"),
-        *("--max-output-tokens", "60", "--concurrency", "6", "--report-dir", str(folder), "--confirm", "--json"),
+        *("--max-output-tokens", "60", "--concurrency", "6", "--report-dir", str(folder), "--confirm"),
         "--exclusive",
     )
     assert ran.status == 0, ran.err
-    report = json.loads(ran.out)
+    report = json.loads((folder / "report.json").read_text())
     assert report["kills"] == {"worker": 1}
     assert report["lost"] == report["outputs_different"] == 0
     assert report["choices_compared"] > 5
-    assert json.loads((folder / "plan.json").read_text())["faults"]
+    faults = json.loads((folder / "plan.json").read_text())["faults"]
+    begin, *told = progress_texts
+    assert begin == "load without faults"
+    assert [re.sub(r"at [0-9.]+ s: .*", "", text) for text in told[:-2] if "missed: " not in text] == [
+        f"since then: {number}/{len(faults)} " for number in range(1, len(faults) + 1)
+    ]
+    assert told[-2:] == [
+        "since then: calm: open tasks are read to their ends",
+        "since then: quiet: the same tasks once more, without faults",
+    ]
+    assert all(text.removeprefix("since then: ") in ran.err for text in told), "each is a line that stays, too"
     assert system.slots["worker-1"].process + system.slots["worker-2"].process != "worker-1.g1worker-2.g1"
