@@ -5,17 +5,19 @@ transformers says what the log-likelihoods are.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from lm_eval.api.instance import Instance
-from lm_eval.models.openai_completions import LocalCompletionsAPI
 from openai import OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conformance.conftest import TINY, System
 from tests.exhaustive import few
+
+if TYPE_CHECKING:  # it takes half a second to import: only the process that runs these tests does
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -36,12 +38,16 @@ ITEMS = [
 
 
 def client_for(system: System, **options: Any) -> LocalCompletionsAPI:
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
     return LocalCompletionsAPI(
         base_url=f"{system.url}/v1/completions", model="tiny", tokenizer=str(TINY), max_retries=1, **options
     )
 
 
 def instances(kind: str, arguments: list[tuple[Any, ...]]) -> list[Instance]:
+    from lm_eval.api.instance import Instance
+
     return [Instance(request_type=kind, doc={}, arguments=one, idx=k) for k, one in enumerate(arguments)]
 
 

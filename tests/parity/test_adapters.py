@@ -22,7 +22,6 @@ from tests.parity.conftest import TIE
 from tests.parity.driver import Driver, greedy, prompts_of, recorded
 
 transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
 
 # PEFT warns of tied embeddings, which some of these adapters untie on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -72,6 +71,7 @@ class Peer:
 
 def written(base: Path, folder: Path, kind: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> Peer:
     """A random adapter of `base` that PEFT has saved in `folder`, as PEFT itself loads it from there."""
+    peft = pytest.importorskip("peft")  # here, since it takes a second to import: only who runs these tests does
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)

@@ -21,12 +21,16 @@ from tests.engine.sentence_folders import (
 )
 from tests.exhaustive import few
 
-pytest.importorskip("sentence_transformers")
-
 BUILT = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
 #: Those shorter than the 40 tokens to which the folders cut.
 SHORT = TEXTS[:3]
 MODES = ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def the_oracle() -> None:
+    """It takes more than a second to import: only the process that runs these tests does."""
+    pytest.importorskip("sentence_transformers")
 
 
 @pytest.mark.parametrize(
