@@ -21,9 +21,8 @@ from producers.contract import keys
 from producers.contract.task import MAX_TENANT
 from producers.errors import InvalidTask, PenstockError, shown
 from producers.store.access import api_keys
-from producers.store.access.api_keys import PREFIX, Key
+from producers.store.access.api_keys import BILLION, KEPT, PREFIX, SCOPES, Key, Limits
 from producers.store.access.audit import Actor
-from producers.store.access.principal import BILLION, KEPT, SCOPES, Limits
 
 #: Scopes of a key, unless it is given others.
 USUAL: Final = ("submit", "read", "cancel")

@@ -16,8 +16,8 @@ from producers.client.aio import AsyncClient
 from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.keys import takers_of
+from producers.store.access.api_keys import KEPT, Limits
 from producers.store.access.audit import Actor
-from producers.store.access.principal import KEPT, Limits
 from producers.store.access.tenants import change
 
 #: Limits that a tenant may have: all of a key but what a key's holder agrees to, and those of what is kept.

@@ -41,7 +41,7 @@ from producers.gateway.tasks.foreground import problem_of_end
 from producers.gateway.text.forms import Forms, Judge
 from producers.gateway.text.prompts import Prompts, Templates
 from producers.store.access import api_keys, tenants
-from producers.store.access.principal import LOCAL, Account, Limits, Principal
+from producers.store.access.api_keys import LOCAL, Account, Limits, Principal
 from producers.store.usage.limits import CODES, Charge, refused
 from producers.store.usage.prices import Prices
 from producers.sweeper.batches.endpoint import Answer, Finished, PlannedTask

@@ -37,8 +37,7 @@ from producers.gateway.http.errors import ONCE, Problem, invalid_value
 from producers.gateway.http.request_body import documented, fields_of, read_object
 from producers.gateway.tasks.views import errors
 from producers.store.access import api_keys, audit
-from producers.store.access.api_keys import MAX_KEYS, OVERLAP_S, Key, TooManyKeys
-from producers.store.access.principal import SCOPES
+from producers.store.access.api_keys import MAX_KEYS, OVERLAP_S, SCOPES, Key, TooManyKeys
 
 LIMITS: dict[str, str] = {
     "rpm": "most tasks that may be submitted in a minute",

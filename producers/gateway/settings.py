@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from producers.connection.local import FILES_DIR
-from producers.store.access.principal import Limits
+from producers.store.access.api_keys import Limits
 from producers.store.protocol import READER_LEASE_S
 
 #: Open files reserved for other things than callers' connections: store, broker, logs.
@@ -32,7 +32,7 @@ class GatewaySettings:
     """Largest uploaded file; a larger one is refused with 413."""
     max_file_bytes: int = 100 << 30
     """Most bytes of one tenant's files. 0 here and in the next ones: any number; a tenant's own limit goes before it
-    (`producers.store.access.principal`)."""
+    (`producers.store.access.api_keys`)."""
     max_files: int = 10_000
     """Most files of one tenant."""
     max_batches: int = 100

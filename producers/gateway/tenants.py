@@ -12,7 +12,7 @@ from producers.gateway.http.request_body import documented, read_object
 from producers.gateway.keys import KEPT_SCHEMAS, LIMIT_SCHEMAS, TenantLimits, nullable
 from producers.gateway.tasks.views import errors
 from producers.store.access import tenants
-from producers.store.access.principal import Limits
+from producers.store.access.api_keys import Limits
 from producers.store.access.tenants import MAX_LIMITED, TooManyTenants
 
 router = APIRouter(prefix="/v1/tenants", tags=["keys"], dependencies=ADMINISTERS)

@@ -34,7 +34,7 @@ from producers.gateway.http.errors import (
     wrong,
 )
 from producers.store import files
-from producers.store.access.principal import Limits
+from producers.store.access.api_keys import Limits
 from producers.store.blobs import BlobWriter
 from producers.store.files import BATCH, KEPT_S
 from producers.store.idempotency import digest

@@ -45,7 +45,7 @@ from redis.asyncio import Redis
 from producers.connection.script import Call, aexecute_many, script, text
 from producers.contract import keys, levels
 from producers.contract.keys import timed_id
-from producers.store.access.principal import LOCAL, Principal
+from producers.store.access.api_keys import LOCAL, Principal
 from producers.store.files import KEPT_S as FILES_KEPT_S
 from producers.store.protocol import PACKAGE
 

@@ -28,8 +28,8 @@ from redis.asyncio import Redis
 from producers.admin import keys
 from producers.gateway import GatewaySettings, create_app
 from producers.gateway.server import configured
+from producers.store.access.api_keys import COUNTED
 from producers.store.access.audit import Actor
-from producers.store.access.principal import COUNTED
 from tests.processes import valkey
 from tests.producers.gateway.conftest import publish
 from workers.trials.bench.connection import Connections

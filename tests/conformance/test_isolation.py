@@ -12,7 +12,7 @@ from redis import Redis
 
 from producers.contract import keys
 from producers.store.access import api_keys
-from producers.store.access.principal import Limits
+from producers.store.access.api_keys import Limits
 from tests.conformance.conftest import System, gateway, sweeping
 from tests.producers.gateway.test_keys import as_caller
 from tests.waiting import until

@@ -29,8 +29,7 @@ from producers.connection.connect import SILENT_S
 from producers.gateway.http.errors import Problem
 from producers.gateway.lru_cache import LruCache
 from producers.store.access import api_keys
-from producers.store.access.api_keys import Key
-from producers.store.access.principal import Principal
+from producers.store.access.api_keys import Key, Principal
 
 T = TypeVar("T")
 #: Reads a key by its id: the key, if there is one, and when (monotonic) the read began.

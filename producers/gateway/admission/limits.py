@@ -70,7 +70,7 @@ from producers.gateway.http.request_state import Work, resolve
 from producers.gateway.lru_cache import LruCache
 from producers.store import waiting
 from producers.store.access import tenants
-from producers.store.access.principal import KEPT, NO_LIMITS, Account, Limits, Principal
+from producers.store.access.api_keys import KEPT, NO_LIMITS, Account, Limits, Principal
 from producers.store.usage.limits import Charge, needed, refused
 from producers.store.usage.prices import Prices
 from producers.store.waiting import LEAVES_AT, REFUSED, SHORTENS, STAGES, Bounds, Pressure, Room

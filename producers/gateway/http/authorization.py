@@ -30,8 +30,8 @@ from producers.gateway.fair_share import charge_to
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.sse import OPENED
 from producers.gateway.settings import GatewaySettings
+from producers.store.access.api_keys import LOCAL, Principal
 from producers.store.access.audit import Actor
-from producers.store.access.principal import LOCAL, Principal
 from producers.store.usage.limits import Charge
 
 #: Domains in which nobody can register a name: RFC 6761, and ICANN's resolution of 2024 on private use.

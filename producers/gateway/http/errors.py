@@ -38,7 +38,7 @@ from producers.errors import (
 )
 from producers.gateway.fair_share import MOST_WAITING
 from producers.gateway.metrics import UNKNOWN
-from producers.store.access.principal import LOCAL, Principal
+from producers.store.access.api_keys import LOCAL, Principal
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from producers.contract.record import TraceParent, trace_fields, trace_id
 from producers.contract.task import Task
 from producers.gateway.http.authorization import tenant_of
 from producers.gateway.http.request_span import RequestSpan
-from producers.store.access.principal import Account
+from producers.store.access.api_keys import Account
 from producers.store.usage.limits import Charge
 from producers.store.waiting import Room
 from producers.tracing.export import Tracer

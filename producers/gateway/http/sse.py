@@ -52,8 +52,7 @@ from producers.gateway.http.connection import LiveBody, cut, live_body
 from producers.gateway.http.errors import RETRY_AFTER, Problem, body_of, problem_of, unavailable
 from producers.gateway.metrics import Stream
 from producers.store.access import api_keys
-from producers.store.access.api_keys import Credentials
-from producers.store.access.principal import LOCAL, NO_LIMITS, Limits, Principal
+from producers.store.access.api_keys import LOCAL, NO_LIMITS, Credentials, Limits, Principal
 
 logger = logging.getLogger(__name__)
 

@@ -53,7 +53,7 @@ from producers.gateway.tasks import outcome
 from producers.gateway.tasks.ownership import cancelled, owned, task_of
 from producers.gateway.tasks.submit import encoded, submitted, submitted_view
 from producers.gateway.tasks.views import Cancelled, Deleted, TaskList, TaskView, errors
-from producers.store.access.principal import Principal
+from producers.store.access.api_keys import Principal
 
 log = logging.getLogger(__name__)
 

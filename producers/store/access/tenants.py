@@ -16,8 +16,8 @@ from redis.asyncio import Redis
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun, text
 from producers.contract import keys
+from producers.store.access.api_keys import NO_LIMITS, TENANT, Account, Limits
 from producers.store.access.audit import Change
-from producers.store.access.principal import NO_LIMITS, TENANT, Account, Limits
 from producers.store.protocol import swap
 
 log = logging.getLogger(__name__)

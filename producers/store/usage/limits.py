@@ -42,7 +42,7 @@ from producers.connection.script import Call, script, text
 from producers.contract import keys
 from producers.contract.task import Task
 from producers.errors import LimitReached
-from producers.store.access.principal import Account
+from producers.store.access.api_keys import Account
 
 #: Fewest output tokens of a choice to which a task is shortened: OpenAI's least `max_output_tokens`.
 SHORTEST: Final = 16

@@ -14,7 +14,7 @@ from producers.client.submission import ResolvedModel
 from producers.contract.record import Record
 from producers.contract.stream import Event
 from producers.contract.task import Task
-from producers.store.access.principal import LOCAL, Principal
+from producers.store.access.api_keys import LOCAL, Principal
 from producers.store.usage.limits import Charge
 from producers.store.usage.prices import Prices
 

@@ -18,8 +18,7 @@ from producers.contract.record import Record, error_json, read_error
 from producers.contract.stream import End
 from producers.gateway.batch_endpoints import LineEndpoints
 from producers.store import batches
-from producers.store.access.api_keys import Key
-from producers.store.access.principal import Limits
+from producers.store.access.api_keys import Key, Limits
 from producers.sweeper.batches.endpoint import Answer, Finished, PlannedTask
 from tests.producers.contract.test_record import GOOD
 from tests.producers.gateway.conftest import Ask, Open

@@ -19,9 +19,8 @@ from producers.admin import keys as admin
 from producers.contract import keys
 from producers.gateway.fair_share import FairShare
 from producers.store.access import api_keys
-from producers.store.access.api_keys import Key
+from producers.store.access.api_keys import SCOPES, Key, Limits
 from producers.store.access.audit import Change
-from producers.store.access.principal import SCOPES, Limits
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door, Make, Open, until
 

@@ -14,7 +14,7 @@ from redis import Redis
 
 from engine.text import Tokenizer
 from producers.contract import keys
-from producers.store.access.principal import Limits
+from producers.store.access.api_keys import Limits
 from tests.producers.gateway.conftest import Make, Open, until
 from tests.producers.gateway.test_key_limits import within_a_minute
 from tests.producers.gateway.test_keys import as_caller, change, door, make

@@ -17,7 +17,7 @@ from producers.contract.task import MAX_TEXTS, Task
 from producers.errors import InvalidTask, LimitReached, QueueFull, TaskFailed
 from producers.sources.messages.replies import Reply, task_view
 from producers.store import chunks, protocol
-from producers.store.access.principal import Account, Limits
+from producers.store.access.api_keys import Account, Limits
 from producers.store.usage.limits import Charge
 from producers.store.waiting import Bounds, Room
 from producers.sweeper.tasks import advance_parents

@@ -6,7 +6,7 @@ import pytest
 
 from producers.gateway.admission import limits as admission
 from producers.gateway.admission.limits import Spent
-from producers.store.access.principal import TENANT, Account, Limits
+from producers.store.access.api_keys import TENANT, Account, Limits
 from producers.store.usage.limits import Charge
 
 KEY, ACME = Account("k" * 16, Limits(rpm=3, tpm=50)), Account(f"{TENANT}acme", Limits(rpm=5))

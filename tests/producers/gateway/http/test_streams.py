@@ -20,7 +20,7 @@ from producers.contract import keys
 from producers.gateway import app
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.sse import Bounds, Streams
-from producers.store.access.principal import Limits, Principal
+from producers.store.access.api_keys import Limits, Principal
 from tests.producers.gateway.conftest import Door, Make, Open, until
 from tests.producers.gateway.test_keys import as_caller
 from tests.producers.gateway.test_keys import make as make  # the fixture

@@ -30,7 +30,7 @@ from producers.broker.redis.keys import tier_list
 from producers.contract.record import Record
 from producers.gateway import GatewaySettings, create_app
 from producers.gateway.pages import EXAMPLES as EXAMPLES_TO_TRY
-from producers.store.access.principal import SCOPES
+from producers.store.access.api_keys import SCOPES
 from tests.exhaustive import few
 from tests.histories import examples
 from tests.producers.fake_worker import FakeWorker

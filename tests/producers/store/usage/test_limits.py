@@ -18,8 +18,8 @@ from producers.connection.script import run, text
 from producers.contract import keys
 from producers.contract.task import Task
 from producers.store import protocol
-from producers.store.access import principal
-from producers.store.access.principal import Limits
+from producers.store.access import api_keys
+from producers.store.access.api_keys import Limits
 from producers.store.usage.limits import needed, refused
 from tests.exhaustive import few
 from tests.histories import histories
@@ -211,7 +211,7 @@ class Machine(RuleBasedStateMachine):
         self.turn(accounts)
         for account in accounts:
             account.requests += 1
-        said = self.run(refused([principal.Account(one, LIMITS[one]) for one in names]))
+        said = self.run(refused([api_keys.Account(one, LIMITS[one]) for one in names]))
         used_up = [place for place, one in enumerate(accounts) if one.requests >= (one.limits.rpm or 0)]
         assert (text(said[0]), said[1]) == ("refused", used_up[0] if used_up else -1)
         least = [n for told in zip(*(one.left() for one in accounts), strict=True) for n in min(told)]

@@ -23,8 +23,7 @@ from producers.contract import keys
 from producers.gateway import batch_endpoints as line_endpoints
 from producers.gateway.batch_endpoints import LineEndpoints
 from producers.store import batches, files, protocol
-from producers.store.access.api_keys import Key
-from producers.store.access.principal import Limits
+from producers.store.access.api_keys import Key, Limits
 from producers.store.usage.prices import Prices
 from producers.sweeper.batches import expand
 from producers.sweeper.batches.duty import Batches, Turns
