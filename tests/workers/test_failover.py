@@ -13,6 +13,7 @@ import pytest
 from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run_many
 from producers.contract import keys
+from producers.contract.record import Record
 from producers.store.protocol import delete
 from tests.processes import Worker
 from tests.workers.rig import TIMES, Rig, two_servers
@@ -62,6 +63,19 @@ def test_a_killed_workers_tasks_go_on_before_its_lease_lapses(rig: Rig) -> None:
 def test_so_they_do_where_broker_and_store_are_two_servers() -> None:
     with two_servers() as rig:
         _killed(rig)
+
+
+def test_what_a_killed_worker_did_is_in_the_records_until_shortly_before(rig: Rig) -> None:
+    """Also its engine's time, which is in the same note: here each publication is noted, not one a second."""
+    first = rig.worker(**SOON | {"times": SOON["times"] | {"workers.state.delivery:NOTE_S": 0.0}})
+    (task_id,) = rig.submit(1, max_tokens=60)
+    rig.until(lambda: rig.tokens(task_id) > 8)
+    first.stop(signal.SIGKILL)
+    rig.worker(**SOON)
+    rig.check([task_id])
+    lost = Record.parse(task_id, rig.record(task_id)).runs[1]
+    assert lost.last is not None
+    assert lost.marks[-1][0] >= 4
 
 
 def test_two_killed_at_once_are_found_by_the_third(rig: Rig) -> None:

@@ -132,7 +132,7 @@ class Batch:
         if append is None:
             append = self.appends[delivery.uuid, choice] = Append(delivery.task_id, delivery.uuid, choice, index)
         append.scored = delivery.scored
-        append.run = append.run or delivery.run_update()
+        append.run = append.run or delivery.run_update(self.at)
         return append
 
 

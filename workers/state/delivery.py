@@ -35,6 +35,8 @@ from producers.contract.record import Record, Run, TraceParent, trace_id
 
 #: The number of tokens is noted with its time at the first, and whenever they are so many times as many.
 MARK_RATIO: Final = 4
+#: Time (s) after which a record is sent again what the engine did with its task, while tokens come.
+NOTE_S: Final = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -171,6 +173,8 @@ class Delivery:
     """How many had come, and when (monotonic), each MARK_RATIO times as many as before."""
     reported_preemptions: int | None = None
     """Preemptions that its record has; None: it has nothing of this start."""
+    reported_at: float = 0.0
+    """When its record was last sent what was done (monotonic)."""
     deadline: float | None = None
     """When it has to end, by this machine's monotonic clock."""
     cancelled: bool = False
@@ -208,12 +212,15 @@ class Delivery:
         if not self.marks or self.made >= MARK_RATIO * self.marks[-1][0]:
             self.marks.append((self.made, at))
 
-    def run_update(self) -> str:
-        """Returns `run` if the record lacks the first step's begin or some preemptions; else ""."""
+    def run_update(self, now: float) -> str:
+        """Returns `run` if the record lacks the first step's begin or some preemptions, or has what was done until
+        NOTE_S ago (now: monotonic); else "". What a killed worker did since is in no record."""
         preemptions = self.course.preemptions
-        if self.reported_preemptions == preemptions or self.course.began_at is None:
+        if self.course.began_at is None:
             return ""
-        self.reported_preemptions = preemptions
+        if self.reported_preemptions == preemptions and now - self.reported_at < NOTE_S:
+            return ""
+        self.reported_preemptions, self.reported_at = preemptions, now
         return self.run()
 
     def run(self) -> str:
