@@ -228,17 +228,21 @@ def finish(
     scored: bool = False,
     run: str = "",
     result: str = "",
+    settle_ttl_s: int | None = None,
 ) -> Call:
     """FINISH: make a record final. Answers `[won, status]`, `[gone]`, `[other]` or `[resend, next ...]`.
 
     `reasons`: JSON array with a finish reason for each choice. `nexts`: each choice's number of tokens. `error`: JSON.
     `scored`: the prompt's entries were published. `run`: as in `Append`. `result`: JSON, what a task that generates
-    nothing made.
+    nothing made. `settle_ttl_s`: of a task in which Celery has no part: it is settled with it, as by `settle` with this
+    default; None: SETTLE follows.
     """
+    ttl = "" if settle_ttl_s is None else settle_ttl_s
+    counts = prompt_tokens, cached_tokens, int(scored)
     return Call(
         script(PACKAGE, "finish"),
         (keys.task(task_id), keys.stream(task_id)),
-        (task_id, claim_id, status, reasons, error, prompt_tokens, cached_tokens, int(scored), run, result, *nexts),
+        (task_id, claim_id, status, reasons, error, *counts, run, result, ttl, *nexts),
     )
 
 

@@ -265,6 +265,29 @@ def compact_what_was_read_in_part(kind: type[StoreMachine]) -> None:
     machine.teardown()
 
 
+def be_settled_by_its_end(kind: type[StoreMachine]) -> None:
+    """In one call, which may be called again, by whoever has its message; of one that is cancelled, too."""
+    machine = kind()
+    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
+    for cancelled in (False, True):
+        machine.admit("t1", "mine", False)
+        machine.queued("t1", True)
+        machine.claim("t1", "i1", False, False, False)
+        machine.append([("t1", False, True, 0, 0, 2)])
+        if cancelled:
+            machine.cancel("t1", True, True)
+        machine.finish("t1", False, "completed", 9, native=True)  # by another claim
+        machine.finish("t1", True, "completed", 0, native=True)  # by another index than the last
+        machine.finish("t1", True, "completed", 9, native=True)
+        machine.again()
+        machine.finish("t1", False, "completed", 9, native=True)
+        machine.finish("t1", False, "completed", 9)
+        machine.claim("t1", "i2", False, False, False)
+        machine.ttl_runs_out("t1")
+        machine.its_id_may_be_used_again("t1")
+    machine.teardown()
+
+
 def end_in_two_lives(kind: type[StoreMachine]) -> None:
     """An id that is used again has events of its own."""
     machine = kind()
@@ -413,6 +436,7 @@ HISTORIES: tuple[Callable[[type[StoreMachine]], None], ...] = (
     come_late,
     find_no_room,
     compact_what_was_read_in_part,
+    be_settled_by_its_end,
     end_in_two_lives,
     keep_the_links,
     live_after_all,

@@ -84,6 +84,8 @@ STORE = {
     "FINISH takes what is gone for another's": ("finish", "return { 'gone' }", "return { 'other' }"),
     "FINISH compares no index": ("finish", "same and next == tonumber(ARGV[k])", "same"),
     "FINISH writes over a cancel": ("finish", "final = 'cancelled'", "final = ARGV[3]"),
+    "FINISH settles nothing": ("finish", "    settle(task, stream, id, ttl)\n", ""),
+    "FINISH of what it settled is another's": ("finish", "if ttl ~= '' and r[5] then", "if false then"),
     "CANCEL ends what is still submitting": ("cancel", "elseif status ~= 'submitting' then", "else"),
     "CANCEL leaves the dead owner's claim": ("cancel", "redis.call('HDEL', task, 'claim', 'owner')", ""),
     "CANCEL leaves what it only flags to a worker": (

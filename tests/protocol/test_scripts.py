@@ -214,25 +214,28 @@ class StoreMachine(Pair):
         valid=mostly,
         status=st.sampled_from(["completed", "incomplete", "failed"]),
         wrong=st.sampled_from([9, 9, 9, 0, 1, 2]),
+        native=st.booleans(),
     )
     @precondition(claimed)
-    def finish(self, t: str, valid: bool, status: str, wrong: int) -> None:
+    def finish(self, t: str, valid: bool, status: str, wrong: int, native: bool = False) -> None:
         t = self.apt(t, lambda r: r.claim) if valid else t
         r, c = self.model[t], self.held(t, valid)
         nexts = list(r.next if r else (0,) * TASKS[t])
         if wrong < len(nexts):
             nexts[wrong] += 1
         error = '{"code":"internal"}' if status == "failed" else "null"
-        said = self.owned(t).of(protocol)
+        release = self.owned(t)
+        said, settles = release.of(protocol), native and release is THIS
+        more: dict[str, Any] = {"settle_ttl_s": TTL} if settles else {}
 
         def step() -> None:
             before = self.model[t]
             used = (before.counted if before else None) or 0  # a worker says what it has said before
             call = said.finish(
-                t, c, status, reasons='["stop"]', nexts=nexts, error=error, prompt_tokens=used, cached_tokens=3
+                t, c, status, reasons='["stop"]', nexts=nexts, error=error, prompt_tokens=used, cached_tokens=3, **more
             )
             answer = self.server.run(call)
-            expected, after = scripts.finish(self.model[t], c, tuple(nexts), ALL, status)
+            expected, after = scripts.finish(self.model[t], c, tuple(nexts), ALL, status, settles=settles)
             self.model[t] = after
             assert text(answer[0]) == expected
             if expected == "won":

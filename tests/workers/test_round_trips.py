@@ -10,7 +10,7 @@ from tests.workers.rig import Rig
 
 TASKS = 100
 #: Said of each task. All but APPEND go to the server many at a time, those of as many tasks as are at that point.
-EACH = {"CLAIM", "FINISH", "SETTLE", "ACK"}
+EACH = {"CLAIM", "FINISH", "ACK"}
 
 
 def test_a_task_costs_no_more_calls_than_its_way_has_steps() -> None:

@@ -1,5 +1,5 @@
-"""After a won FINISH: runs Celery's stock tracer (result, events, links, chords), then SETTLE, then ACK. Of a task in
-which Celery has no part, monitors are told instead.
+"""After a won FINISH: runs Celery's stock tracer (result, events, links, chords), then SETTLE, then ACK. A task in
+which Celery has no part is settled by FINISH, or by a CLAIM that ended it and SETTLE; monitors are told of it.
 
 A worker that dies in here leaves a task that is final but not settled: whoever gets its message runs the tracer from
 the record, never the engine. So links are sent at least once, and the output is made exactly once.
@@ -94,6 +94,11 @@ class Finisher(threading.Thread):
     def finish(self, delivery: Delivery, status: str, error: str = "null") -> None:
         """The record is final with this status, and the claim is ours."""
         self._queue.put(_Ending(delivery, status, error))
+
+    def settled(self, delivery: Delivery, status: str, error: str) -> None:
+        """The record is final and settled, and Celery has no part in the task. Any thread."""
+        self._deliveries.done(delivery, settled=True)
+        self._monitors.ended(delivery, status, error, time.monotonic())
 
     def may_retry(self, delivery: Delivery) -> bool:
         """Whether Celery has a try left. Of a condemned message there is nothing to publish again."""

@@ -30,7 +30,7 @@ from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, run, run_many, text
 from producers.contract.record import error_json
 from producers.contract.stream import encode_prompt, encode_rows, encode_token, quote
-from producers.store.protocol import Append, append, finish, prompt, read_append
+from producers.store.protocol import DEFAULT_TTL_S, Append, append, finish, prompt, read_append
 from workers.breaker import Breaker
 from workers.connect import LOST, connect
 from workers.flow import probe
@@ -189,6 +189,7 @@ def finish_call(end: Conclusion) -> Call:
         scored=d.scored,
         run=d.run(),
         result=end.result,
+        settle_ttl_s=None if d.native is None else DEFAULT_TTL_S,
     )
 
 
@@ -513,7 +514,10 @@ class Publisher(threading.Thread):
             self._breaker.completed()
         if delivery.traced:
             logger.info("Task %s has ended: %s", delivery.task_id, status, extra=delivery.subject)
-        self._finisher.finish(delivery, status, end.error)
+        if delivery.native is None:
+            self._finisher.finish(delivery, status, end.error)
+        else:
+            self._finisher.settled(delivery, status, end.error)
 
     def _blame(self, ends: dict[str, Conclusion]) -> None:
         """Reports tasks that the engine failed to the breaker. If the breaker opens, they go to another worker and keep

@@ -3,11 +3,11 @@
     broker ──FETCH──▶ intake ─┬───── of clients, gateways, sources ────┬▶ claimer ──CLAIM──▶ store
                               └▶ main: Celery's consumer, EnginePool ──┘     │
     readers ◀─APPEND── publisher ◀──────── tokens, once a step ────────── engine
-                          │ FINISH, won
-                          ▼
-                       finisher: Celery's tracer where it has a part in the task, then SETTLE; or RELEASE ──▶ store
-                          │
-    broker ◀─ACK, BACK── acker
+                          │ FINISH, won ─────────────────────────────────────────────┐
+                          ▼ of plain senders, or to be let go                        │
+                       finisher: Celery's tracer, then SETTLE; or RELEASE ──▶ store  │
+                          │                                                          │
+    broker ◀─ACK, BACK── acker ◀─────────────────────────────────────────────────────┘
 
 What claimer finds done or held by others goes to acker at once. Who ends a task early only tells: control, main
 (revoked) and housekeeper (deadline) the publisher; housekeeper (preempted, breaker) and drain the finisher.

@@ -1,5 +1,5 @@
 -- include: _kept.lua
--- Shared by SETTLE and ORPHAN. It marks the record as settled, clears claim and owner, and starts the TTL of record and
+-- Shared by SETTLE, ORPHAN and FINISH. It marks the record as settled, clears claim and owner, and starts the TTL of record and
 -- stream. The stream outlives its record by a minute, so that a reader of the record finds the stream. The sweeper
 -- compacts it by its time of settlement; a stream that is not compacted within a day is left to its TTL. An invalid TTL
 -- counts as the default, so that no record stays for ever. Chunks stay two minutes longer than their parent.

@@ -173,6 +173,9 @@ RULES: dict[str, Rule] = {
     "again_stored": Rule(
         "again", "whoever gets a plain message of a settled task stores its result again, and then looks for the record"
     ),
+    "tracer_unless_native": Rule(
+        "plain", "FINISH settles only tasks in which Celery has no part: of others the tracer comes before SETTLE"
+    ),
     "tracer_after": Rule("crash", "the tracer (result, links) runs after a won FINISH"),
     "not_busy_back": Rule("split", "every answer but go/settle/done/gone gives the delivery BACK; never held or acked"),
     "plain_again": Rule(

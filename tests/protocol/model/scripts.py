@@ -268,10 +268,21 @@ def append(
 
 
 def finish(
-    r: Rec | None, c: Any, nexts: tuple[int, ...], rules: Rules, status: str = "completed", *, scored: bool = False
+    r: Rec | None,
+    c: Any,
+    nexts: tuple[int, ...],
+    rules: Rules,
+    status: str = "completed",
+    *,
+    scored: bool = False,
+    settles: bool = False,
 ) -> tuple[str, Rec | None]:
     """The result of a task that generates nothing is a part of the terminal entry: here such a task is one of no
-    tokens, and has no state of its own."""
+    tokens, and has no state of its own. `settles`: Celery has no part in it, and it is settled by the same call. Called
+    again, that answers `won` to whoever calls: the message of a settled task is to be acked."""
+    if settles:
+        answer, after = finish(r, c, nexts, rules, status, scored=scored) if not (r and r.settled) else ("won", r)
+        return answer, settle(after)[1] if answer == "won" else after
     if r is None:
         return "gone", r
     if "finish_fence" in rules:

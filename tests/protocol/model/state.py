@@ -71,7 +71,8 @@ class Cfg(NamedTuple):
     `broken`: no worker can make sense of a record that it has claimed, and keeps the message; `kinds[w]`: (version,
     pool) of worker w, where that matters, and its release's level; `need`: the level that tasks need; `posts`: how many
     deliver events, of which tasks then want all; `books`: of SQS, on the store; `alive`: workers look whether others
-    are alive, but for those of an earlier release (`old`); leases of others do not tell the counter (`uncounted`)."""
+    are alive, but for those of an earlier release (`old`); leases of others do not tell the counter (`uncounted`);
+    `native`: Celery has no part in the tasks, and FINISH settles them, but for workers of an earlier release."""
 
     name: str
     tasks: int
@@ -79,6 +80,7 @@ class Cfg(NamedTuple):
     length: int
     limit: int
     plain: bool
+    native: bool
     sqs: bool
     split: bool
     differ: bool

@@ -125,7 +125,7 @@ def _go_on(s: State, p: Slot, i: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     elif p.pc == "run" and len(p.prefix) < cfg.length:
         yield _append(s, p, i, cfg, rules)
     elif p.pc in ("run", "fin", "late"):
-        yield _finish(s, p, cfg, rules, "incomplete" if p.pc == "late" else "completed")
+        yield _finish(s, p, i, cfg, rules, "incomplete" if p.pc == "late" else "completed")
     else:
         yield from _put_down(s, p, cfg, rules)
 
@@ -291,16 +291,18 @@ def _append(s: State, p: Slot, i: int, cfg: Cfg, rules: Rules) -> Step:
     return f"APPEND {n} -> {answer}", after, s2
 
 
-def _finish(s: State, p: Slot, cfg: Cfg, rules: Rules, status: str) -> Step:
+def _finish(s: State, p: Slot, i: int, cfg: Cfg, rules: Rules, status: str) -> Step:
     t = p.msg[0]
+    settles = (cfg.native and cfg.workers[i] not in cfg.old) or "tracer_unless_native" not in rules
     r, g = s.recs[t], s.ghosts[t]
     if "tracer_after" not in rules and p.pc == "run":
         return "tracer", p._replace(pc="fin"), haunt(s, t, links=min(g.links + 1, 2))
     if "end_in_script" not in rules and r and r.claim == p.c and not r.end:
         return "APPEND terminal entry", p, store(s, t, r._replace(end="completed"))
-    answer, r2 = scripts.finish(r, p.c, (len(p.prefix),), rules, status, scored=cfg.prompt and p.note != "unscored")
+    scored = cfg.prompt and p.note != "unscored"
+    answer, r2 = scripts.finish(r, p.c, (len(p.prefix),), rules, status, scored=scored, settles=settles)
     after = {
-        "won": p._replace(pc="trace" if "tracer_after" in rules else "settle"),
+        "won": p._replace(pc="ack" if settles else "trace" if "tracer_after" in rules else "settle"),
         "gone": _no_record(p, cfg, rules),
         "other": p._replace(pc="back" if "not_busy_back" in rules else "hold"),
         "resend": _again(p, r, len(r.stream) if r else 0, cfg),

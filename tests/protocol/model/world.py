@@ -69,7 +69,7 @@ def start(cfg: Cfg) -> State:
         incs=incs,
         slots=(IDLE,) * len(cfg.workers),
         recs=(queued_record(cfg)._replace(kind=(0, None) if cfg.kinds else None) if sent else None,) * cfg.tasks,
-        ghosts=(Ghost(sent),) * cfg.tasks,
+        ghosts=(Ghost(sent, spared=cfg.native),) * cfg.tasks,
         prods=("done" if sent else "send" if cfg.plain else "admit",) * (cfg.tasks * (1 + cfg.rival)),
         sweep=None,
         reader=("new", (), (), False) if cfg.reader else None,
