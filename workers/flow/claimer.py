@@ -188,7 +188,7 @@ class Claimer(threading.Thread):
         elif delivery.plain and delivery.plain.error:
             self._publisher.conclude(delivery, "failed", delivery.plain.error)
         elif is_last_chance(record, self._served.settings.max_deaths) and not alone:
-            how = "Task %s was lost with its worker %d times: it runs alone%s"
+            how = "Task %s was lost with its worker %d times: it runs alone"
             logger.warning(how, record.id, record.deaths, extra=delivery.subject)
             self._suspects.append(delivery)
             self._stay_alone(True)
