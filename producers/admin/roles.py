@@ -77,7 +77,7 @@ _TASKS: Final = (
 )
 _TASKS_READ: Final = (
     "penstock:webhooks:endpoints penstock:webhooks:endpoints:* penstock:pools penstock:models penstock:adapters "
-    "penstock:routes penstock:ejected:* penstock:epoch"
+    "penstock:versions penstock:routing:* penstock:routes penstock:ejected:* penstock:epoch"
 )
 _TASKS_CHANNELS: Final = "penstock:tokens:* penstock:control:* penstock:alive:* penstock:webhooks:wake"
 #: The broker's books of what waits and what workers have.
@@ -100,7 +100,8 @@ _RESULTS: Final = "celery-task*"
 
 _WORKER: Final = Rights(
     f"{_TASKS} {_DELIVERIES} {_QUEUES} {_CELERY} {_RESULTS} penstock:models penstock:routes penstock:pools "
-    "penstock:profiles penstock:ejected:* penstock:blob:* penstock:joins penstock:metrics:*",
+    "penstock:versions penstock:routing:* penstock:profiles penstock:ejected:* penstock:blob:* penstock:joins "
+    "penstock:metrics:*",
     "penstock:webhooks:endpoints penstock:webhooks:endpoints:* penstock:rollouts penstock:epoch penstock:revoked "
     "penstock:adapters penstock:adapter:*",
     f"{_TASKS_CHANNELS} {_CELERY_CHANNELS} {_RESULTS}",
@@ -125,7 +126,8 @@ ROLES: Final[dict[str, Rights]] = {
     "worker": _WORKER,
     "sweeper": Rights(
         f"{_TASKS} {_DELIVERIES} {_QUEUES} {_FILES} {_RESULTS} penstock:sweeper penstock:swept penstock:usage "
-        "penstock:usage:* penstock:webhooks:* penstock:models penstock:pools penstock:profiles penstock:blob:* "
+        "penstock:usage:* penstock:webhooks:* penstock:models penstock:versions penstock:pools penstock:profiles "
+        "penstock:blob:* "
         "penstock:schedules penstock:source:* penstock:scale:pools penstock:journal penstock:revoked "
         "penstock:metrics:*",
         # A batch's lines run within the limits that its key has by then. The journal has what was changed of these.
@@ -160,9 +162,9 @@ ROLES: Final[dict[str, Rights]] = {
         "penstock:task:* penstock:stream:* penstock:result:* penstock:idempotency:* penstock:idempotent:* "
         "penstock:batch:* penstock:file:* penstock:webhooks:row:* penstock:webhooks:due penstock:webhooks:delivered "
         "penstock:webhooks:dead penstock:webhooks:endpoints penstock:webhooks:secrets penstock:replies:* "
-        "penstock:models penstock:adapters penstock:adapter:* penstock:routes penstock:pools penstock:profiles "
-        "penstock:rollouts penstock:schedules penstock:blob:* penstock:inbox:* penstock:limits:* penstock:erased:* "
-        "penstock:keys penstock:tenants:limits "
+        "penstock:models penstock:versions penstock:routing:* penstock:adapters penstock:adapter:* penstock:routes "
+        "penstock:pools penstock:profiles penstock:rollouts penstock:schedules penstock:blob:* penstock:inbox:* "
+        "penstock:limits:* penstock:erased:* penstock:keys penstock:tenants:limits "
         "penstock:audit penstock:audit:* penstock:ledger penstock:usage penstock:usage:* penstock:epoch penstock:dead "
         "penstock:weights penstock:sqs:* penstock:sorted:* penstock:deliveries:tokens penstock:incarnations "
         f"penstock:revoked penstock:queue:* {_RESULTS}",

@@ -52,8 +52,8 @@ TRIES: Final = 50
 #: Keys that are copied whole, in this order.
 NAMES: Final = (
     keys.REVOKED,
-    *(keys.MODELS, keys.ROUTES, keys.POOLS, keys.PROFILES, keys.ROLLOUTS, keys.SCHEDULES, "penstock:sqs:queues"),
-    keys.ADAPTERS,
+    *(keys.MODELS, keys.VERSIONS, keys.ADAPTERS, keys.ROUTES, keys.POOLS, keys.PROFILES, keys.ROLLOUTS),
+    *(keys.SCHEDULES, "penstock:sqs:queues"),
     *(
         keys.AUDIT,
         keys.AUDIT_ENDPOINTS,
@@ -66,7 +66,7 @@ NAMES: Final = (
 #: Patterns of further keys that are copied whole.
 PATTERNS: Final = (
     *("penstock:blob:*", "penstock:adapter:*", "penstock:inbox:*", "celery-task-meta-*", "penstock:idempotent:*"),
-    *("penstock:limits:*", "penstock:erased:*"),
+    *("penstock:limits:*", "penstock:erased:*", "penstock:routing:*"),
 )
 #: Beginnings of names that match a pattern and are left out.
 NOT: Final = ("penstock:inbox:lease:",)

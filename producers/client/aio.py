@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from array import array
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Self, Unpack
@@ -28,6 +28,7 @@ from producers.contract.record import Record, trace_fields
 from producers.contract.stream import Chunk, End, Event, Result, TaskPage, collect, rows_of
 from producers.contract.task import Task
 from producers.errors import PenstockError
+from producers.store.fleet.routing import Selection
 from producers.store.references import Places
 from producers.store.usage.limits import Charge
 from producers.store.waiting import Room
@@ -115,11 +116,13 @@ class AsyncClient:
         charge: Charge | None = None,
         room: Room | None = None,
         resolved: ResolvedModel | None = None,
+        moved: Callable[[ResolvedModel], None] | None = None,
     ) -> AsyncHandle:
         """Submit a task. `more`: fields of the record beside the task's own (`producers.contract.record`).
         `charge`: the accounts that it is charged to; raises LimitReached, too. `room`: the bounds on waiting tasks;
-        raises QueueFull, too. `resolved`: the model for which its prompt was made."""
-        steps = submit(self.directory, task, task_id, self.patience, more, charge, room, resolved)
+        raises QueueFull, too. `resolved`: the version for which its prompt was made; `moved`: called with the one that
+        gets it, if that is another."""
+        steps = submit(self.directory, task, task_id, self.patience, more, charge, room, resolved, moved=moved)
         return self.get(await self.run(steps))
 
     @property
@@ -135,14 +138,21 @@ class AsyncClient:
         """The cards of all models that take tasks (`engine.text.card`), by name."""
         return await self.run(operations.models(self.patience))
 
+    async def aliases(self, models: Sequence[str]) -> dict[str, dict[str, dict[str, Any]]]:
+        """For each of these models, its aliases beside the default, each with its version's card."""
+        return await self.run(operations.aliases(self.directory, models, self.patience))
+
     async def card(self, model: str) -> dict[str, Any]:
-        """Returns a model's card, at most 2 s old. Raises UnknownModel, which names the existing models."""
+        """Returns a model's card, as of at most a second ago. Raises UnknownModel, which names the existing models."""
         return (await self.resolve(model)).card
 
-    async def resolve(self, model: str, *, withdrawn: bool = False) -> ResolvedModel:
-        """Returns a model's card and the queue of its tasks, at most 2 s old. Raises UnknownModel, also for one that
-        nobody serves unless `withdrawn`."""
-        return await self.run(self.directory.find(model, self.patience, withdrawn=withdrawn))
+    async def resolve(
+        self, model: str, selection: Selection | None = None, *, withdrawn: bool = False
+    ) -> ResolvedModel:
+        """Returns the version of a model that a task goes to, as of at most a second ago: its card, and the queue of
+        its tasks. `model`: its name, perhaps with `@` and an alias or version; `selection`: what the task says, None
+        for the model's default. Raises UnknownModel, also for one that nobody serves unless `withdrawn`."""
+        return await self.run(self.directory.find(model, self.patience, selection, withdrawn=withdrawn))
 
     async def ping(self) -> None:
         """Raise redis.exceptions.RedisError or OSError unless store and broker each answer the first request."""

@@ -6,10 +6,21 @@ import json
 import uuid
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from producers.client.steps import FAILURES, Read, Steps, lost, persistently
-from producers.client.submission import KEPT, MAX_PATIENCE_S, TASK, Directory, encoding_of, failed, listed, submit
+from producers.client.submission import (
+    KEPT,
+    MAX_PATIENCE_S,
+    TASK,
+    Directory,
+    encoding_of,
+    failed,
+    listed,
+    selection_of,
+    submit,
+)
 from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.record import Record
@@ -30,6 +41,7 @@ from producers.errors import (
 from producers.store import idempotency, protocol
 from producers.store.chunks import chunk_id
 from producers.store.fleet import adapters
+from producers.store.fleet.routing import Routing
 from producers.store.idempotency import Entry, KeyBound
 
 #: Default time (s) for which a client retries a failing connection.
@@ -112,6 +124,21 @@ def models(patience_s: float) -> Steps[list[dict[str, Any]]]:
     return [*cards.values(), *adapters.listed(adapters_raw, cards)]
 
 
+def aliases(
+    directory: Directory, models: Sequence[str], patience_s: float
+) -> Steps[dict[str, dict[str, dict[str, Any]]]]:
+    """As `AsyncClient.aliases`. An alias whose version is not known any more is left out."""
+    commands = tuple(("HGET", keys.routing(model), "now") for model in models)
+    states = (yield from persistently(Read(commands), patience_s)) if commands else []
+    of_models: dict[str, dict[str, dict[str, Any]]] = {model: {} for model in models}
+    for model, state in zip(models, states, strict=True):
+        routing = Routing.of(model, state)
+        for alias in () if routing is None else sorted(routing.aliases):
+            with suppress(UnknownModel):
+                of_models[model][alias] = (yield from directory.find(f"{model}@{alias}", patience_s)).card
+    return of_models
+
+
 def not_found(task_id: str) -> TaskNotFound:
     return TaskNotFound(f"There is no task {task_id}: never submitted, deleted, or past its time to live")
 
@@ -178,7 +205,7 @@ def submit_as(
     """
     try:
         try:
-            model = yield from directory.find(task.model, patience_s, withdrawn=withdrawn)
+            model = yield from directory.find(task.model, patience_s, selection_of(task), withdrawn=withdrawn)
             task.check(model.card)  # a refused task takes no key
         except UnknownModel:  # nobody serves it any more: an earlier call with the key may have submitted the task
             made = idempotency.made_id(digest, (yield from persistently(Read(idempotency.look(name)), patience_s)))

@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -27,13 +28,15 @@ from producers.errors import InvalidTask, SubmitFailed, TaskErased, TaskExists, 
 from producers.release import release
 from producers.store import batches, chunks, protocol
 from producers.store.fleet import adapters
+from producers.store.fleet.cards import profile_field
+from producers.store.fleet.routing import ANY, DEFAULT, NO_HEADERS, Routing, Selection
 from producers.store.usage.limits import Charge
 from producers.store.waiting import Room, refused
 
 log = logging.getLogger(__name__)
 
 #: Time (s) for which a model's card is cached.
-FRESH_S: Final = 2.0
+FRESH_S: Final = 0.9
 #: Time (s) beyond FRESH_S for which a request may still be submitted for the card with which its prompt was made.
 PREPARED_S: Final = 3.0
 #: Time (s) after a change of the card for which tasks of its former version may still come.
@@ -43,6 +46,8 @@ MAX_PATIENCE_S: Final = protocol.SUBMIT_WINDOW_MS / 1000 - SILENT_S
 ADVICE: Final[dict[Trouble | None, str]] = {
     Trouble.FULL: "its memory or disk is full, so that nothing new is taken until tasks have ended; try again later. "
 }
+#: How often a task is routed anew, where routing changes as it is submitted.
+ROUTED_TIMES: Final = 3
 #: Fields of a record whose task its caller reads by its id (`origin` in `producers.contract.record`).
 TASK: Final[dict[str, str | int]] = {"origin": "task"}
 #: Fields of a record, beside the task itself, that another run of the task has, too.
@@ -74,9 +79,10 @@ TASK_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A model's card and queue, as read from the store. `encoding`: the digest of the files by which the version makes
-    token ids; `fingerprint`: of its version's pool, None while there is none or several; `clock_ms`: server time minus
-    this process's monotonic time."""
+    """The version of a model that a task goes to: its card and queue, as read from the store. `encoding`: the digest of
+    the files by which the version makes token ids; `fingerprint`: of its version's pool, None while there is none or
+    several; `clock_ms`: server time minus this process's monotonic time. `alias`: what led to it, empty where
+    no alias did; `generation`: of the model's routing, 0 where it has none; `selection`: what the task said of it."""
 
     card: dict[str, Any]
     queue: str
@@ -84,6 +90,14 @@ class ResolvedModel:
     fingerprint: str | None
     clock_ms: int
     read_at: float
+    alias: str = ""
+    generation: int = 0
+    selection: Selection = ANY
+
+    @property
+    def named(self) -> bool:
+        """Whether the task names this version itself, so that no routing decides."""
+        return bool(self.selection.version == self.card["version"])
 
     def now_ms(self) -> int:
         """Estimated server time (ms); never ahead of it unless a clock was set."""
@@ -106,11 +120,24 @@ def _encoding_of_card(card: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
 
 
+@dataclass(slots=True)
+class _Look:
+    """What a look into the store said of a model: its routing, and its versions as far as they were asked for."""
+
+    routing: Routing | None
+    default: str
+    versions: dict[str, ResolvedModel]
+    pools: Sequence[Any]
+    clock_ms: int
+    at: float
+
+
 class Directory:
     """A cache of the store's models. `ordered`: whether the broker keeps the order of a task's `order_key`."""
 
     def __init__(self, *, ordered: bool = False) -> None:
-        self._models: dict[str, ResolvedModel] = {}
+        self._models: dict[str, _Look] = {}
+        self._adapters: dict[str, tuple[adapters.StoredAdapter, float]] = {}
         self._ordered = ordered
 
     def check(self, task: Task) -> None:
@@ -123,55 +150,119 @@ class Directory:
                 code="unsupported_parameter",
             )
 
-    def find(self, model: str, patience_s: float, *, withdrawn: bool = False) -> Steps[ResolvedModel]:
-        """Look a model up. Raises UnknownModel, which names the models that take tasks, also for a withdrawn one
-        unless `withdrawn`, for a task that was accepted before and waits anyway; redis.RedisError or OSError."""
-        resolved = self._models.get(model)
-        if resolved is not None and time.monotonic() - resolved.read_at < FRESH_S:
+    def find(
+        self, model: str, patience_s: float, selection: Selection | None = None, *, withdrawn: bool = False
+    ) -> Steps[ResolvedModel]:
+        """Look a model up, in the version that a task goes to. `model`: its name, perhaps with `@` and an alias or
+        version; `selection`: what the task says, None for the model's default.
+
+        Raises UnknownModel, which names the models that take tasks, or the model's aliases and versions; also for a
+        withdrawn model unless `withdrawn`, for a task that was accepted before and waits anyway; redis.RedisError or
+        OSError.
+        """
+        name, at, version = model.partition("@")
+        if at or selection is None:
+            selection = replace(selection or ANY, version=version or DEFAULT)
+        look = self._models.get(name)
+        if look is None or time.monotonic() - look.at >= FRESH_S:
+            found = yield from self._look(name, patience_s, withdrawn=withdrawn)
+            if not isinstance(found, _Look):
+                base = yield from self.find(found.base, patience_s, selection, withdrawn=withdrawn)
+                return replace(base, card=found.card(base.card))
+            look = found
+        routing = look.routing
+        target = routing.target(selection) if routing is not None else selection.version or DEFAULT
+        version = look.default if target == DEFAULT else target if routing is None else routing.version_at(target)
+        resolved = look.versions.get(version)
+        if resolved is None:
+            field = profile_field(name, version)
+            (raw,) = yield from persistently(Read((("HGET", keys.VERSIONS, field),)), patience_s)
+            card = parsed(raw)
+            if card.get("version") != version:
+                message = yield from _no_version(name, target, look, patience_s)
+                raise UnknownModel(message, param="model", code="model_not_found")
+            resolved = look.versions[version] = _resolved(name, card, look)
+        if routing is None and selection.version is None:
             return resolved
-        commands = (("TIME",), ("HGET", keys.MODELS, model), ("HVALS", keys.POOLS))
-        now, card, pools = yield from persistently(Read(commands), patience_s)
-        read = None if card is None else json.loads(card)
-        hidden = read is not None and "withdrawn" in read
-        if read is None or hidden:
-            self._models.pop(model, None)
-        if read is None:
-            adapter = yield from self._adapter(model, patience_s, withdrawn=withdrawn)
-            if adapter is not None:
-                return adapter
-        if read is None or (hidden and not withdrawn):
+        aliases = () if routing is None else routing.aliases
+        alias = target if target == DEFAULT or target in aliases else ""
+        return replace(
+            resolved, alias=alias, generation=0 if routing is None else routing.generation, selection=selection
+        )
+
+    def again(self, resolved: ResolvedModel, patience_s: float, *, withdrawn: bool = False) -> Steps[ResolvedModel]:
+        """The version of `resolved`, if such tasks may go there still; else as `find`."""
+        card = resolved.card
+        current = yield from self.find(card["name"], patience_s, resolved.selection, withdrawn=withdrawn)
+        look, version = self._models.get(card.get("parent", card["name"])), card["version"]
+        if look is None or look.routing is None or not look.routing.leads_to(version):
+            return current
+        return replace(resolved, generation=look.routing.generation, read_at=look.at)
+
+    def _look(self, name: str, patience_s: float, *, withdrawn: bool) -> Steps[_Look | adapters.StoredAdapter]:
+        """Look a model up in the store; the adapter, where it is the name of one, or BASE:NAME."""
+        adapter, at = self._adapters.get(name, (None, -math.inf))
+        if adapter is not None and time.monotonic() - at < FRESH_S:
+            return adapter
+        # The routing first: of what is changed meanwhile, ADMIT sees that the generation is another.
+        commands = (("TIME",), ("HGET", keys.routing(name), "now"), ("HGET", keys.MODELS, name), ("HVALS", keys.POOLS))
+        now, state, raw, pools = yield from persistently(Read(commands), patience_s)
+        card = None if raw is None else json.loads(raw)
+        hidden = card is not None and "withdrawn" in card
+        if card is None or hidden:
+            self._models.pop(name, None)
+        if card is None and (adapter := (yield from self._adapter(name, patience_s))) is not None:
+            return adapter
+        if card is None or (hidden and not withdrawn):
             (cards,) = yield from persistently(Read((("HGETALL", keys.MODELS),)), patience_s)
             names = list(listed(cards))
-            message = _unknown(model, names) if read is None else _withdrawn_text(model, names)
+            message = _unknown(name, names) if card is None else _withdrawn_text(name, names)
             raise UnknownModel(message, param="model", code="model_not_found")
-        resolved = ResolvedModel(
-            card=read,
-            queue=keys.version_queue(model, read["version"]),
-            encoding=_encoding_of_card(read),
-            fingerprint=_only_fingerprint(pools, model, read["version"]),
-            clock_ms=int(now[0]) * 1000 + int(now[1]) // 1000 - _monotonic_ms(),
-            read_at=time.monotonic(),
-        )
+        clock_ms = int(now[0]) * 1000 + int(now[1]) // 1000 - _monotonic_ms()
+        routing, default = Routing.of(name, state), str(card["version"])
+        look = _Look(routing and replace(routing, default=default), default, {}, pools, clock_ms, time.monotonic())
+        look.versions[default] = _resolved(name, card, look)
         if not hidden:
-            self._models[model] = resolved
-        return resolved
+            self._models[name] = look
+        return look
 
-    def _adapter(self, model: str, patience_s: float, *, withdrawn: bool) -> Steps[ResolvedModel | None]:
-        """The base's queue, with the adapter's card, of a model that is the name of an adapter, or BASE:NAME."""
+    def _adapter(self, model: str, patience_s: float) -> Steps[adapters.StoredAdapter | None]:
         base, name = adapters.names_of(model)
         (raw,) = yield from persistently(Read((("HGET", keys.ADAPTERS, name),)), patience_s)
         adapter = adapters.StoredAdapter.parse(raw)
         if adapter is None or base not in ("", adapter.base):
+            self._adapters.pop(model, None)
             return None
-        resolved = yield from self.find(adapter.base, patience_s, withdrawn=withdrawn)
-        resolved = replace(resolved, card=adapter.card(resolved.card))
-        if "withdrawn" not in resolved.card:
-            self._models[model] = resolved
-        return resolved
+        self._adapters[model] = adapter, time.monotonic()
+        return adapter
 
     def forget(self, model: str) -> None:
         """Drop a model from the cache."""
-        self._models.pop(model, None)
+        name = model.partition("@")[0]
+        adapter, _ = self._adapters.pop(name, (None, 0.0))
+        self._models.pop(name if adapter is None else adapter.base, None)
+
+
+def _resolved(name: str, card: dict[str, Any], look: _Look) -> ResolvedModel:
+    return ResolvedModel(
+        card=card,
+        queue=keys.version_queue(name, card["version"]),
+        encoding=_encoding_of_card(card),
+        fingerprint=_only_fingerprint(look.pools, name, card["version"]),
+        clock_ms=look.clock_ms,
+        read_at=look.at,
+    )
+
+
+def _no_version(name: str, target: str, look: _Look, patience_s: float) -> Steps[str]:
+    (raw,) = yield from persistently(Read((("HKEYS", keys.VERSIONS),)), patience_s)
+    fields = (text(field).rpartition("@") for field in raw)
+    versions = sorted({look.default, *(version for model, _, version in fields if model == name)})
+    aliases = sorted({DEFAULT, *(look.routing.aliases if look.routing is not None else ())})
+    return (
+        f"The model {shown(name)} has no version or alias {shown(target)}; its aliases are {', '.join(aliases)}, its "
+        f"versions {', '.join(versions[:10])}"
+    )
 
 
 def submit(
@@ -185,14 +276,15 @@ def submit(
     resolved: ResolvedModel | None = None,
     *,
     withdrawn: bool = False,
+    moved: Callable[[ResolvedModel], None] | None = None,
 ) -> Steps[str]:
     """Queue the task and return its id. Raises InvalidTask, UnknownModel, TaskExists, LimitReached, QueueFull,
     SubmitFailed.
 
     `more`: fields of its record beside those of the task itself. `charge`: the accounts that it is charged to. `room`:
     its bounds on waiting tasks. `resolved`: the model as the caller found it, if the prompt was made for its version;
-    no other version gets the task. `withdrawn`: the task may wait for a model that nobody serves, as of
-    `Directory.find`.
+    no version with another tokenizer gets the task. `withdrawn`: the task may wait for a model that nobody serves, as
+    of `Directory.find`. `moved`: called with the version that gets the task, if that is not `resolved`.
     Raises TokenizerChanged, too, if `more` has the `encoding` of token ids that the task takes from an earlier one.
     """
     if task_id is not None and (type(task_id) is not str or not TASK_ID.fullmatch(task_id)):
@@ -200,36 +292,33 @@ def submit(
             f"task_id is {shown(task_id)}; it must have 1 to 128 of the characters A-Z a-z 0-9 _ . : -", param="task_id"
         )
     directory.check(task)
-    try:
-        if resolved is not None and time.monotonic() - resolved.read_at < FRESH_S + PREPARED_S:
-            current = resolved
-        else:
-            current = yield from directory.find(task.model, patience_s, withdrawn=withdrawn)
-    except FAILURES as error:
-        response = "did not answer" if lost(error) else "refused"
-        raise failed(f"The store {response}, nothing was queued", error) from error
-    if resolved is not None and current.card["version"] != resolved.card["version"]:
-        raise SubmitFailed(
-            f"The model {shown(task.model)} got another version while the prompt was made for version "
-            f"{resolved.card['version']}; nothing was queued, submit it again",
-            code="model_changed",
-        )
-    if not current.reads(str(more.get("encoding", current.encoding))):
-        raise TokenizerChanged(
-            f"The token ids of task {more.get('retried_from', task_id)} were made by another tokenizer or chat "
-            f"template than those of the current version of {shown(task.model)}, for which they would be another text. "
-            "Nothing was queued; submit a new task with its text"
-        )
-    task = task.resolved(current.card)
     named, task_id = task_id is not None, task_id or str(uuid.uuid4())
-    texts = task.chunks(current.card)
-    fields = record_fields(task, current, whole=len(texts) == 1) | dict(more) | {"encoding": current.encoding}
+    current, tries = resolved, 0
+    while True:
+        current = yield from _current(directory, task, current, patience_s, withdrawn=withdrawn)
+        if not current.reads(str(more.get("encoding", current.encoding))):
+            raise TokenizerChanged(
+                f"The token ids of task {more.get('retried_from', task_id)} were made by another tokenizer or chat "
+                f"template than those of the current version of {shown(task.model)}, for which they would be another "
+                "text. Nothing was queued; submit a new task with its text"
+            )
+        routed = task.resolved(current.card)
+        texts = routed.chunks(current.card)
+        fields = record_fields(routed, current, whole=len(texts) == 1) | dict(more) | {"encoding": current.encoding}
+        if len(texts) > 1:
+            fields |= _parent_fields(routed, texts, fields)
+        if (yield from _admit(directory, routed, task_id, current, fields, patience_s, charge, room)):
+            break
+        directory.forget(task.model)  # its routing has changed
+        if (tries := tries + 1) == ROUTED_TIMES:
+            raise _changed(current)
+        current = None if resolved is None else replace(current, read_at=-math.inf)
+    task = routed
+    if moved is not None and resolved is not current:
+        moved(current)
     if len(texts) > 1:
-        fields |= _parent_fields(task, texts, fields)
-        yield from _admit(directory, task, task_id, current, fields, patience_s, charge, room)
         yield from _submit_chunks(task, task_id, current, fields, texts, patience_s)
         return task_id
-    yield from _admit(directory, task, task_id, current, fields, patience_s, charge, room)
     tokens, tenant, at = int(fields["tokens"]), task.tenant or "", current.now_ms()
     message = Message(task_id, str(fields["queue"]), task.tier, task.width, tokens, tenant, at, task.order_key or "")
     try:
@@ -248,6 +337,39 @@ def submit(
     return task_id
 
 
+def _current(
+    directory: Directory, task: Task, resolved: ResolvedModel | None, patience_s: float, *, withdrawn: bool
+) -> Steps[ResolvedModel]:
+    """The version that the task goes to: `resolved`, while that is fresh. Raises SubmitFailed for one that has another
+    tokenizer."""
+    if resolved is not None and time.monotonic() - resolved.read_at < FRESH_S + PREPARED_S:
+        return resolved
+    try:
+        if resolved is None:
+            return (yield from directory.find(task.model, patience_s, selection_of(task), withdrawn=withdrawn))
+        current = yield from directory.again(resolved, patience_s, withdrawn=withdrawn)
+    except FAILURES as error:
+        response = "did not answer" if lost(error) else "refused"
+        raise failed(f"The store {response}, nothing was queued", error) from error
+    if current.encoding != resolved.encoding:
+        raise _changed(resolved)
+    return current
+
+
+def _changed(resolved: ResolvedModel) -> SubmitFailed:
+    return SubmitFailed(
+        f"The model {shown(resolved.card['name'])} got another version while the prompt was made for version "
+        f"{resolved.card['version']}; nothing was queued, submit it again",
+        code="model_changed",
+    )
+
+
+def selection_of(task: Task, headers: Mapping[str, str] = NO_HEADERS, sticky: str | None = None) -> Selection:
+    """What a task says about its version. `headers`: those of its request, with lower-case names; `sticky`: its key,
+    unless the task has one."""
+    return Selection(task.version, task.sticky or sticky, task.tenant, task.tier, headers)
+
+
 def record_fields(task: Task, model: ResolvedModel, *, whole: bool = True) -> dict[str, str | int]:
     """The record's fields (`producers.contract.record`) that ADMIT writes for a resolved task. `whole`: False for a
     parent, whose chunks have its texts."""
@@ -257,6 +379,8 @@ def record_fields(task: Task, model: ResolvedModel, *, whole: bool = True) -> di
         "model": model.card["name"],
         "version": model.card["version"],
         "encoding": model.encoding,
+        **({"generation": model.generation} if model.generation else {}),
+        **({"alias": model.alias} if model.alias else {}),
         "queue": levels.queue_of(model.queue, task.level),
         "tier": task.tier,
         "n": task.n,
@@ -375,13 +499,17 @@ def _admit(
     patience_s: float,
     charge: Charge | None,
     room: Room | None,
-) -> Steps[None]:
+) -> Steps[bool]:
+    """ADMIT. Returns False if the model's routing has changed, and leads to this version no more."""
     names, charge_json = (
         ((), "") if charge is None else (charge.names, charge.request_json(task, model.card, int(fields["tokens"])))
     )
     bounds = "" if room is None else room.to_json(model.queue, task.tier, task.tenant or "")
     now_ms, nonce = model.now_ms(), uuid.uuid4().hex
-    call = protocol.admit(task_id, nonce, now_ms, fields, accounts=names, charge=charge_json, bounds=bounds)
+    generation = 0 if model.named else model.generation
+    call = protocol.admit(
+        task_id, nonce, now_ms, fields, accounts=names, charge=charge_json, bounds=bounds, generation=generation
+    )
     try:
         answer = yield from persistently(call, patience_s)
     except FAILURES as error:
@@ -398,8 +526,10 @@ def _admit(
             raise SubmitFailed(_no_room(task, int(answer[1]), int(answer[2])), CODES[Trouble.FULL])
         if charge is not None:
             charge.apply_answer(begins, answer, charge_json)
-        return
+        return True
     answer = text(answer)
+    if answer == "rerouted":
+        return False
     if answer == "exists":
         raise TaskExists(f"There is a task {task_id} already; choose another id, or none to be given one")
     if answer == "erased":
@@ -411,6 +541,7 @@ def _admit(
             f"Task {task_id} reached the store more than {protocol.SUBMIT_WINDOW_MS // 1000} s after it was submitted "
             "and was not queued; submit it again"
         )
+    return True
 
 
 def _no_room(task: Task, used: int, limit: int) -> str:

@@ -50,6 +50,7 @@ PARENTS: Final = "penstock:waiting:parents"  # zset: task id -> ms; tasks in chu
 READERS: Final = "penstock:readers"  # zset: task id -> ms; end of its reader lease
 MODELS: Final = "penstock:models"  # hash: model name -> card (JSON)
 ADAPTERS: Final = "penstock:adapters"  # hash: adapter's name -> what it is (JSON, `producers.store.fleet.adapters`)
+VERSIONS: Final = "penstock:versions"  # hash: model@version -> its card (JSON, `producers.store.fleet.cards`)
 ROUTES: Final = "penstock:routes"  # hash: model name -> queue of a pool; earlier releases sent tasks there
 BATCHES: Final = "penstock:batches"  # zset: batch id -> ms; batches that have not ended, or are yet to be tidied up
 BATCH_INDEX: Final = "penstock:batches:index"  # zset: batch id -> 0; all batches; ids sort by time
@@ -310,6 +311,11 @@ def ejected(queue: str) -> str:
 def pool_queue(model: str, version: str, fingerprint: str) -> str:
     """The queue of one pool (a model version served by one kind of engine), for what was begun there."""
     return f"{version_queue(model, version)}.{fingerprint}"
+
+
+def routing(model: str) -> str:
+    """Hash: which version of a model a new task goes to (`producers.store.fleet.routing`)."""
+    return f"penstock:routing:{model}"
 
 
 def version_queue(model: str, version: str) -> str:

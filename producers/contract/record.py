@@ -10,6 +10,7 @@
 | `release` | the release of Penstock that made the record (`producers.release`) |
 | `adapter` | the version of the adapter that runs it, if its model is one |
 | `encoding` | digest of the tokenizer's and template's files of that version, which make its token ids |
+| `alias`, `generation` | what led to its version: an alias, and the generation of the model's routing |
 | `version`, `fingerprint` | the version that runs it; the engine fingerprint of the pool that started it last |
 | `tenant`, `order_key` | the task's tenant and order key, if it names them |
 | `key` | the id of the API key that submitted it, where the gateway asked for one |

@@ -402,6 +402,20 @@ class Task(BaseModel):
 
     # A field's description completes "it must be ..." in the message that refuses it.
     model: str = Field(min_length=1, max_length=200, description="the name of a model, 1 to 200 characters")
+    version: str | None = Field(
+        None,
+        exclude=True,
+        min_length=1,
+        max_length=64,
+        description="an alias or a version of the model, 1 to 64 characters; also behind @ in model",
+    )
+    sticky: str | None = Field(
+        None,
+        exclude=True,
+        min_length=1,
+        max_length=512,
+        description="1 to 512 characters; tasks with equal ones go to the same version where a model's are split",
+    )
     prompt: Prompt = Field(
         (), description="text or a list of token ids; this or messages must be given", json_schema_extra=_no_default
     )
@@ -512,6 +526,8 @@ class Task(BaseModel):
             if fields.get("messages") is not None or fields.get("kind") not in (None, "generate"):
                 needed = {"model"}
             values = {k: v for k, v in fields.items() if v is not None or k in needed}
+            if "@" in str(values.get("model")):
+                _part_version(values)
             for name, value in values.items():
                 # Checked here, too: pydantic lists every wrong entry before it looks how many there are.
                 if name in MAX_ENTRIES and isinstance(value, list | tuple | Mapping) and len(value) > MAX_ENTRIES[name]:
@@ -622,7 +638,8 @@ class Task(BaseModel):
         return cls.parse(read_json(body))
 
     def to_json(self, *, texts: bool = True) -> str:
-        """The task as JSON for its record, without defaults and its webhook, which has fields of its own.
+        """The task as JSON for its record, without defaults, its webhook and what decides its version, which have
+        fields of their own.
 
         `texts`: False leaves the texts out, which a parent's chunks have.
         """
@@ -970,6 +987,17 @@ class Task(BaseModel):
             if limit < int(card["context_length"]) - (self.prompt_tokens or 1):
                 update["max_tokens"] = max(1, limit)
         return self.model_copy(update=update)
+
+
+def _part_version(values: dict[str, Any]) -> None:
+    """Part `model@version` in a task's fields. Raises InvalidTask where a version is given beside it."""
+    model, _, version = str(values["model"]).partition("@")
+    if values.get("version", version) != version:
+        raise InvalidTask(
+            f"model is {shown(values['model'])}, and version is {shown(values['version'])}; give one of them",
+            param="version",
+        )
+    values |= {"model": model, "version": version}
 
 
 #: Field -> the most entries of its list or object.

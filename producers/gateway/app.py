@@ -79,8 +79,11 @@ FILE_PIECES: Final = (4, 2)
 EXPOSED: Final = (
     "idempotent-replayed",
     "location",
+    "penstock-alias",
     "penstock-degraded",
+    "penstock-generation",
     "penstock-shortened",
+    "penstock-version",
     "penstock-waits-for",
     "penstock-warning",
     "preference-applied",
@@ -94,10 +97,15 @@ EXPOSED: Final = (
 
 @models_router.get("", dependencies=READS, response_model=views.ModelList, response_model_exclude_none=True)
 async def listed(request: Request) -> views.ModelList:
-    """List the models that the caller may use."""
-    cards = await gateway_of(request).client.models()
-    usable = [card for card in cards if principal_of(request).may_use(card["name"])]
-    return views.ModelList(data=[views.ModelView.of(card) for card in usable])
+    """List the models that the caller may use, and their aliases."""
+    client = gateway_of(request).client
+    usable = [card for card in await client.models() if principal_of(request).may_use(card["name"])]
+    aliases = await client.aliases([card["name"] for card in usable])
+    data = []
+    for card in usable:
+        data.append(views.ModelView.of(card))
+        data += [views.ModelView.of(other, alias) for alias, other in aliases[card["name"]].items()]
+    return views.ModelList(data=data)
 
 
 @models_router.get(
@@ -108,9 +116,9 @@ async def listed(request: Request) -> views.ModelList:
     responses=views.errors(404),
 )
 async def one(request: Request, name: str) -> views.ModelView:
-    """Get one model. Its name may have slashes."""
+    """Get one model. Its name may have slashes, and an alias or version of it behind @."""
     check_sees(principal_of(request), name)
-    return views.ModelView.of(await gateway_of(request).client.card(name))
+    return views.ModelView.of(await gateway_of(request).client.card(name), name.partition("@")[2])
 
 
 #: All routers, beside that of the metrics.

@@ -42,6 +42,7 @@ from producers.gateway.text.forms import Forms, Judge
 from producers.gateway.text.prompts import Prompts, Templates
 from producers.store.access import api_keys, tenants
 from producers.store.access.api_keys import LOCAL, Account, Limits, Principal
+from producers.store.fleet.routing import Selection
 from producers.store.usage.limits import CODES, Charge, refused
 from producers.store.usage.prices import Prices
 from producers.sweeper.batches.endpoint import Answer, Finished, PlannedTask
@@ -87,7 +88,8 @@ class LineEndpoints:
         models: dict[str, ResolvedModel | UnknownModel] = {}
         for model in {str(body["model"]) for body in bodies}:
             try:
-                models[model] = await self._client.resolve(model, withdrawn=True)  # the batch was begun
+                named = Selection(tenant=tenant, tier="batch")
+                models[model] = await self._client.resolve(model, named, withdrawn=True)  # the batch was begun
             except UnknownModel as error:
                 models[model] = error
         accounts = await self._accounts(principal.key, tenant)

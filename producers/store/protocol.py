@@ -50,20 +50,23 @@ def admit(
     accounts: Sequence[str] = (),
     charge: str = "",
     bounds: str = "",
+    generation: int = 0,
 ) -> Call:
     """ADMIT: create a record. Answers `new`, `mine` (the same request came before), `exists`, `erased` (a task with
-    this id was deleted) or `late`.
+    this id was deleted), `late` or `rerouted`.
 
     `accounts`: those that are charged, as `charge` says (JSON, `producers.store.usage.limits`): then the answer is not
     `new`, but what is read there. `bounds`: on what waits (JSON, `producers.store.waiting.Room`); where one is reached,
     the answer is what `producers.store.waiting.refused` reads. Where the store is too full for the task's tier, it is
-    `[storage, bytes in use and promised, the most for its tier]`.
+    `[storage, bytes in use and promised, the most for its tier]`. `generation`: of the routing that gave the record its
+    version; where the routing has changed since, and leads to that version no more, the answer is `rerouted`. 0: any
+    version is taken.
     """
     pairs = [part for item in record.items() for part in item]
     return Call(
         script(PACKAGE, "admit"),
         (keys.task(task_id), keys.SUBMITTING, keys.DEADLINES, *map(keys.account, accounts)),
-        (task_id, nonce, asked_ms, SUBMIT_WINDOW_MS, charge, bounds, *pairs),
+        (task_id, nonce, asked_ms, SUBMIT_WINDOW_MS, charge, bounds, generation or "", *pairs),
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from producers.contract.levels import emptied, looked_after, queue_of, split
 from producers.contract.message import is_plain, kind_of, task_headers
 from producers.contract.profile import sane
 from producers.contract.record import FINAL, error_json
+from producers.store.fleet.routing import Routing
 from producers.store.fleet.scaling import is_fresh, states
 from producers.store.protocol import PACKAGE
 from producers.sweeper.celery_results import CeleryResults
@@ -166,8 +167,11 @@ class RetiredPools:
             if queue not in resting:
                 self._report(queue, self._waiting[queue])
         current = takers_of({}, cards)
+        routed = await self._routed(cards)
         for queue in pools.keys() - serving:
             version = version_queue_of(pools[queue])
+            if version in routed:  # new tasks may come
+                continue
             its = looked_after(queue) if version in current else looked_after(queue) + looked_after(version)
             await self._retire(its, pools[queue], pruned)
         for queue in self._empty_since.keys() - (pools.keys() - serving):
@@ -175,6 +179,17 @@ class RetiredPools:
         if unnamed := [name for name in measured if keys.model_queue(text(name)) not in takers]:
             await self._store.hdel(keys.PROFILES, *unnamed)
         return pruned
+
+    async def _routed(self, models: Collection[str]) -> set[str]:
+        """The queues of the versions that models' routings name."""
+        states = await aexecute_many(self._store, [("HGET", keys.routing(model), "now") for model in models])
+        routings = (Routing.of(model, state) for model, state in zip(models, states, strict=True))
+        return {
+            keys.version_queue(routing.model, version)
+            for routing in routings
+            if routing is not None
+            for version in routing.versions()
+        }
 
     async def _resting(self, cards: dict[str, str]) -> set[str]:
         """The queues of pools for which an autoscaler wants no worker now: it starts one when their tasks are due."""

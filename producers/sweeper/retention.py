@@ -25,11 +25,12 @@ from producers.admin.dead_letters import letters, purge
 from producers.backup.journal import Journal
 from producers.client.aio import AsyncClient
 from producers.connection.log_throttle import warn_throttled
-from producers.connection.script import Call, aexecute_many, arun, ms, seconds, text
+from producers.connection.script import Call, aexecute_many, arun, ms, parsed, seconds, text
 from producers.contract import keys
 from producers.store import files, task_index
 from producers.store.blobs import Blobs
 from producers.store.fleet import cards
+from producers.store.fleet.routing import Routing
 from producers.store.outbox import Due, backlog, trim, untaken
 from producers.store.protocol import swap
 from producers.store.usage.ledger import BATCH_SIZE, fold, prune, roll
@@ -121,10 +122,27 @@ class Stale:
                     log.warning("worker %s is gone: its %d deliveries are in the queue again", name, count)
 
     async def _files(self, removed: RemovedData, since: dict[str, float], kept: dict[str, float]) -> None:
-        named = " ".join(map(text, await self._store.hvals(keys.MODELS)))
+        await self._versions()
+        named = " ".join(map(text, await self._store.hvals(keys.MODELS) + await self._store.hvals(keys.VERSIONS)))
         async for sha256 in cards.file_names(self._store):
             if sha256 not in named and self._long(keys.blob(sha256), since, kept):
                 removed.files += await cards.remove_unused_file(self._store, sha256)
+
+    async def _versions(self) -> None:
+        """Remove the cards of old versions that nothing serves or names."""
+        versions = await self._store.hgetall(keys.VERSIONS)
+        entries = [
+            *map(parsed, await self._store.hvals(keys.POOLS)),
+            *map(parsed, await self._store.hvals(keys.MODELS)),
+        ]
+        used = {(str(entry.get("model", entry.get("name"))), str(entry.get("version"))) for entry in entries}
+        models = sorted({text(field).rpartition("@")[0] for field in versions})
+        states = await aexecute_many(self._store, [("HGET", keys.routing(model), "now") for model in models])
+        for model, state in zip(models, states, strict=True):
+            if (routing := Routing.of(model, state)) is not None:
+                used |= {(model, version) for version in routing.versions()}
+        for call in cards.unused_versions(versions, used):
+            await arun(self._store, call)
 
     async def _letters(self, removed: RemovedData) -> None:
         before = await self._broker.now_ms() - int(self._letters_kept_s * 1000)

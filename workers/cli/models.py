@@ -285,6 +285,15 @@ def _count(parameters: int) -> str:
 @app.shown("penstock models publish tiny --broker redis://10.0.0.5:6379/0", status=OPERATOR_STATUS)
 def publish(
     references: Annotated[list[str], typer.Argument(metavar="MODEL...", help=MODEL, autocompletion=complete_model)],
+    called: Annotated[
+        str | None,
+        typer.Option(
+            "--as",
+            metavar="NAME[@ALIAS]",
+            help="The name to publish one model under. With an alias, only NAME@ALIAS leads to this version: other new "
+            "tasks of the model go on as before.",
+        ),
+    ] = None,
     broker: Broker = None,
     store: Store = None,
     data_dir: DataDir = None,
@@ -297,13 +306,21 @@ def publish(
     """
     from workers.cli.servers import addresses
 
+    name, _, alias = (called or "").partition("@")
+    if called is not None:
+        if len(references) > 1:
+            raise Failure("--as names one model: publish the others apart")
+        references = [f"{name}={references[0].partition('=')[2] or references[0]}"]
     models = find_models(references)
     with refusing(ValueError):
         urls = addresses(broker, store, data_dir)
         for model in models:
-            published = publish_to(*urls, model)
+            published = publish_to(*urls, model, alias=alias or None)
             before = f", was {published['before']}" if published["before"] not in (None, published["version"]) else ""
-            typer.echo(json.dumps(published) if as_json else f"{published['name']} {published['version']}{before}")
+            text = f"{published['name']} {published['version']}{before}"
+            if alias:
+                text = f"{published['name']}@{alias} {published['version']}"
+            typer.echo(json.dumps(published) if as_json else text)
 
 
 @app.shown("penstock models rm tiny-v2 --broker redis://10.0.0.5:6379/0", "rm", status=OPERATOR_STATUS)
@@ -361,18 +378,25 @@ async def _removed(client: AsyncClient, store: Redis, name: str) -> dict[str, An
 
 
 def publish_to(
-    broker: str, store: str, model: ResolvedModel, over: str | None = None, publisher: str | None = None
+    broker: str,
+    store: str,
+    model: ResolvedModel,
+    over: str | None = None,
+    publisher: str | None = None,
+    alias: str | None = None,
 ) -> dict[str, str | None]:
     """Check the servers, make queues where these do not make themselves, and publish. Raises Refused, and Failure.
 
-    `over`, `publisher`: as of `cards.publish`.
+    `over`, `publisher`: as of `cards.publish`. `alias`: the version is only added, and this alias leads to it.
     """
     with needs("gateway"):
+        from producers.admin import routes
         from producers.connection.connect import shown
         from producers.connection.trouble import error_text
         from producers.contract import keys
         from producers.contract.levels import beside
         from producers.store.fleet import cards
+        from producers.store.fleet.routing import RoutingError
         from workers.connect import LOST, check_queues, check_servers, connect
         from workers.library.reference import described
 
@@ -383,10 +407,19 @@ def publish_to(
     try:
         with connect(store) as client:
             before = cards.read(client, model.name)
-            cards.publish(client, card, files, over, publisher)
+            if alias is None:
+                cards.publish(client, card, files, over, publisher)
+            elif before is None:
+                raise Failure(f"there is no model {model.name!r} yet: publish its first version without an alias")
+            else:
+                cards.add_version(client, card, files)
+                routes.set_aliases(client, model.name, {alias: card["version"]})
+    except RoutingError as error:
+        raise Failure(str(error)) from error
     except LOST as error:
         raise Failure(f"the store at {shown(store)} does not take it: {error_text(error)}", Exit.UNREACHABLE) from error
-    return {"name": model.name, "version": card["version"], "before": before and before["version"]}
+    published = {"name": model.name, "version": card["version"], "before": before and before["version"]}
+    return published if alias is None else {**published, "alias": alias}
 
 
 def publish_own(broker: str, store: str, model: ResolvedModel, publisher: str) -> str:

@@ -234,6 +234,8 @@ def plain_fields(served: Served, now_ms: int, headers: dict[str, Any], arguments
         code, param = (exc.code, exc.param) if isinstance(exc, InvalidTask) else ("secret_unreadable", "webhook.secret")
         return Plain(fields, error_json(code, str(exc), param), levels.LEVEL + 1)  # a later release may take it
     fields |= {"task": task.to_json(), "tier": task.tier, "n": task.n, **webhook}
+    if task.version is not None:
+        fields["alias"] = task.version
     if task.ttl is not None:
         fields["ttl"] = task.ttl
     deadline = _deadline_ms(now_ms, headers, task)

@@ -66,7 +66,7 @@ from producers.gateway.admission.authentication import KEPT as TENANTS
 from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import principal_of
 from producers.gateway.http.errors import ONCE, Problem
-from producers.gateway.http.request_state import Work, resolve
+from producers.gateway.http.request_state import Work, moved, resolve
 from producers.gateway.lru_cache import LruCache
 from producers.store import waiting
 from producers.store.access import tenants
@@ -193,7 +193,7 @@ class Accounts:
         context = 0  # looked up only if it is needed, since each request would pay for it
         bound = "max_output" if tasks[0].kind == "generate" else "max_prompt"
         if tasks[0].max_tokens is None and any(getattr(limited.limits, bound) is not None for limited in accounts):
-            context = int((await resolve(connection, self._client, tasks[0].model)).card["context_length"])
+            context = int((await resolve(connection, self._client, tasks[0])).card["context_length"])
         charge: Charge | None = state.get("charge")
         if charge is None:
             state["charge"] = charge = charge_for(accounts, tasks[0], self._prices)
@@ -206,7 +206,7 @@ class Accounts:
             if account.limits.size_tasks:
                 tasks = [fitted(account, task, context) for task in tasks]
         if charge is not None and at_once:
-            check_sum(charge, tasks, (await resolve(connection, self._client, tasks[0].model)).card)
+            check_sum(charge, tasks, (await resolve(connection, self._client, tasks[0])).card)
         return [*tasks]
 
     async def limited(self, connection: HTTPConnection, tenant: str | None) -> list[Account]:
@@ -462,7 +462,7 @@ class Admission:
         """
         principal = principal_of(request)
         check_may_use(principal, tasks[0])
-        resolved = await resolve(request, self._client, tasks[0].model)
+        resolved = await resolve(request, self._client, tasks[0])
         max_waiting = self._room(request).bounds.of(tasks[0].tier)
         count = sum(len(task.chunks(resolved.card)) for task in tasks)
         if max_waiting and count > max_waiting:  # a retry would not help
@@ -493,12 +493,13 @@ class Admission:
     ) -> str:
         """Submit a task within the bounds, and return its id. Raises Problem (429), and as `AsyncClient.admit`."""
         try:
-            resolved = await resolve(request, self._client, task.model)
-            return (await self._client.admit(task, task_id, more, charge, self._room(request), resolved)).id
+            resolved, room = await resolve(request, self._client, task), self._room(request)
+            follow = partial(moved, request, task.model)
+            return (await self._client.admit(task, task_id, more, charge, room, resolved, follow)).id
         except QueueFull as error:
             if error.bound == "kept":
                 raise _too_much_kept(error) from None
-            model = await resolve(request, self._client, task.model)
+            model = await resolve(request, self._client, task)
             tokens = task.kv_tokens(int(model.card["context_length"]))
             raise await self.overload.full(error, model.queue, task.tier, tokens) from None
         finally:
@@ -539,7 +540,7 @@ def _shortened(tasks: Sequence[Task], to: int, context: int) -> Entered:
 
 def check_sees(principal: Principal, model: str) -> None:
     """Raise Problem if the caller may not know of a model: for requests that submit no task."""
-    if not principal.may_use(model):
+    if not principal.may_use(model.partition("@")[0]):
         message = f"There is no model {shown(model)} that this key may use."
         raise Problem(404, message, code="model_not_found", param="model")
 

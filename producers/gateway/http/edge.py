@@ -163,6 +163,7 @@ class Edge:
                 if (charge := state.get("charge")) is not None and charge.answer:
                     message["headers"] += rate_limit_headers(charge.answer)
                 message["headers"].extend(overload(state))
+                message["headers"].extend(routed(state))
                 if (work := state.get("work")) is not None and work.warnings:
                     message["headers"].append((b"penstock-warning", _one_line("; ".join(work.warnings))))
                 route = getattr(scope.get("route"), "path", "unmatched")
@@ -233,6 +234,16 @@ def rate_limit_headers(answer: Sequence[Any]) -> list[tuple[bytes, bytes]]:
 def _one_line(text: str) -> bytes:
     """A text for a header: of printable ASCII, other characters as JSON writes them, and cut."""
     return json.dumps(text)[1:-1].replace("\x7f", "?")[:MAX_WARNING].encode()
+
+
+def routed(state: Mapping[str, Any]) -> Iterator[tuple[bytes, bytes]]:
+    """Yields the headers that tell which version of its model a request's tasks went to, and why."""
+    for resolved in state.get("models", {}).values():  # one: a request has one model
+        yield b"penstock-version", str(resolved.card["version"]).encode()
+        if resolved.alias:
+            yield b"penstock-alias", resolved.alias.encode("ascii", "replace")
+        if resolved.generation:
+            yield b"penstock-generation", b"%d" % resolved.generation
 
 
 def overload(state: Mapping[str, Any]) -> Iterator[tuple[bytes, bytes]]:

@@ -21,6 +21,7 @@ from producers.client.steps import Read, persistently
 from producers.client.submission import ResolvedModel, encoding_of
 from producers.connection.script import text
 from producers.contract import keys
+from producers.contract.task import Task
 from producers.errors import TokenizerChanged, UnknownModel, shown
 from producers.gateway.http import request_state
 from producers.gateway.http.errors import ONCE, Problem, wrong
@@ -156,16 +157,16 @@ async def was_made(request: HTTPConnection, client: AsyncClient, tasks: int, *, 
 
 
 async def resolve(
-    request: HTTPConnection, client: AsyncClient, model: str, tasks: int, *, tenant: str | None
+    request: HTTPConnection, client: AsyncClient, task: Task, tasks: int, *, tenant: str | None
 ) -> ResolvedModel:
-    """Returns the model of a request's tasks. One that nobody serves any more is found, too, where an earlier request
-    of the same key and body made them. Raises as `first`, and UnknownModel."""
+    """Returns the model of a request's tasks, of which `task` is the first. One that nobody serves any more is found,
+    too, where an earlier request of the same key and body made them. Raises as `first`, and UnknownModel."""
     try:
-        return await request_state.resolve(request, client, model)
+        return await request_state.resolve(request, client, task)
     except UnknownModel:
         if not await was_made(request, client, tasks, tenant=tenant):
             raise
-        return await request_state.resolve(request, client, model, withdrawn=True)
+        return await request_state.resolve(request, client, task, withdrawn=True)
 
 
 def _named(request: HTTPConnection, key: str, tenant: str | None, digest: str | None = None) -> tuple[str, str]:

@@ -32,7 +32,7 @@ from producers.gateway.http.errors import (
     unknown_parameter,
 )
 from producers.gateway.http.idempotency import note_body
-from producers.gateway.http.request_state import Work, work_of
+from producers.gateway.http.request_state import Work, sticky_in, work_of
 
 T = TypeVar("T")
 #: A too large body is read and discarded up to this many times the limit: a client that is cut off while it sends sees
@@ -135,6 +135,8 @@ async def _parsed(request: Request, limit: int, parse: Callable[[bytes], T]) -> 
         work.size = len(body)
         small = len(body) <= INLINE
         value = parse(body) if small else await on_thread(request, work, partial(_parse_large, body, parse))
+        if isinstance(value, dict):
+            request.scope["state"]["sticky"] = sticky_in(value)
         work.form = isinstance(value, dict) and not FORM_PARAMETERS.isdisjoint(value)
         return value
     finally:

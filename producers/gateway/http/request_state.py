@@ -14,27 +14,36 @@ on the request's own span in it.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection, Request
 from starlette.types import Receive
 
 from producers.client.aio import AsyncClient, AsyncHandle
-from producers.client.submission import TASK, ResolvedModel
+from producers.client.submission import TASK, ResolvedModel, selection_of
 from producers.connection.logs import subject
 from producers.contract.record import TraceParent, trace_fields, trace_id
 from producers.contract.task import Task
 from producers.gateway.http.authorization import tenant_of
 from producers.gateway.http.request_span import RequestSpan
 from producers.store.access.api_keys import Account
+from producers.store.fleet.routing import Selection
 from producers.store.usage.limits import Charge
 from producers.store.waiting import Room
 from producers.tracing.export import Tracer
+
+#: A header with the key by which tasks stay with one version of a model whose tasks are split.
+STICKY_HEADER: Final = "penstock-sticky"
+#: Parameters of a body that say as much, the first one that it has.
+STICKY: Final = ("conversation", "prompt_cache_key", "safety_identifier", "user")
+#: Most characters of such a key that count.
+MAX_STICKY: Final = 512
 
 #: Most characters of what a caller is told of a request that is not followed in all.
 MAX_WARNING: Final = 1000
@@ -97,14 +106,38 @@ def _belong(work: Work, connection: HTTPConnection, tenant: str | None) -> None:
 
 
 async def resolve(
-    connection: HTTPConnection, client: AsyncClient, model: str, *, withdrawn: bool = False
+    connection: HTTPConnection, client: AsyncClient, task: Task, *, withdrawn: bool = False
 ) -> ResolvedModel:
-    """Returns a model as this request resolved it first. Raises as `AsyncClient.resolve`."""
-    state = connection.scope["state"]
-    resolved: dict[str, ResolvedModel] = state.setdefault("models", {})
-    if model not in resolved:
-        resolved[model] = await client.resolve(model, withdrawn=withdrawn)
-    return resolved[model]
+    """Returns a task's model as this request resolved it first. Raises as `AsyncClient.resolve`."""
+    resolved = _resolved(connection)
+    if task.model not in resolved:
+        headers = connection.headers
+        sticky = headers.get(STICKY_HEADER) or connection.scope["state"].get("sticky") or headers.get("idempotency-key")
+        selection = selection_of(task, headers, sticky[:MAX_STICKY] if sticky else uuid.uuid4().hex)
+        resolved[task.model] = await client.resolve(task.model, selection, withdrawn=withdrawn)
+    return resolved[task.model]
+
+
+def sticky_in(body: Mapping[str, Any]) -> str | None:
+    """The key of a request's body: what names its user, or its conversation."""
+    return next((value for name in STICKY if isinstance(value := body.get(name), str) and value), None)
+
+
+def moved(connection: HTTPConnection, model: str, resolved: ResolvedModel) -> None:
+    """A request's tasks of a model go to another version than it had resolved: routing has changed meanwhile."""
+    _resolved(connection)[model] = resolved
+
+
+def settle(connection: HTTPConnection, model: str) -> None:
+    """The first of a request's tasks was admitted: the others go to its version, whatever a routing says by then."""
+    resolved = _resolved(connection)
+    if model in resolved:
+        resolved[model] = replace(resolved[model], selection=Selection(version=resolved[model].card["version"]))
+
+
+def _resolved(connection: HTTPConnection) -> dict[str, ResolvedModel]:
+    resolved: dict[str, ResolvedModel] = connection.scope["state"].setdefault("models", {})
+    return resolved
 
 
 def begin_trace(headers: Headers, tracer: Tracer | None) -> RequestSpan | None:
@@ -142,5 +175,6 @@ class TracedClient(AsyncClient):
         charge: Charge | None = None,
         room: Room | None = None,
         resolved: ResolvedModel | None = None,
+        moved: Callable[[ResolvedModel], None] | None = None,
     ) -> AsyncHandle:
-        return await super().admit(task, task_id, {**more, **current_trace()}, charge, room, resolved)
+        return await super().admit(task, task_id, {**more, **current_trace()}, charge, room, resolved, moved)

@@ -32,6 +32,7 @@ from producers.gateway.openai.answer import (
     ChunkStream,
     Output,
     OutputBatch,
+    fingerprint,
     head,
     output_batches,
     respond,
@@ -126,7 +127,7 @@ async def create(request: Request) -> Response:
     text_request = chat.text_request
     request.state.tier = task.tier
     check_may_use(principal_of(request), task)
-    resolved = await idempotency.resolve(request, gateway.client, task.model, 1, tenant=task.tenant)
+    resolved = await idempotency.resolve(request, gateway.client, task, 1, tenant=task.tenant)
     calling = None
     if chat.tools is not None:
         with text_request.naming():
@@ -145,7 +146,7 @@ async def create(request: Request) -> Response:
     first = head(kind, "chatcmpl", foreground, resolved) | {"service_tier": text_request.service_tier}
 
     async def answer() -> Response:
-        first.update(foreground.shortened)
+        first.update(system_fingerprint=fingerprint(foreground.resolved or resolved), **foreground.shortened)
         if text_request.stream:
             stream = _Stream(chat, Chunks(first, text_request, [len(task.prompt)] * chat.n), scorer, syntax)
             direct = Direct(stream.tokens)

@@ -40,6 +40,7 @@ from producers.gateway.openai.answer import (
     Chunks,
     ChunkStream,
     OutputBatch,
+    fingerprint,
     head,
     output_batches,
     respond,
@@ -318,8 +319,8 @@ async def create(request: Request) -> Response:
     text_request, work = completion.text_request, work_of(request)
     request.state.tier = tasks[0].tier
     check_may_use(principal_of(request), tasks[0])
-    model, tenant = text_request.model, tasks[0].tenant
-    resolved = await idempotency.resolve(request, gateway.client, model, len(tasks), tenant=tenant)
+    tenant = tasks[0].tenant
+    resolved = await idempotency.resolve(request, gateway.client, tasks[0], len(tasks), tenant=tenant)
     accounts = await gateway.accounts.limited(request, tasks[0].tenant)
     if len(tasks) > 1 and idempotency.HEADER not in request.headers:
         for account in accounts:
@@ -340,7 +341,7 @@ async def create(request: Request) -> Response:
         first["service_tier"] = text_request.service_tier
 
     async def answer() -> Response:
-        first.update(foreground.shortened)
+        first.update(system_fingerprint=fingerprint(foreground.resolved or resolved), **foreground.shortened)
         if text_request.stream:
             prompts = [len(task.prompt) for task in tasks for _ in range(completion.n)]
             stream = _Stream(completion, Chunks(first, text_request, prompts), scorers, echoes)

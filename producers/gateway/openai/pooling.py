@@ -302,7 +302,7 @@ async def _answer(request: Request) -> Response:
     with endpoint.naming():
         request.state.tier = task.tier
         check_may_use(principal_of(request), task)
-        resolved = await idempotency.resolve(request, gateway.client, task.model, 1, tenant=tenant)
+        resolved = await idempotency.resolve(request, gateway.client, task, 1, tenant=tenant)
         task.check(resolved.card)
         foreground = await keyed(request, gateway, [task])
         try:

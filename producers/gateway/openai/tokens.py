@@ -16,7 +16,7 @@ from producers.gateway.context import gateway_of
 from producers.gateway.http.authorization import SUBMITS, principal_of
 from producers.gateway.http.errors import invalid_value
 from producers.gateway.http.request_body import SETTINGS, documented, fields_of
-from producers.gateway.http.request_state import resolve, work_of
+from producers.gateway.http.request_state import work_of
 from producers.gateway.openai.parameters import check_chats
 from producers.gateway.tasks.views import errors
 
@@ -130,7 +130,7 @@ def _limit(request: Request) -> int:
 async def _card(request: Request, model: str) -> Mapping[str, Any]:
     """The card of a model that the caller may use. Raises Problem and UnknownModel."""
     check_sees(principal_of(request), model)
-    return (await resolve(request, gateway_of(request).client, model)).card
+    return (await gateway_of(request).client.resolve(model)).card
 
 
 def _token_ids(value: Any, name: str) -> list[int]:

@@ -17,6 +17,7 @@ from starlette.requests import Request
 
 from producers.client.reader import Shortcut
 from producers.client.steps import FAILURES
+from producers.client.submission import ResolvedModel
 from producers.connection.log_throttle import warn_throttled
 from producers.contract.stream import End, Event
 from producers.contract.task import Task
@@ -26,7 +27,7 @@ from producers.gateway.fair_share import measured, next_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import charge_of, marks, principal_of
 from producers.gateway.http.errors import CLIENT_LEFT, ONCE, Problem, unavailable
-from producers.gateway.http.request_state import resolve, work_of
+from producers.gateway.http.request_state import resolve, settle, work_of
 from producers.gateway.http.sse import watch, why_stopped
 from producers.store.idempotency import KEPT_S, Entry, ids
 
@@ -74,6 +75,8 @@ class Foreground:
         self.replayed = False
         #: The field of the answer that says so, where overload shortened its outputs.
         self.shortened: dict[str, Any] = {}
+        #: The version that its tasks went to, once they are submitted.
+        self.resolved: ResolvedModel | None = None
 
     async def waits(self) -> str:
         """What the first of its tasks that has not ended waits for (`WaitReasons.text`)."""
@@ -105,17 +108,23 @@ class Foreground:
         except BaseException:
             await self.close()
             raise
+        self.resolved = await resolve(self._request, self._gateway.client, self._tasks[0])
         for task, name in zip(self._tasks, self.ids, strict=True):
             if name not in existing:
                 metrics.submitted(task.model, task.tier)
 
     async def _admitted(self) -> list[str | BaseException]:
-        """The answers to the submits. Where they are taken together or not at all, the first one asks whether a month's
-        budget has enough left, before the others: what ends meanwhile has used some of that."""
+        """The answers to the submits. The first one decides which version all go to, and where they are taken together
+        or not at all, whether a month's budget has enough left: what ends meanwhile has used some of that."""
         each, charge = [*zip(self._tasks, self.ids, strict=True)], self._charge
         first: list[str | BaseException] = []
-        if charge is not None and charge.all is not None:
-            first.append(await self._admit(*each.pop(0)))
+        together = charge is not None and charge.all is not None
+        if together or len(each) > 1:
+            first += await asyncio.gather(self._admit(*each.pop(0)), return_exceptions=True)
+            if isinstance(first[0], BaseException) and not self._shared(first[0]):
+                raise first[0]
+            settle(self._request, self._tasks[0].model)
+        if charge is not None:
             charge.all = None
         submits = [self._admit(task, name) for task, name in each]
         return first + await asyncio.gather(*submits, return_exceptions=True)
@@ -190,7 +199,7 @@ async def keyed(request: Request, gateway: Gateway, tasks: Sequence[Task]) -> Fo
     tasks = await gateway.accounts.sized(request, tasks)
     if idempotency.HEADER in request.headers:
         for task in tasks:  # a refused request takes no key
-            task.check((await resolve(request, gateway.client, task.model)).card)
+            task.check((await resolve(request, gateway.client, task)).card)
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=tasks[0].tenant)
     if entry is None:
         return Foreground(request, gateway, tasks)

@@ -30,7 +30,7 @@ async def encoded(request: Request, gateway: Gateway, task: Task) -> Task:
     Raises InvalidTask, UnknownModel or Problem.
     """
     gateway.client.directory.check(task)
-    resolved = await idempotency.resolve(request, gateway.client, task.model, 1, tenant=task.tenant)
+    resolved = await idempotency.resolve(request, gateway.client, task, 1, tenant=task.tenant)
     card = resolved.card
     task.check(card, counted=task.prompt_tokens is not None)
     if task.webhook is not None:

@@ -100,6 +100,12 @@ class TaskView(BaseModel):
     batch, or by Celery."""
     status: Status
     model: str
+    version: str | None = None
+    """The version of the model that it goes to, or that made its output."""
+    alias: str | None = None
+    """The alias that led to that version, where the model has a routing or the task names one."""
+    generation: int | None = None
+    """The generation of the model's routing by which it got its version."""
     tier: str
     tenant: str | None = None
     order_key: str | None = None
@@ -151,6 +157,9 @@ class TaskView(BaseModel):
             kind=record.kind,
             status=cast(Status, record.status),
             model=record.model,
+            version=record.fields.get("version"),
+            alias=record.fields.get("alias"),
+            generation=record.count("generation") or None,
             tier=record.tier,
             tenant=record.fields.get("tenant"),
             order_key=record.fields.get("order_key"),
@@ -204,6 +213,7 @@ class ModelView(BaseModel):
 
     id: str
     object: Literal["model"] = "model"
+    parent: str | None = Field(None, description="of an adapter, an alias or a version: its model")
     created: int
     owned_by: Literal["penstock"] = "penstock"
     version: str
@@ -212,15 +222,16 @@ class ModelView(BaseModel):
     capabilities: list[str]
     defaults: dict[str, Any]
     """The sampling parameters that the model has of its own."""
-    parent: str | None = None
-    """Of an adapter, the model that it changes."""
     adapter: AdapterView | None = None
 
     @classmethod
-    def of(cls, card: Mapping[str, Any]) -> Self:
+    def of(cls, card: Mapping[str, Any], at: str = "") -> Self:
+        """The view of a card. `at`: the alias or version by which it was found."""
         same = ("created", "version", "context_length", "vocab_size", "capabilities")
-        more = {name: card[name] for name in ("parent", "adapter") if name in card}
-        return cls(id=card["name"], defaults=card.get("defaults", {}), **{name: card[name] for name in same}, **more)
+        name = str(card["name"])
+        more = {"parent": card.get("parent"), "adapter": card.get("adapter")} if not at else {"parent": name}
+        fields = {key: card[key] for key in same} | {"defaults": card.get("defaults", {})}
+        return cls(id=f"{name}@{at}" if at else name, **fields, **more)
 
 
 class ModelList(BaseModel):

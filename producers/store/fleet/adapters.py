@@ -186,11 +186,11 @@ def remove(store: Redis, name: str) -> StoredAdapter:
 def fetch(store: Redis, version: str, folder: Path) -> None:
     """Write an adapter's files into `folder`. Raises AdapterGone; OSError also for a file."""
     key = keys.adapter(version)
+    read: Any = store.hget
     for file in FILES:
         with (folder / file).open("wb") as target:
             number = 0
-            piece: Any
-            while (piece := store.hget(key, f"{file}:{number}")) is not None:
+            while (piece := read(key, f"{file}:{number}")) is not None:
                 target.write(piece)
                 number += 1
         if not number:

@@ -1,6 +1,8 @@
 """The store's data of models: cards, the files that cards name, and profiles of what workers measured.
 
-The hash `penstock:models` has the cards: the card of a name decides which version its new tasks go to.
+The hash `penstock:models` has the cards: the card of a name decides which version its new tasks go to, unless its
+routing sends some to other versions (`producers.store.fleet.routing`). The hash `penstock:versions` has a card of each
+version that was announced or published, under `model@version`, for what a routing names.
 
 A worker that starts announces its model; an operator publishes one, with no worker up. The result:
 
@@ -54,7 +56,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Container, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -65,10 +67,15 @@ from producers.connection.script import Call, arun, parsed, run, script, text
 from producers.contract import keys
 from producers.contract.profile import Profile
 from producers.store.access.audit import Change, operator
+from producers.store.fleet import routing
 from producers.store.protocol import PACKAGE, enter, swap
 
 #: A card's keys that workers set.
 WORKER_FIELDS = ("context_length", "kv_capacity")
+#: A card's keys that say how its model is published, not what the version is.
+OF_MODEL = ("published", "publisher", "served", "withdrawn")
+#: Versions of a model whose cards are kept, though nothing serves or names them.
+KEPT_VERSIONS = 10
 #: How the publishers begin whose models are withdrawn once nobody serves or scales them.
 UP, ROLLOUT = "up:", "rollout:"
 
@@ -97,8 +104,8 @@ async def remove_unused_file(store: AsyncRedis, sha256: str) -> bool:
 
 
 def unused_file(sha256: str) -> Call:
-    """Answers 1 where the blob was there, and no card named it."""
-    return Call(script(PACKAGE, "unused"), (keys.MODELS, keys.blob(sha256)), (sha256,))
+    """Answers 1 where the blob was there, and no card of a model or version named it."""
+    return Call(script(PACKAGE, "unused"), (keys.MODELS, keys.VERSIONS, keys.blob(sha256)), (sha256,))
 
 
 Card = dict[str, Any]
@@ -120,7 +127,12 @@ def announce(store: Redis, card: Card, pool: keys.Pool, files: Mapping[str, byte
         return _learnt(card, before) | {name: kept[name] for name in ("published", "publisher") if name in kept}
 
     entry = enter(pool.queue, json.dumps(pool_entry), keys.pool_queue(pool.model, pool.version, keys.UNSERVED))
-    return _put(store, card, files, change, lambda: run(store, entry))
+
+    def first() -> None:
+        run(store, entry)
+        _keep_version(store, card, announced=True)
+
+    return _put(store, card, files, change, first)
 
 
 def publish(
@@ -142,7 +154,8 @@ def publish(
             new["served"] = before.get("served", "published" not in before)
         return new
 
-    _put(store, card, files, change, audit=_published(card["name"], card["version"]))
+    audit = _published(card["name"], card["version"])
+    _put(store, card, files, change, lambda: _keep_version(store, card), audit)
     return _write(store, card["name"], lambda before: _with_worker_fields(store, card["version"], before))
 
 
@@ -201,13 +214,54 @@ def take_over(store: Redis, name: str, publisher: str) -> None:
 
 def remove(store: Redis, name: str, raw: str | bytes, version: str) -> bool:
     """Remove the card that is stored as `raw`; tasks of its version that wait are kept. False if it has changed."""
-    _keep_known(store, name, version)
+    keep_known(store, name, version)
     change = Change(operator(), "model.remove", f"{name}@{version}")
     if not run(store, swap(keys.MODELS, name, text(raw), "", audit=change)):
         return False
     change.say()
     store.hdel(keys.ROLLOUTS, name)
+    store.unlink(keys.routing(name))
     return True
+
+
+def add_version(store: Redis, card: Card, files: Mapping[str, bytes]) -> None:
+    """Write a version's card and files, so that a routing may name it. New tasks go on as before.
+
+    Raises redis.RedisError or OSError; may be called again.
+    """
+    for _ in range(2):  # again: a sweeper removes files that no card names, as these were until now
+        for name, data in files.items():
+            put_file(store, card["files"][name], data)
+        _keep_version(store, card)
+    keep_known(store, card["name"], card["version"])
+
+
+def of_version(store: Redis, name: str, version: str) -> Card | None:
+    """A version's card; None where nobody announced or published it, or a sweeper has removed it."""
+    current = read(store, name)
+    if current is not None and current["version"] == version:
+        return current
+    return _parsed(store.hget(keys.VERSIONS, profile_field(name, version)))
+
+
+def versions_of(cards: Mapping[Any, Any], name: str) -> dict[str, Card]:
+    """The cards of a model's versions, the newest first. `cards`: HGETALL's answer of VERSIONS."""
+    parsed_ = (_parsed(raw) for field, raw in cards.items() if text(field).rpartition("@")[0] == name)
+    found = sorted((card for card in parsed_ if card is not None), key=lambda card: -int(card.get("at", 0)))
+    return {card["version"]: card for card in found}
+
+
+def unused_versions(cards: Mapping[Any, Any], used: Container[tuple[str, str]]) -> list[Call]:
+    """SWAPs that remove the cards of versions that are not among the newest KEPT_VERSIONS of those of their model that
+    are not `used`: (model, version). `cards`: HGETALL's answer of VERSIONS."""
+    by_model: dict[str, list[tuple[int, str, str]]] = {}
+    for field, raw in cards.items():
+        name, _, version = text(field).rpartition("@")
+        if (name, version) not in used:
+            at = int((_parsed(raw) or {}).get("at", 0))
+            by_model.setdefault(name, []).append((at, text(field), text(raw)))
+    old = [entry for entries in by_model.values() for entry in sorted(entries)[:-KEPT_VERSIONS]]
+    return [swap(keys.VERSIONS, field, raw, "") for _, field, raw in old]
 
 
 def all_of(store: Redis) -> dict[str, tuple[bytes, Card]]:
@@ -274,7 +328,34 @@ def _pools(store: Redis, name: str, version: str) -> list[dict[str, Any]]:
     return [entry for entry in entries if (entry["model"], entry.get("version")) == (name, version)]
 
 
-def _keep_known(store: Redis, name: str, version: str) -> None:
+def _keep_version(store: Redis, card: Card, *, announced: bool = False) -> None:
+    """Write the version's card. `announced`: by a worker, so it has WORKER_FIELDS; else those that are there stay."""
+    field = profile_field(card["name"], card["version"])
+    own = {name: value for name, value in card.items() if name not in OF_MODEL}
+    while True:
+        raw: Any = store.hget(keys.VERSIONS, field)
+        before = _parsed(raw)
+        new = _learnt(own, before and before | {"served": True}) if announced else dict(own)
+        new.pop("served", None)
+        if before is not None and not announced:
+            new |= {name: before[name] for name in WORKER_FIELDS if name in before}
+        if before is not None and new == {name: value for name, value in before.items() if name != "at"}:
+            return
+        new["at"] = _now_ms()
+        if run(store, swap(keys.VERSIONS, field, raw or "", json.dumps(new))):
+            return
+
+
+def published(store: Redis, card: Card, before: Card) -> Card:
+    """A version's card as the model's, published by what published `before`. Raises redis.RedisError or OSError."""
+    pools = _pools(store, card["name"], card["version"])
+    served = any(pool.get("fingerprint") != keys.UNSERVED for pool in pools)
+    kept = {name: before[name] for name in ("publisher",) if name in before and "published" in before}
+    own = {name: value for name, value in card.items() if name not in (*OF_MODEL, "at")}
+    return own | {"published": _now_ms(), "served": served, "publisher": operator()} | kept
+
+
+def keep_known(store: Redis, name: str, version: str) -> None:
     """Let a version that tasks may wait for have a pool."""
     if not _pools(store, name, version):
         pool = keys.Pool(name, version, keys.UNSERVED)
@@ -319,13 +400,22 @@ def _write(store: Redis, name: str, change: Callable[[Card | None], Card | None]
             assert before is not None, "a change begins with a card"
             return before
         if before is not None and before["version"] != after["version"]:
-            _keep_known(store, name, before["version"])
+            keep_known(store, name, before["version"])
         same = before is not None and before["version"] == after["version"] and "published" in before
         logged = None if same else audit
-        if run(store, swap(keys.MODELS, name, raw or "", json.dumps(after), audit=logged)):
+        if run(store, _replacing(store, name, raw or "", after, logged)):
             if logged is not None:
                 logged.say()
             return after
+
+
+def _replacing(store: Redis, name: str, raw: Any, after: Card, audit: Change | None) -> Call:
+    """SWAP, or ROUTE where the model has a routing and its default changes: that is a new generation."""
+    current = routing.read(store, name)
+    if current is None or current.default == after["version"]:
+        return swap(keys.MODELS, name, raw, json.dumps(after), audit=audit)
+    changed = current.changed(operator(), default=after["version"])
+    return routing.route(changed, audit, text(raw), json.dumps(after))
 
 
 def _parsed(raw: str | bytes | None) -> Card | None:

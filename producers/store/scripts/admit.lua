@@ -1,6 +1,6 @@
 #!lua
 -- ADMIT | no record -> `submitting`; else nothing. A request older than the submit window is refused, and so is an id
--- whose task was deleted (DELETE).
+-- whose task was deleted (DELETE), and a task for a version that the model's routing has left meanwhile (ROUTE).
 -- The record's field `idempotency` names the entry of the request's Idempotency-Key (IDEMPOTENT): it is marked as made.
 -- It enters the index that lists it, and its tenant's own: a task with the `origin` task that of tasks, and others that
 -- of requests, which keeps the last MOST. With accounts, they are charged in the same script; if a limit, or a bound on what waits or is kept, is reached, or the server is
@@ -10,8 +10,9 @@
 -- charged, and counts against the bounds, as all of them together.
 -- KEYS: task, submitting, deadlines, then the accounts that are charged
 -- ARGV: id, nonce, asked (ms, server time as the client estimates it), window (ms), what the accounts are asked for
---       (JSON, `charge` in _limits.lua), bounds (JSON, `waiting_full`; empty: none), field, value, ...
--- Answers: new | mine (the same request was admitted before, and its reply was lost) | exists | erased | late;
+--       (JSON, `charge` in _limits.lua), bounds (JSON, `waiting_full`; empty: none), the generation of the routing by
+--       which it got its version (empty: it is not looked at), field, value, ...
+-- Answers: new | mine (the same request was admitted before, and its reply was lost) | exists | erased | late | rerouted;
 --          with accounts, in place of `new`, what `charge` answers (_limits.lua); what `waiting_full` answers; what
 --          `reserve` answers (_memory.lua)
 -- include: producers.connection/_now.lua
@@ -21,6 +22,7 @@
 -- include: _made.lua
 -- include: _kept.lua
 -- include: _memory.lua
+-- include: _routing.lua
 local MOST = 10000 -- as producers/store/task_index.py has it
 
 local task, submitting = KEYS[1], KEYS[2]
@@ -37,17 +39,17 @@ if now - asked > window then
   return 'late'
 end
 local fields = { 'v', '1', 'status', 'submitting', 'nonce', nonce, 'created', now, 'deaths', 0 }
-local tenant, tier, tokens, chunks
-for i = 7, #ARGV do
-  fields[#fields + 1] = ARGV[i]
-  if i % 2 == 1 and ARGV[i] == 'tenant' then
-    tenant = ARGV[i + 1]
-  elseif i % 2 == 1 and ARGV[i] == 'tier' then
-    tier = ARGV[i + 1]
-  elseif i % 2 == 1 and ARGV[i] == 'tokens' then
-    tokens = ARGV[i + 1]
-  elseif i % 2 == 1 and ARGV[i] == 'chunks' then
-    chunks = tonumber(ARGV[i + 1])
+local given = {}
+for i = 8, #ARGV, 2 do
+  fields[#fields + 1], fields[#fields + 2] = ARGV[i], ARGV[i + 1]
+  given[ARGV[i]] = ARGV[i + 1]
+end
+local tenant, tier, tokens, chunks = given.tenant, given.tier, given.tokens, tonumber(given.chunks or nil)
+if ARGV[7] ~= '' then
+  local base = string.match(given.queue, '^penstock:queue:(.+)@')
+  local generation = redis.call('HGET', 'penstock:routing:' .. base, 'generation')
+  if generation and generation ~= ARGV[7] and not routable(routing_of(base), given.version) then
+    return 'rerouted'
   end
 end
 if chunks then

@@ -5,7 +5,8 @@
 -- One whose id REVOKE has noted is cancelled. So is a chunk whose parent has ended, or is gone. A parent's message, as
 -- of a restored one, is `done`. The first start of a chunk is its parent's.
 -- A plain message that its worker cannot read, or whose task needs a later release than the worker's, makes no record
--- while a worker of that lives: `elsewhere`.
+-- while a worker of that lives: `elsewhere`. Nor does one that the model's routing gives to another version, of which a
+-- worker lives, or that names another version, which is known.
 -- 3 claim = c: repeat the answer. 4 settled: `done`, with the reason to keep the message, if SETTLE noted one.
 -- 5 owner live: `busy`, also when final or cancelled.
 -- 6 final: take the claim, `settle`. 7 neither cancelled nor late, and `elsewhere`: it was sent to another version, or
@@ -27,6 +28,7 @@
 -- include: _final.lua
 -- include: _late.lua
 -- include: producers.connection/_level.lua
+-- include: _routing.lua
 local task, stream = KEYS[1], KEYS[2]
 local id, claim, inc = ARGV[1], ARGV[2], ARGV[3]
 local version, queue, fingerprint, level, needs = ARGV[7], ARGV[8], ARGV[9], tonumber(ARGV[10]), tonumber(ARGV[11])
@@ -54,7 +56,7 @@ end
 local function beside(name, need)
   return need > 0 and name .. '+' .. need or name
 end
-local now = now_ms()
+local now, unknown = now_ms(), false
 if not r[1] then
   if ARGV[4] ~= '1' then
     return { 'done' }
@@ -66,8 +68,26 @@ if not r[1] then
     return { 'elsewhere', beside(queue, needs) }
   end
   local fields = { 'v', '1', 'status', 'queued', 'plain', '1', 'created', now, 'deaths', 0 }
-  for i = 12, #ARGV do
-    fields[#fields + 1] = ARGV[i]
+  local given = {}
+  for i = 12, #ARGV, 2 do
+    fields[#fields + 1], fields[#fields + 2] = ARGV[i], ARGV[i + 1]
+    given[ARGV[i]] = ARGV[i + 1]
+  end
+  local model, home = given.model or '', 'penstock:queue:' .. (given.model or '') .. '@'
+  local routing = routing_of(model)
+  local target = given.alias or routing and drawn(routing, id, given) or 'default'
+  if target ~= 'default' then
+    local to = routing and version_at(routing, target) or target
+    if to ~= version and lives(pools_of(home .. to), needs) then
+      return { 'elsewhere', beside(home .. to, needs) }
+    end
+    unknown = to ~= version and given.alias and redis.call('HEXISTS', 'penstock:versions', model .. '@' .. to) == 0
+    if to ~= version and given.alias and not unknown then
+      return { 'elsewhere', beside(home .. to, needs) }
+    end
+  end
+  if routing then
+    fields[#fields + 1], fields[#fields + 2] = 'generation', routing.generation
   end
   redis.call('HSET', task, unpack(fields))
   redis.call('UNLINK', stream, 'penstock:result:' .. id) -- they outlive the record of an earlier life
@@ -157,6 +177,8 @@ if is_late then
   return answer('settle')
 elseif stuck >= limit or deaths >= 4 * limit then
   err = '{"code":"dead_lettered","message":"Given up: ' .. deaths .. ' workers died while they held this task."}'
+elseif unknown then
+  err = '{"code":"model_not_found","message":"The model has no such version or alias.","param":"model"}'
 elseif ARGV[6] == '1' and not r[8] then
   err = '{"code":"dead_lettered","message":"Given up: every worker that was handed this task died at once."}'
 end

@@ -19,6 +19,7 @@ count once |
 | `created`, `started`, `first` | when it was submitted (empty for a plain Celery task), first claimed, and had its \
 first token (ms); empty where it did not |
 | `longest` | tokens of its longest choice |
+| `alias`, `generation` | what led to its version, as in the record; rows of earlier releases lack them |
 
 FOLD adds rows to the sums of their hours, ROLL hours to days (UTC). Each adds and removes in one script, so that a task
 is counted once, as a row or in a sum, whoever dies when. `penstock:usage:sums:hour:<unix s>:<tenant>` and

@@ -176,7 +176,8 @@ def _wrong(
     return BadLine(f"{path} is {shown(fields[name])}; it must be {expected}", code=code, param=path)
 
 
-def _check_model(model: str, models: Collection[str]) -> None:
+def _check_model(named: str, models: Collection[str]) -> None:
+    model = named.partition("@")[0]
     if model not in models:
         near = likely(model, models)
         hint = f"; did you mean {shown(near)}?" if near else f"; there are {', '.join(sorted(models)[:10]) or 'none'}"

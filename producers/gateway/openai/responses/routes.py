@@ -173,7 +173,7 @@ async def input_tokens(request: Request) -> Response:
         await accounts.check_spent(request, tenant)
     response_request, task = await checked(request, read)
     check_may_use(principal_of(request), task)
-    resolved = await resolve(request, gateway.client, task.model)
+    resolved = await resolve(request, gateway.client, task)
     items = await _conversation(request, response_request)
     variables = await variables_of(gateway, resolved.card, response_request.tools)
     task, _ = await conversation.fitted(gateway, resolved.card, response_request, task, items, work, variables)
@@ -272,7 +272,7 @@ async def make(request: Request, gateway: Gateway, response_request: ResponseReq
     check_may_use(principal_of(request), task)
     if task.webhook is not None:
         await gateway.destinations.check(task.webhook.url, "webhook.url")
-    resolved = await idempotency.resolve(request, gateway.client, task.model, 1, tenant=task.tenant)
+    resolved = await idempotency.resolve(request, gateway.client, task, 1, tenant=task.tenant)
     calling = None
     if response_request.tools is not None:
         with response_request.text_request.naming():

@@ -71,6 +71,8 @@ def test_a_row_says_who_used_what_and_outlives_its_record(valkey: Redis, client:
         "again": "5",
         "engine": "1500",
         "longest": "3",
+        "alias": "",
+        "generation": "",
     }
     assert said == whose | tokens | {"id": handle.id, "status": "completed", "attempts": "2", "deaths": "1"}
 

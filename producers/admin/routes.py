@@ -1,0 +1,125 @@
+"""Changes of a model's routing (`producers.store.fleet.routing`), as an operator asks for them.
+
+Each change reads the routing, the model's card and its versions' cards, and writes the next generation by ROUTE; where
+somebody else was faster it looks again. A model's first change also publishes its card, so that no worker that starts
+takes the default over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from redis import Redis
+
+from producers.connection.script import parsed, text
+from producers.contract import keys
+from producers.store.access.audit import Change, operator
+from producers.store.fleet import cards, routing
+from producers.store.fleet.routing import DEFAULT, Routing, RoutingError, Rule
+
+
+def current(store: Redis, model: str) -> Routing:
+    """A model's routing; one of generation 0 where its card alone decides. Raises RoutingError without such a model;
+    redis errors."""
+    card = cards.read(store, model)
+    if card is None:
+        names = ", ".join(sorted(map(text, store.hkeys(keys.MODELS)))) or "none"
+        raise RoutingError(f"there is no model {model!r}; there are {names}")
+    found = routing.read(store, model) or Routing(model, 0, "")
+    return replace(found, default=card["version"])
+
+
+def set_aliases(store: Redis, model: str, aliases: Mapping[str, str], removed: Sequence[str] = ()) -> Routing:
+    """Let aliases name versions: `default` is where tasks go that nothing else decides. Raises as `current`, also for a
+    version that nobody announced or published, and for an alias that is in use and `removed`."""
+
+    def change(before: Routing) -> Routing:
+        missing = [name for name in removed if name not in before.aliases]
+        if missing:
+            raise RoutingError(f"{model} has no alias {missing[0]!r}")
+        versions = {name: before.version_at(version) for name, version in aliases.items()}
+        kept = {name: version for name, version in before.aliases.items() if name not in removed}
+        default = versions.pop(DEFAULT, before.default)
+        return replace(before, default=default, aliases={**kept, **versions})
+
+    what = ", ".join([*(f"{name}={version}" for name, version in aliases.items()), *(f"-{name}" for name in removed)])
+    return _change(store, model, what, change)
+
+
+def set_split(store: Redis, model: str, split: Mapping[str, float], sticky: str | None = None) -> Routing:
+    """Give targets parts of the tasks, in percent; the default gets the rest. `sticky`: None leaves it. Raises as
+    `set_aliases`."""
+    what = ", ".join(f"{target} {percent:g}%" for target, percent in split.items()) or "none"
+    return _change(
+        store, model, f"split {what}", lambda before: replace(before, split=split, sticky=sticky or before.sticky)
+    )
+
+
+def set_rules(store: Redis, model: str, rules: Sequence[Rule]) -> Routing:
+    """Replace the rules. Raises as `set_aliases`."""
+    return _change(store, model, f"{len(rules)} rules", lambda before: replace(before, rules=tuple(rules)))
+
+
+def add_rule(store: Redis, model: str, rule: Rule) -> Routing:
+    """Add a rule behind the others. Raises as `set_aliases`."""
+    return _change(store, model, f"rule to {rule.to}", lambda before: replace(before, rules=(*before.rules, rule)))
+
+
+def restore(store: Redis, model: str, generation: int) -> Routing:
+    """Go back to what an earlier generation said, in a new one. Raises as `set_aliases`, also for a generation that is
+    not kept."""
+
+    def change(before: Routing) -> Routing:
+        states = {state.generation: state for state in routing.history(store, model)}
+        if generation not in states:
+            kept = ", ".join(map(str, sorted(states))) or "none"
+            raise RoutingError(f"generation {generation} of {model} is not kept; kept are {kept}")
+        return replace(states[generation], generation=before.generation)
+
+    return _change(store, model, f"as of generation {generation}", change)
+
+
+def _change(store: Redis, model: str, what: str, change: Callable[[Routing], Routing]) -> Routing:
+    by = operator()
+    audit = Change(by, "model.route", f"{model}: {what}"[:500])
+    while True:
+        before = current(store, model)
+        raw: Any = store.hget(keys.MODELS, model)
+        card = parsed(raw)
+        if card.get("version") != before.default:
+            continue  # it has just changed
+        after = routing.checked(change(before))
+        _check_targets(store, after)
+        if after == before:
+            return before
+        new = after.changed(by)
+        new_card = _default_card(store, card, new)
+        for version in new.versions():
+            cards.keep_known(store, model, version)
+        old_card = "" if new_card is None else text(raw)
+        if routing.write(store, new, audit, old_card, "" if new_card is None else json.dumps(new_card)):
+            return new
+
+
+def _check_targets(store: Redis, new: Routing) -> None:
+    """Raise RoutingError for a target that is no version with a card."""
+    for version in sorted(new.versions()):
+        if cards.of_version(store, new.model, version) is None:
+            known = ", ".join(cards.versions_of(store.hgetall(keys.VERSIONS), new.model)) or "none"
+            raise RoutingError(
+                f"{version!r} is no alias of {new.model}, and no version of it that is known here: a worker announces "
+                f"its version, and `penstock models publish FOLDER --as {new.model}@ALIAS` adds one; known are {known}"
+            )
+
+
+def _default_card(store: Redis, card: dict[str, Any], new: Routing) -> dict[str, Any] | None:
+    """The model's card with the new default; None if the card may stay. It is published, so that no worker that starts
+    replaces it."""
+    if card["version"] == new.default and "published" in card:
+        return None
+    version = card if card["version"] == new.default else cards.of_version(store, new.model, new.default)
+    assert version is not None, "targets were checked"
+    return cards.published(store, {**version, "name": new.model}, card)

@@ -1,0 +1,239 @@
+"""Routing: which version of a model a new task goes to, where that is not simply the version of the model's card.
+
+The hash `penstock:routing:<model>` has `now`, the state (JSON), `generation`, its number, and `at:<generation>`, the
+last KEPT states. ROUTE changes it: from the generation that was looked at to the next one, together with the model's
+card where the default changes, and appends the change to the audit log, all in one script. So of two people who change
+it at once, one is told to look again, and nothing remains half done whoever dies.
+
+| field of the state | what it holds |
+| --- | --- |
+| `generation` | from 1; each change makes the next one |
+| `default` | the version of the model's card, to which tasks go that nothing else decides |
+| `aliases` | alias -> version |
+| `split` | target -> percent of the tasks; the default gets the rest |
+| `rules` | of `{"to": target, "tenant" or "tier" or "header": value}`; the first that fits goes before the split |
+| `sticky` | `caller`: tasks with equal `sticky` go to the same target; `tenant`: those of a tenant do |
+| `at`, `by` | when (unix ms), and who |
+
+A **target** is an alias or a version. What decides, in this order: the alias or version that the task names, as
+`model@alias` or `model@version`; a rule; the split; the default.
+
+The split is by rendezvous hashing: each target draws a number from the key and its own name, weighted by its percent,
+and the least wins. So a key stays with its target, and a change of a target's percentage moves as many keys to or from
+it, and few between others: none where the split has one target.
+A task without a key draws by a random one. CLAIM draws by the task's id for plain Celery messages, which their senders
+address to the model alone.
+
+`default` is what the card says. Releases before this one know the card alone, and all write it, so a model without a
+routing needs none. A card that one of them changes keeps its generation, whose `default` is not looked at then.
+
+    what a sender does        what happens to a change meanwhile
+    reads routing and cards   it reads the routing first: at worst it has an old one with a new default
+    ADMIT                     `rerouted`, where the generation is another and no longer leads to the task's version:
+                              nothing is written, and the sender resolves again
+    sends                     the record has its version; failover, retry and batch keep it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, Self
+
+from redis import Redis
+
+from producers.connection.script import Call, parsed, run, script, text
+from producers.contract import keys
+from producers.store.access.audit import KEPT as AUDIT_KEPT
+from producers.store.access.audit import Change
+from producers.store.protocol import PACKAGE
+
+#: The alias of the version that the model's card has.
+DEFAULT: Final = "default"
+#: States of a model's routing that are kept.
+KEPT: Final = 50
+#: Most aliases, targets of a split, and rules of a model.
+MOST: Final = 16
+ALIAS: Final = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
+STICKY: Final = ("caller", "tenant")
+#: What a rule may look at.
+RULED: Final = ("tenant", "tier", "header")
+
+
+NO_HEADERS: Final[Mapping[str, str]] = {}
+
+
+class RoutingError(ValueError):
+    """A routing that makes no sense; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What a task says about its version. `version`: the alias or version that it names; `sticky`: its key; `headers`:
+    those of its request."""
+
+    version: str | None = None
+    sticky: str | None = None
+    tenant: str | None = None
+    tier: str = "default"
+    headers: Mapping[str, str] = field(default_factory=lambda: NO_HEADERS)
+
+
+#: A task that says nothing.
+ANY: Final = Selection()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Sends tasks to a target: those of a tenant, of a tier, or whose request has a header (`Name: value`)."""
+
+    to: str
+    tenant: str | None = None
+    tier: str | None = None
+    header: str | None = None
+
+    def fits(self, selection: Selection) -> bool:
+        """Whether a task is sent by this rule."""
+        if self.header is not None:
+            name, _, value = self.header.partition(":")
+            return selection.headers.get(name.strip().lower()) == value.strip()
+        return (self.tenant or self.tier) == (selection.tier if self.tenant is None else selection.tenant)
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """The state of a model's routing; the module describes its fields."""
+
+    model: str
+    generation: int
+    default: str
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    split: Mapping[str, float] = field(default_factory=dict)
+    rules: Sequence[Rule] = ()
+    sticky: str = "caller"
+    at: int = 0
+    by: str = ""
+
+    @classmethod
+    def of(cls, model: str, raw: str | bytes | None) -> Self | None:
+        """The routing of a stored state; None where there is none, or it cannot be read."""
+        fields = parsed(raw)
+        try:
+            rules = tuple(Rule(**rule) for rule in fields["rules"])
+            names = ("generation", "default", "aliases", "split", "sticky", "at", "by")
+            return cls(model, rules=rules, **{name: fields[name] for name in names})
+        except (KeyError, TypeError):
+            return None
+
+    def to_json(self) -> str:
+        """The state as it is stored."""
+        rules = [{name: value for name, value in asdict(rule).items() if value is not None} for rule in self.rules]
+        state = asdict(replace(self, rules=())) | {"rules": rules}
+        del state["model"]
+        return json.dumps(state)
+
+    def changed(self, by: str, **fields: Any) -> Routing:
+        """The next generation, with these fields."""
+        return replace(self, generation=self.generation + 1, at=int(time.time() * 1000), by=by, **fields)
+
+    def version_at(self, target: str) -> str:
+        """The version of an alias; a version stands for itself."""
+        return self.default if target == DEFAULT else self.aliases.get(target, target)
+
+    def leads_to(self, version: str) -> bool:
+        """Whether new tasks may go to a version that they do not name."""
+        return version in self.versions()
+
+    def versions(self) -> set[str]:
+        """All versions that it names."""
+        targets = {*self.split, *(rule.to for rule in self.rules), *self.aliases, DEFAULT}
+        return {self.version_at(target) for target in targets}
+
+    def target(self, selection: Selection) -> str:
+        """Which target a task goes to."""
+        if selection.version is not None:
+            return selection.version
+        for rule in self.rules:
+            if rule.fits(selection):
+                return rule.to
+        if not self.split:
+            return DEFAULT
+        key = selection.sticky if self.sticky == "caller" or not selection.tenant else f"tenant {selection.tenant}"
+        return drawn(self.split, key if key is not None else uuid.uuid4().hex)
+
+
+def drawn(split: Mapping[str, float], key: str) -> str:
+    """The target that a key draws: of the split, or the default."""
+    percents = {**split, DEFAULT: 100 - sum(split.values())}
+    return min((target for target in percents if percents[target] > 0), key=lambda to: _draw(key, to, percents[to]))
+
+
+def _draw(key: str, target: str, percent: float) -> float:
+    """An exponentially distributed number with the rate `percent`. `_routing.lua` draws the same."""
+    digits = hashlib.sha1(f"{key}\0{target}".encode(), usedforsecurity=False).hexdigest()[:13]
+    return -math.log((int(digits, 16) + 0.5) / 16**13) / percent
+
+
+def checked(routing: Routing) -> Routing:
+    """The routing, if it makes sense. Raises RoutingError."""
+    for name in routing.aliases:
+        if not ALIAS.fullmatch(name) or name == DEFAULT:
+            raise RoutingError(
+                f"{name!r} cannot be an alias: 1 to 64 letters, digits, '.', '_' and '-', the first one a letter"
+            )
+    for what, entries in (
+        ("aliases", routing.aliases),
+        ("targets of a split", routing.split),
+        ("rules", routing.rules),
+    ):
+        if len(entries) > MOST:
+            raise RoutingError(f"{len(entries)} {what}; a model has at most {MOST}")
+    for target, percent in routing.split.items():
+        if target == DEFAULT:
+            raise RoutingError("the default gets what the others leave: name only the others' percentages")
+        if not 0 < percent <= 100:
+            raise RoutingError(f"{target} has {percent:g} percent; a part of a split is above 0, and at most 100")
+    if (whole := sum(routing.split.values())) > 100 + 1e-9:
+        raise RoutingError(f"the parts of the split are {whole:g} percent together; they are at most 100")
+    if routing.sticky not in STICKY:
+        raise RoutingError(f"sticky is {routing.sticky!r}; it is {' or '.join(STICKY)}")
+    for rule in routing.rules:
+        if [rule.tenant, rule.tier, rule.header].count(None) != len(RULED) - 1:
+            raise RoutingError(f"a rule looks at one of {', '.join(RULED)}")
+        if rule.header is not None and not all(map(str.strip, rule.header.partition(":"))):
+            raise RoutingError(f"a rule's header is {rule.header!r}; write it as `Name: value`")
+    return routing
+
+
+def route(new: Routing, audit: Change | None, old_card: str = "", new_card: str = "") -> Call:
+    """ROUTE: from the generation before to this routing, and from the model's card `old_card` to `new_card`. Answers 1;
+    0 if somebody has changed either meanwhile."""
+    arguments = (new.model, new.generation - 1, new.to_json(), old_card, new_card, KEPT)
+    log = ("" if audit is None else audit.to_json(), AUDIT_KEPT, keys.AUDIT)
+    return Call(script(PACKAGE, "route"), (keys.routing(new.model), keys.MODELS), (*arguments, *log))
+
+
+def read(store: Redis, model: str) -> Routing | None:
+    """A model's routing; None where its card alone decides. Raises redis.RedisError or OSError."""
+    return Routing.of(model, store.hget(keys.routing(model), "now"))
+
+
+def history(store: Redis, model: str) -> list[Routing]:
+    """The last KEPT states of a model's routing, the latest first. Raises redis.RedisError or OSError."""
+    raw: Mapping[Any, Any] = store.hgetall(keys.routing(model))
+    states = (Routing.of(model, value) for name, value in raw.items() if text(name).startswith("at:"))
+    return sorted((state for state in states if state is not None), key=lambda state: -state.generation)
+
+
+def write(store: Redis, new: Routing, audit: Change, old_card: str = "", new_card: str = "") -> bool:
+    """Perform `route`, and log the change. False if somebody has changed the routing, or the card, meanwhile."""
+    if not run(store, route(new, audit, old_card, new_card)):
+        return False
+    audit.say()
+    return True

@@ -1,0 +1,148 @@
+"""Which version a request's tasks go to, and how its answer says so."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from engine.text import ModelCard
+from producers import Client
+from producers.admin import routes
+from producers.client import submission
+from producers.contract import keys
+from producers.errors import UnknownModel
+from producers.store.fleet import cards
+from tests.producers.gateway.conftest import CARD, TINY, Open
+from tests.producers.gateway.test_resolved import renumbered, same_tokenizer
+
+OTHER = same_tokenizer()
+
+
+@pytest.fixture
+def routed(valkey: Redis, model: str) -> Redis:
+    """`tiny` with a second version, `candidate`, which has the same tokenizer."""
+    files = {name: data for name, data in ModelCard.tokenizer_files(TINY).items() if name in CARD.files}
+    cards.publish(valkey, json.loads(CARD.to_json()), files)
+    cards.add_version(valkey, json.loads(OTHER.to_json()), {})
+    routes.set_aliases(valkey, model, {"candidate": OTHER.version})
+    return valkey
+
+
+def submitted(door: Any, **fields: Any) -> tuple[httpx.Response, dict[str, Any]]:
+    answer = httpx.post(f"{door.url}/v1/tasks", json={"model": CARD.name, "prompt": "x", **fields})
+    assert answer.status_code == 202, answer.text
+    return answer, httpx.get(f"{door.url}/v1/tasks/{answer.json()['id']}").json()
+
+
+def test_a_request_names_an_alias_or_a_version(routed: Redis, open_door: Open) -> None:
+    door = open_door()
+    for named in ({"model": "tiny@candidate"}, {"version": "candidate"}):
+        answer, task = submitted(door, **named)
+        assert (answer.headers["penstock-version"], answer.headers["penstock-alias"]) == (OTHER.version, "candidate")
+        assert answer.headers["penstock-generation"] == "1"
+        assert (task["model"], task["version"], task["alias"], task["generation"]) == (
+            *("tiny", OTHER.version),
+            *("candidate", 1),
+        )
+    answer, task = submitted(door, model=f"tiny@{OTHER.version}")
+    assert (task["version"], task.get("alias")) == (OTHER.version, None)
+    answer, task = submitted(door)
+    assert (task["version"], task["alias"]) == (CARD.version, "default")
+
+
+def test_a_chat_follows_it_too(routed: Redis, open_door: Open) -> None:
+    body = {"model": "tiny@candidate", "messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 1}
+    door = open_door()
+    with httpx.stream("POST", f"{door.url}/v1/chat/completions", json=body, timeout=30) as answer:
+        assert answer.headers["penstock-version"] == OTHER.version
+
+
+def test_what_is_not_there_is_refused_by_name(routed: Redis, open_door: Open) -> None:
+    answer = httpx.post(f"{open_door().url}/v1/tasks", json={"model": "tiny@nothing", "prompt": "x"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert "its aliases are candidate, default" in error["message"]
+    answer = httpx.post(f"{open_door().url}/v1/tasks", json={"model": "tiny@a", "version": "b", "prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "version")
+
+
+def test_models_are_listed_with_their_aliases(routed: Redis, open_door: Open) -> None:
+    door = open_door()
+    rows = httpx.get(f"{door.url}/v1/models").json()["data"]
+    assert [(row["id"], row.get("parent"), row["version"]) for row in rows] == [
+        ("tiny", None, CARD.version),
+        ("tiny@candidate", "tiny", OTHER.version),
+    ]
+    one = httpx.get(f"{door.url}/v1/models/tiny@candidate").json()
+    assert (one["id"], one["version"]) == ("tiny@candidate", OTHER.version)
+
+
+def test_keys_stay_with_their_version(routed: Redis, open_door: Open) -> None:
+    routes.set_split(routed, "tiny", {"candidate": 50})
+    door = open_door()
+
+    def version(headers: dict[str, str] | None = None, **body: Any) -> str:
+        fields = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 1}
+        url = f"{door.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json={**fields, **body}, headers=headers, timeout=30) as answer:
+            assert answer.status_code == 200
+            return str(answer.headers["penstock-version"])
+
+    for key in map(str, range(6)):
+        assert len({version({"Penstock-Sticky": key}) for _ in range(3)}) == 1
+        assert version({"Penstock-Sticky": key}) == version(user=key) == submitted(door, sticky=key)[1]["version"]
+    assert {version(user=str(number)) for number in range(12)} == {CARD.version, OTHER.version}
+
+
+def test_a_version_that_is_left_meanwhile_gets_no_task(
+    routed: Redis, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "FRESH_S", 60.0)
+    routes.set_aliases(routed, "tiny", {"default": "candidate"}, ["candidate"])
+    with Client(valkey_url) as client:
+        first = client.submit(model="tiny", prompt="x")
+        routes.set_aliases(routed, "tiny", {"default": CARD.version})
+        second = client.submit(model="tiny", prompt="x")
+        named = client.submit(model=f"tiny@{OTHER.version}", prompt="x")
+        versions = [handle.status().fields["version"] for handle in (first, second, named)]
+        assert versions == [OTHER.version, CARD.version, OTHER.version]
+        assert second.status().fields["generation"] == "3"
+        with pytest.raises(UnknownModel, match='no version or alias "candidate"'):
+            client.submit(model="tiny@candidate", prompt="x")
+
+
+def test_a_prompt_of_another_tokenizer_is_not_moved(
+    routed: Redis, open_door: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was encoded for a version that is left meanwhile is text again, or the caller sends it again."""
+    monkeypatch.setattr(submission, "FRESH_S", 60.0)
+    monkeypatch.setattr(submission, "PREPARED_S", 60.0)
+    door = open_door()
+    submitted(door)
+    other = renumbered(routed)
+    cards.add_version(routed, json.loads(other.to_json()), {})
+    routes.set_aliases(routed, "tiny", {"default": other.version})
+    answer = httpx.post(f"{door.url}/v1/tasks", json={"model": "tiny", "prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_changed")
+    assert submitted(door)[1]["version"] == other.version, "its next try"
+
+
+def test_all_prompts_of_a_request_have_one_version(routed: Redis, open_door: Open) -> None:
+    routes.set_split(routed, "tiny", {"candidate": 50})
+    door, seen = open_door(), set[bytes]()
+    both: set[bytes] = set()
+    for _ in range(8):
+        body = {"model": "tiny", "prompt": ["x"] * 4, "max_tokens": 1, "stream": True}
+        with httpx.stream("POST", f"{door.url}/v1/completions", json=body, timeout=30) as answer:
+            assert answer.status_code == 200
+        new = {*routed.scan_iter(keys.task("*"))} - seen
+        versions = {routed.hget(key, "version") for key in new}
+        assert len(new) == 4
+        assert len(versions) == 1
+        seen |= new
+        both |= versions
+    assert len(both) == 2

@@ -1,0 +1,215 @@
+"""Which version a new task goes to: aliases, split and rules, and what becomes of a change that others make at once."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from producers.admin import routes
+from producers.connection.script import run, text
+from producers.contract import keys
+from producers.store import protocol
+from producers.store.fleet import cards, routing
+from producers.store.fleet.routing import Routing, RoutingError, Rule, Selection
+from producers.sweeper.queues import RetiredPools
+from producers.sweeper.retention import Stale
+
+FILES = {"tokenizer.json": b"{}"}
+MANY = [f"user-{number}" for number in range(10_000)]
+
+
+def card(version: str, **more: Any) -> dict[str, Any]:
+    files = {"tokenizer.json": f"{ord(version[0]):064x}"}
+    return {"v": 1, "name": "m", "version": version, "context_length": 1000, "files": files, **more}
+
+
+@pytest.fixture
+def two(valkey: Redis) -> Redis:
+    """A store with a model of two versions: `a` is published, and a worker of `b` is up."""
+    cards.publish(valkey, card("a"), FILES)
+    cards.announce(valkey, card("b", kv_capacity=500), keys.Pool("m", "b", "f"), FILES)
+    return valkey
+
+
+def shares(state: Routing) -> dict[str, str]:
+    return {key: state.target(Selection(sticky=key)) for key in MANY}
+
+
+class TestSplit:
+    def test_each_target_gets_its_part_and_a_key_stays(self) -> None:
+        state = Routing("m", 1, "a", {"candidate": "b"}, {"candidate": 5, "c": 20})
+        parts = Counter(shares(state).values())
+        assert parts["candidate"] == pytest.approx(500, abs=75)
+        assert parts["c"] == pytest.approx(2000, abs=150)
+        assert shares(state) == shares(state)
+
+    @pytest.mark.parametrize(("others", "most"), [({}, 550), ({"c": 30}, 700)])
+    def test_a_change_of_percent_moves_few_keys(self, others: dict[str, float], most: int) -> None:
+        before = Routing("m", 1, "a", {}, {"b": 20, **others})
+        old, new = shares(before), shares(replace(before, split={"b": 25, **others}))
+        moved = [key for key in MANY if old[key] != new[key]]
+        assert 450 <= len(moved) <= most
+        assert "b" not in {old[key] for key in moved}, "none leaves the target that grows"
+
+    def test_tasks_without_a_key_are_spread_and_a_tenant_can_be_the_key(self) -> None:
+        state = Routing("m", 1, "a", {}, {"b": 50})
+        assert {state.target(Selection()) for _ in range(100)} == {"b", "default"}
+        state = replace(state, sticky="tenant")
+        assert len({state.target(Selection(sticky=key, tenant="acme")) for key in MANY[:100]}) == 1
+
+    def test_a_rule_goes_before_the_split_and_what_a_task_names_before_all(self) -> None:
+        rules = (Rule("b", tenant="acme"), Rule("c", header="X-Beta: yes"), Rule("d", tier="batch"))
+        state = Routing("m", 1, "a", {}, {"e": 100}, rules)
+        assert state.target(Selection(tenant="acme", tier="batch")) == "b"
+        assert state.target(Selection(headers={"x-beta": "yes"})) == "c"
+        assert state.target(Selection(tier="batch", headers={"x-beta": "no"})) == "d"
+        assert state.target(Selection("f", tenant="acme")) == "f"
+        assert state.target(Selection()) == "e"
+
+
+class TestChanges:
+    def test_an_alias_leads_to_a_version_and_the_default_is_the_card(self, two: Redis) -> None:
+        first = routes.set_aliases(two, "m", {"candidate": "b"})
+        assert (first.generation, first.default, first.aliases) == (1, "a", {"candidate": "b"})
+        second = routes.set_aliases(two, "m", {"default": "candidate"})
+        assert (second.generation, second.default) == (2, "b")
+        standing = cards.read(two, "m")
+        assert standing is not None
+        assert (standing["version"], standing["kv_capacity"], standing["served"]) == ("b", 500, True)
+        assert cards.of_version(two, "m", "a") is not None
+        back = routes.restore(two, "m", 1)
+        assert (back.generation, back.default) == (3, "a")
+        assert [state.generation for state in routing.history(two, "m")] == [3, 2, 1]
+        audit = [json.loads(fields[b"e"])["did"] for _, fields in two.xrange(keys.AUDIT)]
+        assert audit.count("model.route") == 3
+
+    def test_a_worker_that_starts_takes_the_default_of_a_model_with_a_routing_over_from_nobody(
+        self, valkey: Redis
+    ) -> None:
+        for version in ("a", "b"):
+            cards.announce(valkey, card(version), keys.Pool("m", version, "f"), FILES)
+        routes.set_aliases(valkey, "m", {"candidate": "a"})
+        cards.announce(valkey, card("a"), keys.Pool("m", "a", "f"), FILES)
+        assert routes.current(valkey, "m").default == "b"
+
+    def test_publishing_is_a_change_of_the_default(self, two: Redis) -> None:
+        routes.set_split(two, "m", {"b": 10})
+        cards.publish(two, card("c"), FILES)
+        state = routing.read(two, "m")
+        assert state is not None
+        assert (state.generation, state.default, state.split) == (2, "c", {"b": 10})
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda store: routes.set_split(store, "m", {"b": 70, "a": 40}), "110 percent together"),
+            (lambda store: routes.set_split(store, "m", {"b": 0}), "above 0"),
+            (lambda store: routes.set_split(store, "m", {"b": float("nan")}), "above 0"),
+            (lambda store: routes.set_split(store, "m", {"default": 10}), "the others leave"),
+            (lambda store: routes.set_split(store, "m", {"b": 10}, "weather"), "caller or tenant"),
+            (lambda store: routes.set_aliases(store, "m", {"candidate": "zzz"}), "'zzz' is no alias of m"),
+            (lambda store: routes.set_aliases(store, "m", {"9": "b"}), "cannot be an alias"),
+            (lambda store: routes.set_aliases(store, "m", {}, ["gone"]), "has no alias 'gone'"),
+            (lambda store: routes.add_rule(store, "m", Rule("b")), "looks at one of"),
+            (lambda store: routes.add_rule(store, "m", Rule("b", header="X")), "`Name: value`"),
+            (lambda store: routes.add_rule(store, "m", Rule("zzz", tenant="t")), "'zzz' is no alias"),
+            (lambda store: routes.restore(store, "m", 9), "generation 9 of m is not kept"),
+            (lambda store: routes.current(store, "other"), "there is no model 'other'; there are m"),
+        ],
+    )
+    def test_what_makes_no_sense_is_refused_and_changes_nothing(self, two: Redis, change: Any, message: str) -> None:
+        with pytest.raises(RoutingError, match=message):
+            change(two)
+        assert routing.read(two, "m") is None
+
+    def test_an_alias_that_the_split_names_is_not_removed(self, two: Redis) -> None:
+        routes.set_aliases(two, "m", {"candidate": "b"})
+        routes.set_split(two, "m", {"candidate": 10})
+        with pytest.raises(RoutingError, match="'candidate' is no alias"):
+            routes.set_aliases(two, "m", {}, ["candidate"])
+
+    def test_two_people_change_it_at_once_and_neither_change_is_lost(self, two: Redis, valkey_url: str) -> None:
+        def add(prefix: str) -> None:
+            with Redis.from_url(valkey_url) as store:
+                for number in range(6):
+                    routes.set_aliases(store, "m", {f"{prefix}{number}": "b"})
+
+        threads = [threading.Thread(target=add, args=(prefix,)) for prefix in ("x", "y")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        state = routing.read(two, "m")
+        assert state is not None
+        assert (state.generation, len(state.aliases)) == (12, 12)
+
+    def test_a_reply_that_was_lost_does_it_once(self, two: Redis) -> None:
+        state = routes.current(two, "m").changed("me", aliases={"x": "b"})
+        assert [run(two, routing.route(state, None)) for _ in range(2)] == [1, 1]
+        assert not run(two, routing.route(replace(state, at=1), None)), "another one of the same generation"
+
+
+async def test_the_sweeper_keeps_what_a_routing_names(two: Redis, aclient: Any) -> None:
+    for version in "cdefghijklmnop":
+        cards.add_version(two, card(version), FILES)
+    routes.set_aliases(two, "m", {"old": "c"})
+    await Stale(aclient, unneeded_s=0.0).sweep()
+    left = {text(field).partition("@")[2] for field in two.hkeys(keys.VERSIONS)}
+    assert {"a", "b", "c"} <= left
+    assert left == {*"abcdefghijklmnop"}, "all of them have a pool"
+    for queue in [name for name, entry in two.hgetall(keys.POOLS).items() if json.loads(entry)["version"] not in "abc"]:
+        two.hdel(keys.POOLS, queue)
+    await Stale(aclient, unneeded_s=0.0).sweep()
+    left = {text(field).partition("@")[2] for field in two.hkeys(keys.VERSIONS)}
+    assert {"a", "b", "c"} <= left
+    assert len(left) == 3 + cards.KEPT_VERSIONS
+    sweeper = RetiredPools(aclient, retire_after_s=0.0)
+    for _ in range(2):
+        await sweeper.sweep()
+    assert "c" in {json.loads(entry)["version"] for entry in two.hvals(keys.POOLS)}
+
+
+class TestPlainCelery:
+    """Plain senders name the model alone, or `model@alias`; CLAIM decides, by the task's id."""
+
+    def claim(self, store: Redis, task_id: str, version: str, **fields: str) -> protocol.Claimed:
+        store.set(keys.lease("w"), "{}")
+        pool = keys.Pool("m", version, "f")
+        plain = {"model": "m", "queue": pool.version_queue, "tier": "default", "n": 1, "task": "{}", **fields}
+        answer = run(store, protocol.claim(task_id, f"c-{task_id}", "w", pool, plain=plain))
+        return protocol.read_claim(task_id, answer)
+
+    def test_the_split_is_that_of_clients(self, two: Redis) -> None:
+        state = routes.set_split(two, "m", {"b": 40})
+        two.sadd("penstock:workers:penstock:queue:m@b.f", "w")
+        for task_id in MANY[:60]:
+            claimed = self.claim(two, task_id, "a")
+            if state.target(Selection(sticky=task_id)) == "default":
+                assert claimed.answer == "go"
+            else:
+                assert (claimed.answer, claimed.queue) == ("elsewhere", "penstock:queue:m@b")
+                assert not two.exists(keys.task(task_id))
+                there = self.claim(two, task_id, "b")
+                assert there.record is not None
+                assert (there.answer, there.record.fields["generation"]) == ("go", "1")
+
+    def test_a_version_without_a_worker_gets_none(self, two: Redis) -> None:
+        routes.set_split(two, "m", {"b": 100})
+        assert self.claim(two, "t", "a").answer == "go"
+
+    def test_a_message_that_names_an_alias_goes_there_and_waits(self, two: Redis) -> None:
+        routes.set_aliases(two, "m", {"candidate": "b"})
+        claimed = self.claim(two, "t", "a", alias="candidate")
+        assert (claimed.answer, claimed.queue) == ("elsewhere", "penstock:queue:m@b")
+        assert self.claim(two, "t", "b", alias="candidate").answer == "go"
+
+    def test_one_that_names_nothing_fails(self, two: Redis) -> None:
+        claimed = self.claim(two, "t", "a", alias="nothing")
+        assert claimed.record is not None
+        assert (claimed.answer, claimed.record.json("error")["code"]) == ("settle", "model_not_found")

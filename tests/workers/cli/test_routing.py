@@ -1,0 +1,61 @@
+"""`penstock models alias`, `split`, `rule`, `routing` and `versions`, and `publish --as`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.workers.cli.conftest import Run
+
+
+@pytest.fixture
+def routed(operate: Run) -> list[str]:
+    """`tiny` with two versions; the second one has the alias `candidate`. Returns both."""
+    operate("models", "publish", "tiny")
+    first = json.loads(operate("models", "versions", "tiny", "--json").out)
+    ran = operate("models", "publish", "tiny-v2", "--as", "tiny@candidate", "--json")
+    second: dict[str, Any] = json.loads(ran.out)
+    assert (second["name"], second["alias"], second["before"]) == ("tiny", "candidate", first["version"])
+    return [first["version"], second["version"]]
+
+
+def test_a_candidate_gets_a_part_then_all_and_everything_goes_back(operate: Run, routed: list[str]) -> None:
+    old, new = routed
+    shown = operate("models", "split", "tiny", "candidate=5").out.splitlines()
+    assert shown[0].startswith("tiny: generation 2, ")
+    assert [line.split() for line in shown[1:3]] == [["default", old, "95%"], ["candidate", new, "5%"]]
+    state = json.loads(operate("models", "alias", "tiny", "default=candidate", "--json").out)
+    assert (state["default"], state["aliases"]) == (new, {"candidate": new})
+    operate("models", "split", "tiny", "--off")
+    operate("models", "rule", "tiny", "--to", old, "--tenant", "acme")
+    assert f"tasks with tenant 'acme' go to {old}" in operate("models", "routing", "tiny").out
+    back = operate("models", "routing", "tiny", "--back-to", "1", "--json")
+    assert json.loads(back.out)["default"] == old
+    states = operate("models", "routing", "tiny", "--history", "--json").out.splitlines()
+    assert [json.loads(state)["generation"] for state in states] == [6, 5, 4, 3, 2, 1]
+    listed = operate("models", "versions", "tiny").out
+    assert f"{new}  " in listed
+    assert "candidate" in listed
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (("split", "tiny", "candidate=101"), "at most 100"),
+        (("split", "tiny", "candidate=x"), "is a number, in percent"),
+        (("split", "tiny", "candidate"), "is not TARGET=PERCENT"),
+        (("split", "tiny", "candidate=5", "--off"), "give no parts with it"),
+        (("alias", "tiny", "x=nowhere"), "publish FOLDER --as tiny@ALIAS"),
+        (("rule", "tiny", "--tenant", "acme"), "a rule needs --to TARGET"),
+        (("alias", "other"), "there is no model 'other'; there are tiny"),
+        (("publish", "tiny-v2", "--as", "other@candidate"), "publish its first version without an alias"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_what_to_do(
+    operate: Run, routed: list[str], command: tuple[str, ...], message: str
+) -> None:
+    ran = operate("models", *command)
+    assert ran.status != 0
+    assert message in " ".join(ran.err.split())

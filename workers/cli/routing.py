@@ -1,0 +1,239 @@
+"""`penstock models alias`, `split`, `rule`, `routing` and `versions`: which version of a model new tasks go to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from workers.cli.exits import OPERATOR_STATUS, Failure
+from workers.cli.models import app
+from workers.cli.options import Broker, DataDir, Json, Store
+from workers.cli.terminal import aligned, say
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+    from producers.store.fleet.routing import Routing, Rule
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A model in the store.")]
+
+
+@contextmanager
+def _records(broker: str | None, store: str | None, data_dir: Path | None) -> Iterator[Redis]:
+    """The store. A routing that makes no sense, and a store that does not answer, are a Failure."""
+    from producers.connection.trouble import error_text
+    from producers.store.fleet.routing import RoutingError
+    from workers.cli.servers import addresses
+    from workers.connect import LOST, connect
+
+    try:
+        with connect(addresses(broker, store, data_dir)[1]) as records:
+            yield records
+    except RoutingError as error:
+        raise Failure(str(error)) from error
+    except LOST as error:
+        raise Failure(f"the store does not answer: {error_text(error)}") from error
+
+
+def _parted(given: Sequence[str], what: str) -> dict[str, str]:
+    """`NAME=VALUE` of each. Raises Failure for another form, and for a name that is given twice."""
+    parted: dict[str, str] = {}
+    for item in given:
+        name, equals, value = item.partition("=")
+        if not (name and equals and value):
+            raise Failure(f"{item!r} is not {what}")
+        if parted.setdefault(name, value) != value:
+            raise Failure(f"{name} is given twice")
+    return parted
+
+
+@app.shown("penstock models alias tiny default=34b1e3f2 --data-dir data", status=OPERATOR_STATUS)
+def alias(
+    name: Name,
+    aliases: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[ALIAS=VERSION...]",
+            help="Let an alias name a version, or what another alias names. `default` is where tasks go that nothing "
+            "else decides.",
+        ),
+    ] = None,
+    remove: Annotated[list[str] | None, typer.Option("--rm", metavar="ALIAS", help="Remove an alias.")] = None,
+    broker: Broker = None,
+    store: Store = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Give versions of a model names: a task's `model` may be NAME@ALIAS. Without arguments: show them.
+
+    `default=VERSION` moves all new tasks to that version within a second, and back again: workers of both versions go
+    on with what they have. A change is one step for all gateways, and stands in the audit log.
+    """
+    from producers.admin import routes
+
+    with _records(broker, store, data_dir) as records:
+        changes, removed = _parted(aliases or (), "ALIAS=VERSION"), remove or ()
+        state = routes.set_aliases(records, name, changes, removed) if changes or removed else None
+        _show(state or routes.current(records, name), as_json)
+
+
+@app.shown("penstock models split tiny candidate=5 --data-dir data", status=OPERATOR_STATUS)
+def split(
+    name: Name,
+    parts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TARGET=PERCENT...]", help="An alias or a version, and its part of new tasks."),
+    ] = None,
+    off: Annotated[bool, typer.Option("--off", help="End the split: the default gets all tasks.")] = False,
+    sticky: Annotated[
+        str | None,
+        typer.Option(
+            metavar="caller|tenant",
+            help="What keeps tasks together: the caller's key (`sticky`, the header Penstock-Sticky, `user`), or their "
+            "tenant.  [default: caller]",
+        ),
+    ] = None,
+    broker: Broker = None,
+    store: Store = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Send parts of a model's new tasks to other versions; the default gets the rest. Without arguments: show it.
+
+    Tasks with equal keys go to the same version, and a change of a percentage moves few others than it has to.
+    """
+    from producers.admin import routes
+
+    percents = {target: _percent(target, value) for target, value in _parted(parts or (), "TARGET=PERCENT").items()}
+    if off and percents:
+        raise Failure("--off ends the split: give no parts with it")
+    with _records(broker, store, data_dir) as records:
+        changes = bool(percents or off or sticky)
+        if changes and not (percents or off):
+            percents = dict(routes.current(records, name).split)
+        state = routes.set_split(records, name, percents, sticky) if changes else routes.current(records, name)
+        _show(state, as_json)
+
+
+@app.shown("penstock models rule tiny --tenant acme --to candidate --data-dir data", status=OPERATOR_STATUS)
+def rule(
+    name: Name,
+    to: Annotated[str | None, typer.Option(metavar="TARGET", help="An alias or a version.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Tasks of this tenant.")] = None,
+    tier: Annotated[str | None, typer.Option(help="Tasks of this service tier.")] = None,
+    header: Annotated[
+        str | None, typer.Option(metavar="'NAME: VALUE'", help="Tasks whose request has this header.")
+    ] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all rules first.")] = False,
+    broker: Broker = None,
+    store: Store = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Send some tasks of a model to a version, before the split: of a tenant, a tier, or with a header.
+
+    A rule is added behind the others; the first that fits decides. Without arguments: show them.
+    """
+    from producers.admin import routes
+    from producers.store.fleet.routing import Rule
+
+    conditions = (tenant, tier, header)
+    if (to is None) != (conditions == (None, None, None)):
+        raise Failure("a rule needs --to TARGET, and one of --tenant, --tier and --header")
+    with _records(broker, store, data_dir) as records:
+        state = routes.set_rules(records, name, ()) if clear else routes.current(records, name)
+        if to is not None:
+            state = routes.add_rule(records, name, Rule(to, *conditions))
+        _show(state, as_json)
+
+
+@app.shown("penstock models routing tiny --history --data-dir data", status=OPERATOR_STATUS)
+def routing(
+    name: Name,
+    history: Annotated[bool, typer.Option("--history", help="Show what it was before, too.")] = False,
+    back_to: Annotated[
+        int | None, typer.Option(metavar="GENERATION", min=1, help="Restore what an earlier generation said.")
+    ] = None,
+    broker: Broker = None,
+    store: Store = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Show where a model's new tasks go: its aliases, split and rules; or restore an earlier state of them."""
+    from producers.admin import routes
+    from producers.store.fleet import routing as kept
+
+    with _records(broker, store, data_dir) as records:
+        state = routes.current(records, name) if back_to is None else routes.restore(records, name, back_to)
+        _show(state, as_json)
+        for old in kept.history(records, name)[1:] if history else ():
+            _show(old, as_json)
+
+
+@app.shown("penstock models versions tiny --data-dir data", status=OPERATOR_STATUS)
+def versions(
+    name: Name, broker: Broker = None, store: Store = None, data_dir: DataDir = None, as_json: Json = False
+) -> None:
+    """List the versions of a model that the store knows: those that were published, or that workers announced."""
+    from producers.admin import routes
+    from producers.contract import keys
+    from producers.store.fleet import cards
+
+    with _records(broker, store, data_dir) as records:
+        state = routes.current(records, name)
+        found = cards.versions_of(records.hgetall(keys.VERSIONS), name)
+    for version, card in found.items():
+        aliases = sorted(at for at, named in {"default": state.default, **state.aliases}.items() if named == version)
+        if as_json:
+            typer.echo(json.dumps({"name": name, "version": version, "aliases": aliases, "at": card.get("at")}))
+            continue
+        say(f"{version}  {_when(card.get('at', 0))}  {', '.join(aliases)}".rstrip())
+
+
+def _percent(target: str, value: str) -> float:
+    try:
+        return float(value.removesuffix("%"))
+    except ValueError:
+        raise Failure(f"{target} has {value!r}; a part of a split is a number, in percent") from None
+
+
+def _show(state: Routing, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"model": state.model, **json.loads(state.to_json())}))
+        return
+    by = f", {_when(state.at)} by {state.by}" if state.generation else ": new tasks go to the model's default"
+    say(f"{state.model}: generation {state.generation}{by}")
+    rows: list[tuple[str, ...]] = [("  default", state.default, _rest(state.split))]
+    rows += [(f"  {name}", version, _part(state.split, name)) for name, version in sorted(state.aliases.items())]
+    rows += [
+        ("  (version)", target, _part(state.split, target)) for target in state.split if target not in state.aliases
+    ]
+    for line in aligned(rows, 3):
+        say(line)
+    for number, each in enumerate(state.rules, 1):
+        say(f"  rule {number}: {_condition(each)} go to {each.to}")
+    if state.split:
+        say(f"  tasks stay together by their {'key' if state.sticky == 'caller' else 'tenant'}")
+
+
+def _part(split: Mapping[str, float], target: str) -> str:
+    return f"{split[target]:g}%" if target in split else ""
+
+
+def _rest(split: Mapping[str, float]) -> str:
+    return f"{100 - sum(split.values()):g}%"
+
+
+def _condition(rule: Rule) -> str:
+    facts: dict[str, Any] = {"tenant": rule.tenant, "tier": rule.tier, "header": rule.header}
+    return next(f"tasks with {name} {value!r}" for name, value in facts.items() if value is not None)
+
+
+def _when(ms: int) -> str:
+    return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
