@@ -98,7 +98,10 @@ class Finisher(threading.Thread):
     def settled(self, delivery: Delivery, status: str, error: str) -> None:
         """The record is final and settled, and Celery has no part in the task. Any thread."""
         self._deliveries.done(delivery, settled=True)
-        self._monitors.ended(delivery, status, error, time.monotonic())
+        try:
+            self._monitors.ended(delivery, status, error, time.monotonic())
+        except Exception:  # the ends of other tasks wait behind it
+            logger.exception("Monitors are not told how task %s ended", delivery.task_id, extra=delivery.subject)
 
     def may_retry(self, delivery: Delivery) -> bool:
         """Whether Celery has a try left. Of a condemned message there is nothing to publish again."""

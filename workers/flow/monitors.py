@@ -42,6 +42,7 @@ class Monitors:
         self._deliveries = deliveries
         self._name = name
         self._events: deque[tuple[str, dict[str, Any]]] = deque(maxlen=WAITING)
+        self._nudged = False
         self.nudge: Callable[[], None] = lambda: None
         self.eventer: Any = None
         """Celery's event dispatcher; another one after each connection, None before the first."""
@@ -88,13 +89,14 @@ class Monitors:
     def _tell(self, kind: str, delivery: Delivery, **fields: Any) -> None:
         if not self.listening:
             return
-        waits = bool(self._events)
         self._events.append((kind, {"uuid": delivery.task_id, "timestamp": time.time(), **fields}))
-        if not waits:
+        if not self._nudged:
+            self._nudged = True
             self.nudge()
 
     def send(self) -> None:
         """Send what waits; runs in the event loop, where Celery's dispatcher makes batches of it."""
+        self._nudged = False  # first: what is appended from now on is seen below, or nudges again
         while self._events:
             kind, fields = self._events.popleft()
             if self.eventer is not None:

@@ -81,6 +81,8 @@ def test_who_listens_hears_all_in_one_batch(books: Deliveries, monitors: Monitor
     assert eventer.sent == []
     monitors.send()
     assert len(nudges) == 1
+    monitors.begun(delivery)
+    assert len(nudges) == 2, "it is nudged again for what comes after a batch"
     told = [(kind, fields["uuid"]) for kind, fields in eventer.sent]
     ends = {"a": "task-succeeded", "b": "task-revoked", "c": "task-failed"}
     assert told == [(kind, one) for one in "abc" for kind in ("task-received", "task-started", ends[one])]
