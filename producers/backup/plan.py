@@ -42,6 +42,8 @@ class TaskFacts:
     deadline: int | None
     batch: str
     line: int
+    parent: str
+    """Of a chunk (`producers.store.chunks`)."""
     origin: str
     plain: bool
     tenant: str
@@ -73,6 +75,7 @@ class TaskFacts:
             _number(text_of("deadline")),
             text_of("batch"),
             _number(text_of("line")) or 0,
+            text_of("parent"),
             text_of("origin"),
             "plain" in record,
             text_of("tenant"),
@@ -259,6 +262,10 @@ def _drop_tasks(plan: Plan) -> None:
         else:
             continue
         del plan.tasks[task_id]
+    for task_id, task in list(plan.tasks.items()):
+        if task.parent and task.parent not in plan.tasks:
+            plan.counts["chunks of tasks that are not there"] += 1
+            del plan.tasks[task_id]
 
 
 def _make_batches_whole(plan: Plan) -> None:

@@ -28,11 +28,13 @@ from producers.client.leases import lead
 from producers.connection.script import run, text
 from producers.contract import keys
 from producers.contract.sealing import Keyring, new_key
+from producers.contract.stream import encode_rows
 from producers.contract.task import Task
 from producers.store import batches, epoch, files, outbox, protocol
 from producers.store.access import api_keys
 from producers.store.access.audit import Actor
 from producers.store.blobs import Blobs, FolderBlobs, open_blobs
+from producers.store.chunks import chunk_id
 from producers.store.usage.ledger import fold
 from producers.sweeper import tasks
 from producers.sweeper.compact import Offload, compact
@@ -41,7 +43,7 @@ from producers.sweeper.sweeper import ForeignWorkers, SweeperSettings
 from producers.sweeper.sweeper import lead as sweep_as_leader
 from tests.aws import Aws
 from tests.producers.backup.conftest import Systems
-from tests.producers.conftest import POOL, QUEUE
+from tests.producers.conftest import CARD, POOL, QUEUE
 from tests.producers.fake_worker import FakeWorker
 from tests.receiver import Receiver
 from tests.waiting import auntil, until
@@ -116,6 +118,34 @@ async def test_each_task_goes_on_where_it_was(
     assert {text(name) for name in elsewhere.zrange(keys.tasks("a"), 0, -1)} == {waits, done}
     assert {text(name) for name in elsewhere.zrange(keys.tasks("b"), 0, -1)} == {runs}
     assert elsewhere.smembers(keys.TENANTS) == {b"a", b"b"}
+
+
+async def test_a_task_in_chunks_goes_on_and_a_deleted_one_is_gone_with_its_chunks(
+    systems: Systems, worker: FakeWorker, valkey: Redis, elsewhere: Redis
+) -> None:
+    embedder = {**CARD, "capabilities": ["embed"], "pooling": {"dimensions": 1}}
+    valkey.hset(keys.MODELS, "tiny", json.dumps(embedder))
+    await systems.journal().keep()
+    task = {"kind": "embed", "input": ["x"] * 300, "prompt": None, "max_tokens": None}
+    goes_on, deleted = [await submit(systems, **task) for _ in range(2)]
+    first, second = (chunk_id(goes_on, number) for number in range(2))
+    worker.claim(first)
+    worker.finish(first, [0], result=encode_rows([[1.0]] * 256))
+    await systems.back_up()
+    await systems.old.get(deleted).delete()
+    await systems.journal().keep()
+    await systems.restore(with_journal=True)
+    assert not elsewhere.exists(*(keys.task(chunk_id(deleted, number)) for number in range(2)))
+    assert await tasks.send_unsent(systems.new) == tasks.Swept(sent=1)
+    assert {text(name) for name in elsewhere.zrange(keys.TASKS, 0, -1)} == {goes_on}
+    assert elsewhere.zrange(keys.REQUESTS, 0, -1) == []
+    assert [text(name) for name in elsewhere.zrange(keys.PARENTS, 0, -1)] == [goes_on]
+    other = FakeWorker(elsewhere, "other")
+    assert other.take(QUEUE) == second
+    assert other.claim(second).answer == "go"
+    other.finish(second, [0], result=encode_rows([[2.0]] * 44))
+    rows = (await systems.new.get(goes_on).result()).rows
+    assert [row.tolist() for row in rows or ()] == [[1.0]] * 256 + [[2.0]] * 44
 
 
 async def test_a_task_whose_caller_waited_is_cancelled(systems: Systems, elsewhere: Redis) -> None:
