@@ -21,6 +21,10 @@ local function settle(task, stream, id, default_ttl)
         redis.call('EXPIRE', chunk, ttl + 120)
         redis.call('EXPIRE', 'penstock:stream:' .. name, ttl + 180)
         redis.call('EXPIRE', 'penstock:result:' .. name, ttl + 180)
+        local moved = redis.call('HGET', 'penstock:result:' .. name, 'blob')
+        if moved then -- as COMPACT notes it, for a later time; notes are due after 6 h
+          redis.call('ZADD', 'penstock:files:notes', math.ceil(now / 1000) + ttl + 240 - 21600, cjson.decode(moved).name)
+        end
       elseif status[1] then
         redis.call('HSET', chunk, 'ttl', ttl + 120)
       end

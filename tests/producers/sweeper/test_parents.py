@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,10 @@ from producers.errors import InvalidTask, LimitReached, QueueFull, TaskFailed
 from producers.sources.messages.replies import Reply, task_view
 from producers.store import chunks, protocol
 from producers.store.access.api_keys import Account, Limits
+from producers.store.blobs import open_blobs
 from producers.store.usage.limits import Charge
 from producers.store.waiting import Bounds, Room
+from producers.sweeper.compact import Offload, compact
 from producers.sweeper.tasks import advance_parents
 from tests.producers.conftest import CARD, QUEUE
 from tests.producers.fake_worker import FakeWorker
@@ -127,6 +130,31 @@ async def test_its_deadline_ends_it_and_its_chunks(
     assert await aclient.run(advance_parents()) == 1
     assert {status(valkey, name) for name in ids} <= {"cancelled", "failed"}
     assert valkey.zcard(keys.DEADLINES) == 0
+
+
+async def test_chunks_are_kept_as_long_as_their_parent(
+    aclient: AsyncClient, valkey: Redis, embedder: str, worker: FakeWorker, tmp_path: Path
+) -> None:
+    """Settled or not, in the store or in a blob; none is gone before it, and none stays for long."""
+    handle = await aclient.submit(kind="embed", model=embedder, input=TEXTS, ttl=3600)
+    ids = [chunks.chunk_id(handle.id, number) for number in range(3)]
+    for name in ids:
+        worker.claim(name)
+        worker.finish(name, [0], result=encode_rows([[1.0]] * 256))
+        if name == ids[0]:  # before the others have ended
+            worker.settle(name)
+            assert valkey.ttl(keys.task(name)) > 7 * 24 * 3600
+            assert (await compact(aclient, 0, Offload(open_blobs(str(tmp_path)), 0))).moved == 1
+    assert run(valkey, protocol.orphan(handle.id)) == b"settled"
+    for name in ids[1:]:
+        worker.settle(name)
+    kept = valkey.ttl(keys.task(handle.id))
+    assert 3500 < kept <= 3600
+    assert all(kept < valkey.ttl(keys.task(name)) <= kept + 120 for name in ids)
+    assert all(kept < valkey.ttl(keys.stream(name)) <= kept + 180 for name in ids[1:])
+    assert kept < valkey.ttl(keys.result(ids[0])) <= kept + 180
+    ((_, noted),) = valkey.zrange(keys.FILE_NOTES, 0, -1, withscores=True)
+    assert valkey.time()[0] + kept < noted + protocol.NOTED_S <= valkey.time()[0] + kept + 300
 
 
 async def test_a_lost_chunk_ends_the_task(aclient: AsyncClient, valkey: Redis, embedder: str) -> None:
