@@ -54,21 +54,8 @@ TASK: Final[dict[str, str | int]] = {"origin": "task"}
 KEPT: Final = ("webhook", "webhook_secret", "reply")
 #: Fields of a parent's record that its chunks have, too.
 SHARED: Final = (
-    *(
-        "release",
-        "model",
-        "version",
-        "encoding",
-        "queue",
-        "tier",
-        "n",
-        "level",
-        "tenant",
-        "order_key",
-        "deadline",
-        "key",
-    ),
-    "traceparent",
+    *("release", "model", "version", "encoding", "queue", "tier", "n", "level"),
+    *("tenant", "order_key", "deadline", "key", "traceparent", "alias", "generation"),
 )
 #: Characters of chunks' JSON after which the next ones are written in another script.
 PORTION: Final = 1 << 20
