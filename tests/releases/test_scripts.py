@@ -21,15 +21,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from redis import Redis
 
+from producers import Client
 from producers.broker.memory.server import Server as Memory
 from producers.broker.redis import calls as broker
 from producers.broker.redis import keys as broker_keys
-from producers.connection.script import Script, script, text
+from producers.connection.script import Script, run, script, text
 from producers.contract import keys, levels
-from producers.store import protocol
+from producers.store import chunks, protocol
 from producers.sweeper import queues
 from tests.exhaustive import few, one_of_each
 from tests.histories import examples
+from tests.producers.conftest import CARD
+from tests.producers.fake_worker import FakeWorker
 from tests.protocol import broker as broker_pair
 from tests.protocol import broker_histories, store, store_histories, test_broker, test_prompt_script, test_unread_script
 from tests.protocol import test_scripts as test_store
@@ -350,6 +353,34 @@ def test_what_needs_the_next_release_is_left_to_it(valkey: Redis, earlier: Earli
     leave_a_task_to_the_next_release(valkey, earlier)
     leave_messages_to_the_next_release(valkey, earlier)
     end_what_nobody_can_do(valkey, earlier)
+
+
+def test_a_task_in_chunks_ends_whatever_the_release_before_did_to_it(
+    valkey: Redis, valkey_url: str, earlier: Earlier
+) -> None:
+    """Its sweeper ended a chunk, its gateway cancelled or deleted the task: its scripts know no chunks."""
+    embedder = {**CARD, "capabilities": ["embed"], "pooling": {"dimensions": 2}}
+    valkey.hset(keys.MODELS, "tiny", json.dumps(embedder))
+    old = earlier.of(protocol)
+    with Client(valkey_url) as client:
+        late, cancelled, deleted = [client.submit(kind="embed", model="tiny", input=["x"] * 300).id for _ in range(3)]
+    chunk = chunks.chunk_id(late, 1)
+    valkey.hset(keys.task(chunk), "deadline", 1)
+    assert run(valkey, old.expire(chunk)) == b"failed"
+    assert valkey.hget(keys.task(late), "status") == b"queued"
+    assert run(valkey, chunks.advance(late)) == [b"queued", 1]  # chunk 0 goes on before it
+    worker = FakeWorker(valkey)
+    worker.claim(chunks.chunk_id(late, 0))
+    worker.finish(chunks.chunk_id(late, 0), [0])
+    assert run(valkey, chunks.advance(late)) == [b"failed", 0]
+    assert run(valkey, old.cancel(cancelled)) == [1, b"cancelled"]
+    assert run(valkey, old.delete(deleted, "n")) == [b"queued"]
+    for parent in (cancelled, deleted):
+        assert worker.claim(chunks.chunk_id(parent, 0)).answer == "settle"
+        assert valkey.hget(keys.task(chunks.chunk_id(parent, 0)), "status") == b"cancelled"
+    assert run(valkey, chunks.advance(cancelled)) == [b"cancelled", 0]
+    assert run(valkey, chunks.advance(deleted)) == [b"gone", 0]
+    assert valkey.zcard(keys.PARENTS) == 0
 
 
 #: Machine -> examples in `make test` and in the exhaustive run, and steps of each.
