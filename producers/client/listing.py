@@ -41,7 +41,8 @@ MAX_SCANNED: Final = 2000
 PAGE: Final = 200
 #: Fields of the record that a list shows: all but the task itself, which may have a megabyte.
 SHOWN: Final = (
-    *("status", "model", "tier", "tenant", "order_key", "n", "created", "queued", "started", "first", "finished"),
+    *("status", "model", "version", "alias", "generation", "tier", "tenant", "order_key", "n", "created", "queued"),
+    *("started", "first", "finished"),
     *("settled", "metadata", "webhook", "retried_from", "shortened", "traceparent", "usage", "error", "origin"),
 )
 #: A position between two milliseconds, for a call without matches; no task has such an id.
