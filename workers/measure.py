@@ -69,9 +69,12 @@ from producers.store.fleet.cards import keep_profile, profile_field
 from producers.store.measurements import (
     ENGINE_COUNTERS,
     INTER_TOKEN,
+    PROCESSOR_TIME,
     STEP,
     STEP_SEQUENCES,
     STEP_TOKENS,
+    WORKER_STATES,
+    WORKER_TIME,
     Tally,
     measure,
 )
@@ -273,13 +276,46 @@ def _sizes(limit: int) -> list[int]:
 
 #: Increments are sent this often (s), if there are any.
 SEND_S: Final = 1.0
+#: Time (s) without work of which an idle worker tells at once, so that it seldom calls the store.
+IDLE_S: Final = 10.0
 logger = logging.getLogger(__name__)
+
+
+#: The time that a worker's start took (s), and when it was over (monotonic); None until then.
+Start = Callable[[], tuple[float, float] | None]
+
+
+class WorkerTimes:
+    """A worker's time by state, and the processor time of its process. Together the states are the time since its
+    process began, but for the step under way. Not thread-safe. `start`: idle time begins with its end."""
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self.busy = 0.0
+        """Seconds of all steps."""
+        #: Counter's labels -> microseconds that were added to a tally.
+        self._added: dict[str, int] = dict.fromkeys((*WORKER_STATES, PROCESSOR_TIME), 0)
+
+    def add_to(self, tally: Tally, now: float, stepping: float) -> None:
+        """Add what has come since. `now`: monotonic. `stepping`: seconds that the present step has run. Idle time alone
+        waits until it is IDLE_S."""
+        starting, ready_at = self._start() or (0.0, now)
+        idle = max(0.0, now - ready_at - self.busy - stepping)
+        values = {"busy": self.busy, "idle": idle, "starting": starting, PROCESSOR_TIME: time.process_time()}
+        new = {name: max(0, round(1e6 * seconds) - self._added[name]) for name, seconds in values.items()}
+        if not tally and not new["busy"] and not new["starting"] and new["idle"] < 1e6 * IDLE_S:
+            return
+        for name, microseconds in new.items():
+            self._added[name] += microseconds
+            tally.add(
+                *((PROCESSOR_TIME, microseconds) if name == PROCESSOR_TIME else (WORKER_TIME, microseconds, name))
+            )
 
 
 class Increments:
     """`model`: the name that tasks ask for; `engine`: its statistics are counted on from zero. Any thread."""
 
-    def __init__(self, model: str, engine: Any) -> None:
+    def __init__(self, model: str, engine: Any, start: Start = lambda: None) -> None:
         self._model = model
         self._engine = engine
         self._source = secrets.token_hex(8)
@@ -289,10 +325,12 @@ class Increments:
         self._sequence = 0
         self._unacknowledged: Tally | None = None
         self._statistics = dict.fromkeys((statistic for *_, statistic in ENGINE_COUNTERS), 0)
+        self._times = WorkerTimes(start)
 
     def on_step(self, work: StepWork) -> None:
         """Enter an engine's step."""
         with self._lock:
+            self._times.busy += work.seconds
             self._tally.observe(STEP, work.seconds)
             self._tally.observe(STEP_SEQUENCES, work.decodes + work.prompts)
             self._tally.observe(STEP_TOKENS, work.tokens)
@@ -310,7 +348,9 @@ class Increments:
                 if self._unacknowledged is not None:
                     self._call(store, self._unacknowledged)
                 self._add_statistics()
+                stepping, _ = self._engine.stepping()
                 with self._lock:
+                    self._times.add_to(self._tally, time.monotonic(), stepping)
                     tally, self._tally = self._tally, Tally()
                 if tally:
                     self._sequence, self._unacknowledged = self._sequence + 1, tally
@@ -419,7 +459,7 @@ class FirstTokens:
 
 class Measured:
     """`first_token` is called with the time of each task's claim (monotonic) when its first token is published, `work`
-    with each step's work on the engine's thread. `model`: the name that tasks ask for."""
+    with each step's work on the engine's thread. `model`: the name that tasks ask for. `start`: see `Start`."""
 
     def __init__(
         self,
@@ -427,11 +467,12 @@ class Measured:
         model: str = "",
         first_token: Callable[[float], None] = lambda claimed_at: None,
         work: Callable[[StepWork], None] = lambda work: None,
+        start: Start = lambda: None,
     ) -> None:
         self._engine = engine
         self._first_token = first_token
         self._work = work
-        self.increments = Increments(model, engine)
+        self.increments = Increments(model, engine, start)
         self._steps = StepTimes()
         self._tasks = TaskSizes()
         self._ttft = FirstTokens()

@@ -269,6 +269,12 @@ class Record:
         return min((run.step for run in self.runs.values() if run.step is not None), default=None)
 
     @property
+    def engine_seconds(self) -> float | None:
+        """The engine's time for it, s, as far as its workers wrote it; None if none did."""
+        runs = self.runs
+        return sum(run.engine_us for run in runs.values()) / 1e6 if runs else None
+
+    @property
     def last_token(self) -> int | None:
         """Time of its last token, ms, as far as its workers wrote it: a worker does at the end of its start."""
         return max((run.last for run in self.runs.values() if run.last is not None), default=None)

@@ -37,7 +37,17 @@ from producers.contract.profile import Profile, sane
 from producers.release import release
 from producers.store.fleet.cards import profile_field
 from producers.store.fleet.scaling import is_fresh
-from producers.store.measurements import ALL, ENGINE_COUNTERS, HISTOGRAMS, TASKS, read_measurements
+from producers.store.measurements import (
+    ALL,
+    ENGINE_COUNTERS,
+    HISTOGRAMS,
+    MICRO,
+    PROCESSOR_TIME,
+    TASKS,
+    WORKER_STATES,
+    WORKER_TIME,
+    read_measurements,
+)
 from producers.store.usage.ledger import STATUSES
 from producers.store.waiting import Pressure, model_of, queues
 from producers.tracing.export import Tracer
@@ -306,6 +316,16 @@ def measured_metrics(models: Mapping[str, Mapping[str, int]]) -> Iterator[Metric
     for name, text, _ in ENGINE_COUNTERS:
         rows = (((model,), fields.get(f"{name} {ALL} n", 0)) for model, fields in models.items())
         yield family(name, text, MODEL, rows, grows=True)
+    times = [
+        ((model, state), fields.get(f"{WORKER_TIME} {state} n", 0) / MICRO)
+        for model, fields in models.items()
+        for state in WORKER_STATES
+    ]
+    text = "Time of all workers: of steps, in which tasks have a share each; without work; until they took tasks."
+    yield family("model_worker_seconds", text, (*MODEL, "state"), times, grows=True)
+    text = "Processor time of all workers' processes."
+    seconds = [((model,), fields.get(f"{PROCESSOR_TIME} {ALL} n", 0) / MICRO) for model, fields in models.items()]
+    yield family("model_processor_seconds", text, MODEL, seconds, grows=True)
     for histogram in HISTOGRAMS:
         labels = (*MODEL, "tier") if histogram.by_tier else MODEL
         metric = HistogramMetricFamily(f"penstock_{histogram.name}", histogram.text, labels=labels)

@@ -97,6 +97,12 @@ HISTOGRAMS: Final = (
 )
 #: The counter of tasks, by tier and outcome.
 TASKS: Final = "tasks"
+#: The counter of workers' time (microseconds), by state: `busy` is the time of steps, in which tasks have a share each;
+#: `idle` and `starting` (a cold start, until it takes tasks) are nobody's.
+WORKER_TIME: Final = "model_worker_us"
+WORKER_STATES: Final = ("busy", "idle", "starting")
+#: The counter of workers' processor time (microseconds), of all threads of their processes.
+PROCESSOR_TIME: Final = "model_processor_us"
 #: (name, help, statistic of a worker's engine): counters that workers add to.
 ENGINE_COUNTERS: Final = (
     ("model_prompt_tokens", "Prompt tokens that all workers have taken in.", "prompt_tokens"),

@@ -65,6 +65,8 @@ _COLUMNS = {
     "recomputed_tokens": "recomputed",
     "seconds": "seconds",
     "engine_seconds": "engine s",
+    "joules": "joules",
+    "device_cost": "device",
     "cost": "cost",
 }
 usage_app = Commands("Operations", OPERATOR_STATUS)

@@ -65,7 +65,9 @@ class Runtime:
         self.window = Window(kind_of(device))
         send_probe = partial(probe.send_timed, engine)
         self.breaker = Breaker(self.window, clock, send_probe, self._break_down, enabled=settings.breaker)
-        self.measured = Measured(engine, served.model, COLD_START.first_token, self.window.on_step)
+        self.measured = Measured(
+            engine, served.model, COLD_START.first_token, self.window.on_step, lambda: COLD_START.ready_at
+        )
         self.keeper = Keeper(served, self.measured, self.profile)
         self.publisher = Publisher(
             served, self.deliveries, self.finisher, self._break_down, self.measured, self.breaker

@@ -61,6 +61,13 @@ class ColdStart:
         self._ready_at = self._last
         return True
 
+    @property
+    def ready_at(self) -> tuple[float, float] | None:
+        """The time that the start took (s), and when it was over (monotonic); None until then."""
+        if self._ready_at is None:
+            return None
+        return sum(seconds for name, seconds in self._phases.items() if name != "first_token"), self._ready_at
+
     def first_token(self, claimed_at: float) -> None:
         """Marks the publishing of a task's first token; it was claimed then (monotonic). Any thread; later calls do
         nothing."""

@@ -129,6 +129,9 @@ class TaskView(BaseModel):
         None, description="what it waits for; null where it has begun, or the request did not wait (Prefer: wait)"
     )
     usage: dict[str, int] | None = None
+    engine_seconds: float | None = Field(
+        None, description="the engine's time for it, of all its starts, as far as workers have noted it; null in lists"
+    )
     error: dict[str, Any] | None = None
     choices: list[ChoiceView] | None = None
     prompt_logprobs: list[PromptToken] | None = None
@@ -172,6 +175,7 @@ class TaskView(BaseModel):
             shortened_to=(record.json("shortened") or {}).get("to"),
             trace_id=trace_id(record.fields.get("traceparent")),
             usage=record.json("usage"),
+            engine_seconds=record.engine_seconds,
             error=record.json("error"),
         )
 

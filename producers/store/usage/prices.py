@@ -1,4 +1,4 @@
-"""Prices of tokens, from a file in TOML or JSON.
+"""Prices of tokens and of devices, from a file in TOML or JSON.
 
     currency = "EUR"
 
@@ -6,6 +6,10 @@
     prompt = 0.20               # per million tokens of prompts that were not cached
     cached = 0.02               # per million that were; absent: the price of `prompt`
     output = 0.60
+
+    [devices."tiny"]            # model; "*" stands for every other one
+    hour = 2.50                 # an hour of one worker's device
+    watts = 700                 # what it draws while it computes; absent: its energy is not known
 
 What has no price costs nothing, and is counted as `unpriced`. Prices are decimal numbers, so that sums are exact.
 """
@@ -27,6 +31,8 @@ from producers.store.usage.ledger import COUNTS, Group
 
 ANY: Final = "*"
 _MILLION: Final = Decimal(1_000_000)
+DEVICES: Final = "devices"
+_HOUR_US: Final = Decimal(3_600_000_000)
 _FIELDS: Final = ("prompt", "cached", "output")
 _PROMPT, _CACHED, _OUTPUT = (COUNTS.index(name) for name in _FIELDS)
 
@@ -36,11 +42,20 @@ class BadPrices(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class Device:
+    """What an hour of a worker's device costs, and what it draws while it computes (W), where that is known."""
+
+    hour: Decimal
+    watts: Decimal | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Prices:
-    """A price table: (model, tier) -> price of a million tokens: prompt, cached, output."""
+    """A price table: (model, tier) -> price of a million tokens: prompt, cached, output; and model -> its device."""
 
     currency: str
     table: Mapping[tuple[str, str], tuple[Decimal, Decimal, Decimal]] = field(default_factory=dict)
+    devices: Mapping[str, Device] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Prices:
@@ -60,8 +75,13 @@ class Prices:
             or not currency
         ):
             raise BadPrices(f'the prices in {path} lack a currency: `currency = "EUR"`')
+        devices = content.pop(DEVICES, {})
+        if not isinstance(devices, dict):
+            raise BadPrices(f"{DEVICES} is {shown(devices)}; it needs a table for each model: [{DEVICES}.tiny]")
         return cls(
-            currency, {(m, t): _price(m, t, price) for m, tiers in content.items() for t, price in _tiers(m, tiers)}
+            currency,
+            {(m, t): _price(m, t, price) for m, tiers in content.items() for t, price in _tiers(m, tiers)},
+            {model: _device(model, entry) for model, entry in devices.items()},
         )
 
     @classmethod
@@ -72,7 +92,7 @@ class Prices:
         return cls(values["currency"], table)  # type: ignore[arg-type]
 
     def to_json(self) -> str:
-        """The table as it is kept beside a batch."""
+        """The prices of tokens as they are kept beside a batch."""
         table = [[*where, *map(str, price)] for where, price in self.table.items()]
         return json.dumps({"currency": self.currency, "table": table})
 
@@ -83,6 +103,19 @@ class Prices:
         prompt, cached, output = price
         fresh = counts[_PROMPT] - counts[_CACHED]
         return (fresh * prompt + counts[_CACHED] * cached + counts[_OUTPUT] * output) / _MILLION
+
+    def device_cost(self, model: str, engine_us: int) -> Decimal | None:
+        """What a device costs for so much of the engine's time; None where the table has no price for it."""
+        device = self._device(model)
+        return None if device is None else device.hour * engine_us / _HOUR_US
+
+    def joules(self, model: str, engine_us: int) -> Decimal | None:
+        """What a device draws in so much of the engine's time; None where the table does not say."""
+        device = self._device(model)
+        return None if device is None or device.watts is None else device.watts * engine_us / _MILLION
+
+    def _device(self, model: str) -> Device | None:
+        return self.devices.get(model, self.devices.get(ANY))
 
     def rates(self, model: str, tier: str) -> tuple[int, ...] | None:
         """The price of one token of prompt, cached prompt and output, in 10^-12 of the currency, rounded up; None where
@@ -110,8 +143,17 @@ def _price(model: str, tier: str, entry: Any) -> tuple[Decimal, Decimal, Decimal
     return _amount(where, prompt), _amount(where, cached), _amount(where, output)
 
 
-def _amount(where: str, value: Any) -> Decimal:
+def _device(model: str, entry: Any) -> Device:
+    where = f"the device of {shown(model)}"
+    if not isinstance(entry, dict) or not {"hour"} <= entry.keys() <= {"hour", "watts"}:
+        raise BadPrices(f"{where} is {shown(entry)}; it needs hour, and may have watts")
+    return Device(*(_amount(f"{name} of {where}", entry[name], "it") for name in ("hour", "watts") if name in entry))
+
+
+def _amount(where: str, value: Any, what: str = "a million tokens") -> Decimal:
     price = Decimal(value) if isinstance(value, int | Decimal) and not isinstance(value, bool) else Decimal("nan")
     if price.is_nan() or not 0 <= price <= _MILLION:
-        raise BadPrices(f"{where} is {shown(value)}; a million tokens may cost from 0 to {_MILLION}")
+        raise BadPrices(
+            f"{where} is {shown(value)}; {what} may {'be' if what == 'it' else 'cost'} from 0 to {_MILLION}"
+        )
     return price

@@ -34,6 +34,7 @@ NAMES: Final = {
 }
 #: The latest time (unix s) that a row may have, the end of the year 9999.
 _LATEST: Final = 253_402_300_800
+_ENGINE: Final = COUNTS.index("engine")
 #: Count -> how many of it are a second.
 _SECOND: Final = {"ms": 1000, "engine": 1_000_000}
 
@@ -72,11 +73,14 @@ class BadSpan(ValueError):
 
 @dataclass(slots=True)
 class Line:
-    """One line of a report. `cost`: of what has a price; `unpriced`: tasks without one."""
+    """One line of a report. `cost`: of what has a price; `unpriced`: tasks without one. `device_cost`, `joules`: of the
+    engine's time, where the table says what its device costs and draws."""
 
     counts: list[int] = field(default_factory=lambda: [0] * len(COUNTS))
     cost: Decimal = Decimal(0)
     unpriced: int = 0
+    device_cost: Decimal = Decimal(0)
+    joules: Decimal = Decimal(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,8 @@ class Report:
     by: tuple[str, ...]
     lines: dict[tuple[str, ...], Line]
     currency: str | None
+    devices: bool = False
+    """Whether the table has prices of devices."""
 
     def rows(self) -> list[dict[str, Any]]:
         """The lines, in order, each as a flat object."""
@@ -107,10 +113,17 @@ class Report:
         numbers: dict[str, Any] = {"tasks": sum(line.counts[: len(STATUSES)])}
         numbers |= {NAMES.get(name, name): count for name, count in zip(COUNTS, line.counts, strict=True)}
         numbers |= {NAMES[name]: line.counts[COUNTS.index(name)] / per_second for name, per_second in _SECOND.items()}
+        if self.devices:
+            numbers |= {"device_cost": _plain(line.device_cost), "joules": round(float(line.joules), 3)}
         if self.currency is not None:
-            numbers |= {"cost": format(line.cost.normalize(), "f"), "currency": self.currency}
+            numbers |= {"cost": _plain(line.cost), "currency": self.currency}
             numbers["unpriced_tasks"] = line.unpriced
         return numbers
+
+
+def _plain(amount: Decimal) -> str:
+    """A sum of money, without an exponent."""
+    return format(amount.normalize(), "f")
 
 
 async def report(
@@ -122,7 +135,8 @@ async def report(
     tenant: str | None = None,
     prices: Prices | None = None,
 ) -> Report:
-    """`tenant`: its usage alone. Raises redis.exceptions.RedisError or OSError.
+    """`tenant`: its usage alone, without what devices cost, which is the operator's affair. Raises
+    redis.exceptions.RedisError or OSError.
 
     Where `until` is yet to come, nothing is left out as too late: the store's clock may have been ahead.
     """
@@ -134,7 +148,12 @@ async def report(
         cost = None if prices is None else prices.of(group, counts)
         line.cost += cost or 0
         line.unpriced += sum(counts[: len(STATUSES)]) if cost is None else 0
-    return Report(since, until, by, lines, None if prices is None else prices.currency)
+        if prices is not None:
+            engine_us = counts[_ENGINE]
+            line.device_cost += prices.device_cost(group.model, engine_us) or 0
+            line.joules += prices.joules(group.model, engine_us) or 0
+    devices = prices is not None and bool(prices.devices) and tenant is None
+    return Report(since, until, by, lines, None if prices is None else prices.currency, devices)
 
 
 def read_by(values: Sequence[str]) -> tuple[str, ...]:

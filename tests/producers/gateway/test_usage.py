@@ -34,6 +34,9 @@ output = 0.3
 [tiny."*"]
 prompt = 0.2
 output = 0.7
+[devices.tiny]
+hour = 3.6
+watts = 100
 """
 #: Tokens, as no float adds them up.
 PROMPT, CACHED, OUTPUT = 1_000_003, 3, 7
@@ -97,6 +100,18 @@ def test_lines_are_grouped_and_cost_what_the_table_says(http: httpx.Client, make
     assert [line["model"] for line in lines(by="model", until="2026-11-04")] == ["tiny"]
     assert [line["tasks"] for until in ("2026-11-05", "20261105") for line in lines(until=until)] == [3, 3]
     assert lines(since="2026-11-06", by="key") == []
+
+
+@pytest.mark.usefixtures("ledger")
+def test_what_devices_cost_and_draw_is_shown_to_who_sees_all(http: httpx.Client, make: Make) -> None:
+    (own,) = http.get("/v1/usage", params=ALL, headers=as_caller(make())).json()["data"]
+    assert not {"device_cost", "joules"} & own.keys()
+    admin = as_caller(make("ops", ("admin",)))
+    lines = http.get("/v1/usage", params=ALL | {"by": "model"}, headers=admin).json()["data"]
+    assert [(line["model"], line["device_cost"], line["joules"]) for line in lines] == [
+        ("free", "0", 0.0),  # no device of its model has a price
+        ("tiny", "0.00075", 75.0),  # 0.75 s
+    ]
 
 
 @pytest.mark.usefixtures("ledger")

@@ -11,8 +11,9 @@ from redis.exceptions import ConnectionError as Lost
 
 from engine.plan import StepWork
 from producers.contract import keys
+from producers.store.measurements import Tally
 from workers import measure
-from workers.measure import Increments
+from workers.measure import IDLE_S, Increments, WorkerTimes
 
 STATISTICS = dict.fromkeys(
     ("prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "drafted", "draft_accepted"), 0
@@ -22,6 +23,7 @@ STATISTICS = dict.fromkeys(
 def test_nothing_is_lost_or_counted_twice(valkey: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SimpleNamespace(statistics=dict(STATISTICS))
     engine.stats = lambda: SimpleNamespace(**engine.statistics)
+    engine.stepping = lambda: (0.0, set())
     worker = Increments("tiny", engine)
     run = measure.run
 
@@ -38,7 +40,9 @@ def test_nothing_is_lost_or_counted_twice(valkey: Redis, monkeypatch: pytest.Mon
         worker.send(valkey)
 
     def fields() -> dict[str, int]:
-        return {name.decode(): int(n) for name, n in valkey.hgetall(keys.metrics("tiny")).items()}
+        counts = {name.decode(): int(n) for name, n in valkey.hgetall(keys.metrics("tiny")).items()}
+        counts.pop("model_processor_us all n", None)
+        return counts
 
     send()
     assert not valkey.keys("*"), "a worker without work writes nothing"
@@ -60,6 +64,7 @@ def test_nothing_is_lost_or_counted_twice(valkey: Redis, monkeypatch: pytest.Mon
         "inter_token_seconds default sum": 300_000,
         "model_generated_tokens all n": 4,
         "model_prompt_tokens all n": 10,
+        "model_worker_us busy n": 20_000,
     }
     worker.on_gaps({("flex", 0.02): 1})
     send("before")
@@ -75,3 +80,36 @@ def test_nothing_is_lost_or_counted_twice(valkey: Redis, monkeypatch: pytest.Mon
     again = Increments("tiny", engine)  # the same worker, started again
     again.send(valkey)
     assert fields()["model_generated_tokens all n"] == 18
+
+
+def test_a_workers_time_is_busy_idle_or_starting_and_its_states_add_up_to_its_age() -> None:
+    """Without work it tells now and then; what it told never falls, though a long step was idle time at first."""
+    start: list[tuple[float, float]] = []
+    times = WorkerTimes(lambda: start[0] if start else None)
+    told: dict[str, int] = {}
+
+    def tell(now: float, stepping: float = 0.0) -> bool:
+        tally = Tally()
+        times.add_to(tally, now, stepping)
+        fields = {name.removesuffix(" n"): n for name, n in tally.fields().items()}
+        fields.pop("model_processor_us all", None)
+        assert all(n > 0 for n in fields.values())
+        told.update({name: told.get(name, 0) + n for name, n in fields.items()})
+        return bool(fields)
+
+    assert not tell(100.0)
+    start.append((4.0, 102.0))  # it began at 98
+    assert tell(103.0)
+    assert not tell(103.0 + IDLE_S / 2)
+    assert tell(103.0 + IDLE_S)
+    times.busy += 2.0
+    assert tell(105.0 + IDLE_S, stepping=0.0)
+    assert told == {
+        "model_worker_us starting": 4_000_000,
+        "model_worker_us idle": 1_000_000 * round(1 + IDLE_S),
+        "model_worker_us busy": 2_000_000,
+    }
+    assert not tell(108.0 + IDLE_S, stepping=3.0)
+    times.busy += 4.0
+    assert tell(109.0 + IDLE_S)
+    assert sum(told.values()) == 1_000_000 * round(109.0 + IDLE_S - 98.0)

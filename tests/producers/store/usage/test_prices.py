@@ -50,6 +50,11 @@ def test_the_most_particular_price_counts(tmp_path: Path) -> None:
         ('currency = "EUR"\n[tiny.flex]\nprompt = 1e30\noutput = 1', "may cost from 0"),
         ('currency = "EUR"\n[tiny.flex]\nprompt = true\noutput = 1', "may cost from 0"),
         ('currency = "EUR"\n[tiny.flex]\nprompt = "1"\noutput = 1', "may cost from 0"),
+        ('currency = "EUR"\ndevices = 5', "devices is 5"),
+        ('currency = "EUR"\n[devices]\ntiny = 5', 'the device of "tiny" is 5; it needs hour'),
+        ('currency = "EUR"\n[devices.tiny]\nwatts = 5', "it needs hour"),
+        ('currency = "EUR"\n[devices.tiny]\nhour = 1\nwatt = 5', "may have watts"),
+        ('currency = "EUR"\n[devices.tiny]\nhour = -1', 'hour of the device of "tiny" is -1; it may be from 0'),
     ],
 )
 def test_bad_prices_are_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -60,3 +65,11 @@ def test_bad_prices_are_refused(tmp_path: Path, text: str, said: str) -> None:
 def test_prices_that_are_not_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadPrices, match="cannot be read"):
         Prices.read(tmp_path / "none.toml")
+
+
+def test_an_hour_of_a_device_and_what_it_draws(tmp_path: Path) -> None:
+    text = 'currency = "EUR"\n[devices.tiny]\nhour = 3.6\nwatts = 700\n[devices."*"]\nhour = 1'
+    prices = read(tmp_path, text)
+    assert (prices.device_cost("tiny", 2_500_000), prices.joules("tiny", 2_500_000)) == (Decimal("0.0025"), 1750)
+    assert (prices.device_cost("other", 3_600_000_000), prices.joules("other", 1)) == (1, None)
+    assert Prices.parse(prices.to_json()).device_cost("tiny", 1) is None, "batches keep the prices of tokens alone"
