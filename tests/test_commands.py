@@ -35,6 +35,7 @@ TINY = {
     "tests.bench.cold_start": ["--rounds 1"],
     "tests.bench.compaction": ["--tokens 1000"],
     "tests.bench.compressed_kv": ["--sequences 1 --length 64 --chunk 16 --layers 1 --rounds 1"],
+    "tests.bench.llama_cpp": ["MODEL --requests 1 --tokens 4 --rounds 1 --threads 1"],
     "tests.bench.looks": ["--workers 10 --calls 100"],
     "tests.bench.consoles": ["--consoles 2 --workers 3 --seconds 1"],
     "tests.bench.failover": [

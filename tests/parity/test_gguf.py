@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine.models import Model, load_model, registry
 from engine.params import SamplingParams
 from engine.text import Tokenizer
 from engine.text.config import read_config
+from engine.text.gguf import TYPES, GgufFile, in_memory
 from tests.engine.quant.forward import in_chunks
 from tests.parity.conftest import TIE, transformers
 
@@ -24,14 +26,49 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 #: Prose, and what is not.
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_text(encoding="utf-8")
-PROMPTS = [
-    "The capital of France is",
-    "def fibonacci(n):",
-    "Once upon a time, in 1984,",
-    "La langue française est",
-    "Water boils at",
-    TEXT[:1500],
-]
+BEGINNINGS = """\
+The capital of France is
+def fibonacci(n):
+Once upon a time, in 1984,
+La langue française est
+Water boils at
+The three laws of motion are
+In the beginning
+SELECT name FROM users WHERE
+import numpy as np
+<html><head><title>
+{"name": "Ada", "age":
+Dear Sir or Madam,
+Die Hauptstadt von Deutschland ist
+El perro corre por
+La capitale d'Italia è
+O Brasil é um país
+Москва — столица
+Η Ελλάδα είναι
+東京は日本の
+中国的首都是
+서울은 대한민국의
+भारत की राजधानी
+مرحبا بالعالم
+שלום עולם
+Việt Nam là
+Stolicą Polski jest
+Türkiye'nin başkenti
+Q: What is 2 + 2? A:
+1, 1, 2, 3, 5, 8, 13,
+3.14159265
+🗼 🗼 🗼
+    return self._value
+# Installation
+A recipe for bread: take 500 g of flour,
+The quick brown fox jumps over
+To be, or not to be, that is
+Roses are red,
+HTTP/1.1 200 OK
+I think, therefore
+It was the best of times, it was""".splitlines()
+#: 50 prompts, of 2 to 1,000 tokens.
+PROMPTS = [*BEGINNINGS, *(TEXT[500 * i : 500 * i + 120 * (2 + i) ** 2 // 4] for i in range(10))]
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +124,19 @@ def test_greedy_outputs_are_equal_where_weights_are_dequantised(
 def perplexity(logits: torch.Tensor, tokens: list[int]) -> float:
     targets = torch.tensor(tokens[1:])
     return math.exp(torch.nn.functional.cross_entropy(logits[:-1].float(), targets).item())
+
+
+def test_weights_take_the_memory_that_is_said(file: Path) -> None:
+    """An embedding that is tied to the head counts once. `models show` says the same figure."""
+    kernels = load_model(file, "bfloat16", torch.device("cpu")).kernels
+    stored = sum(entry.stored.nbytes for entry in GgufFile(file).tensors.values())
+    assert kernels.weight_bytes <= 1.15 * stored
+    text = in_memory(read_config(file)[TYPES], "bfloat16")
+    told = re.search(r"([\d.]+) MB in memory, ([\d.]+) times the file's", text)
+    assert told is not None
+    # Norms are told too.
+    assert float(told[1]) == pytest.approx(kernels.weight_bytes / 1e6, rel=0.01)
+    assert float(told[2]) == pytest.approx(kernels.weight_bytes / stored, abs=0.01)
 
 
 @torch.inference_mode()
