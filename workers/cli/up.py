@@ -288,7 +288,8 @@ async def _serve(system: System, asks: Auth) -> None:
         + f"  workers {numbers(system.plan.rules)}{health}\n"
         + "".join(f"          {child.program.name}: {child.status}\n" for child in system.children if child.status)
         + f"  webhooks to public https:// URLs{_allowed(system)}\n"
-        + f"  try     {first_call(system.url, system.plan.models[0])}\n"
+        + f"  console {system.url}/console\n"
+        f"  try     {first_call(system.url, system.plan.models[0])}\n"
         f"{how_to_end()} drains and stops it.\n"
     )
     await asyncio.Event().wait()

@@ -5,7 +5,10 @@ import { h, name, plain } from "./dom.js";
 import { amount, bytes, count, NONE, percent, plural, seconds } from "./format.js";
 import { card, copyable, empty, heading, link, modelName, moment, state, table, taskLink, TIERS } from "./parts.js";
 
-const USAGE_MS = 30000;
+// Least time between two reports of usage, and between two looks for failed tasks: both read many rows of the store, so
+// they are asked for only if the counts of ended tasks say that there is something new.
+const USAGE_MS = 60000;
+const FAILED_MS = 10000;
 const WORKERS = 60;
 // Where a finding's particulars are.
 const PLACES = {
@@ -13,23 +16,38 @@ const PLACES = {
   autoscaler: ["#/scaling", "Scaling"], overload: ["#/queues", "Queues"], "worker clocks": ["#/workers", "Workers"],
   "webhook deliveries": ["#/webhooks?state=dead", "Webhooks"], "webhook endpoints": ["#/webhooks", "Webhooks"],
 };
-let kept = { at: 0, usage: null, failed: null };
+const none = { at: 0, mark: null, value: null };
+let kept = { usage: none, failed: none };
+let keptFor = null; // the caller: another one may not see it
+
+// What was asked for before, or anew: if its mark has changed, and some time has passed. What is refused stays as it was.
+async function renewed(field, mark, every, ask) {
+  const { at, mark: before, value } = kept[field];
+  if (mark === before || Date.now() - at < every) return value;
+  const next = await ask().catch((error) => {
+    if (error.status === 429 || error.status === 503) return value;
+    throw error;
+  });
+  kept[field] = { at: Date.now(), mark, value: next };
+  return next;
+}
 
 export const overview = {
   title: "Overview",
   every: 2000,
 
-  async load({ api, may, clock }, signal) {
+  async load({ api, caller, may, clock }, signal) {
+    if (caller !== keptFor) [kept, keptFor] = [{ usage: none, failed: none }, caller];
     const since = new Date(Date.now() - 86400000).toISOString().slice(0, 13) + ":00";
-    const old = Date.now() - kept.at > USAGE_MS && may("read");
-    const [now, fleet, usage, failed] = await Promise.all([
-      api.get("v1/overview", null, signal),
-      api.get("v1/fleet", { max_age: 2 }, signal),
-      old ? api.optional("v1/usage", { by: "tenant", since }, signal) : kept.usage,
-      old ? api.optional("v1/tasks", { kind: "all", status: "failed", limit: 5 }, signal) : kept.failed,
-    ]);
-    if (old) kept = { at: Date.now(), usage, failed };
+    const [now, fleet] = await Promise.all([api.get("v1/overview", null, signal), api.get("v1/fleet", { max_age: 2 }, signal)]);
     clock(now.at);
+    if (!may("read")) return { now, fleet, usage: null, failed: null };
+    const { tasks } = now.totals;
+    const ended = Object.values(tasks).reduce((sum, count) => sum + count, 0);
+    const [usage, failed] = await Promise.all([
+      renewed("usage", ended, USAGE_MS, () => api.optional("v1/usage", { by: "tenant", since }, signal)),
+      renewed("failed", tasks.failed, FAILED_MS, () => api.optional("v1/tasks", { kind: "all", status: "failed", limit: 5 }, signal)),
+    ]);
     return { now, fleet, usage, failed };
   },
 

@@ -127,6 +127,7 @@ def test_what_dies_is_started_again_the_next_start_finds_the_queue_and_a_second_
     assert system.out.startswith("up | loading the program\n")
     assert re.search(r"up \| \d+ s: waiting for ", system.out)
     assert f"penstock chat tiny --url {url}" in system.out
+    assert f"console {url}/console" in system.out
     assert "model.publish" not in system.out
     assert '"did": "model.publish", "what": "tiny@' in (system.data_dir / "audit.log").read_text()
     assert "up | stopping: no new requests are taken, and the workers drain" in system.out

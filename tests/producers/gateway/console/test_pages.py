@@ -67,7 +67,7 @@ async def test_an_empty_system_says_that_nothing_is_wrong_and_how_to_begin(look:
     await expect(page.get_by_role("heading", name="Playground")).to_be_visible()
 
 
-@pytest.mark.parametrize("path", PAGES)
+@pytest.mark.parametrize("path", few(PAGES, "", "workers", "dead-letters", "scaling"))
 async def test_each_page_shows_what_others_wrote_as_text(look: Look, door: Door, fleet: str, path: str) -> None:
     page = await look(door, path)
     await expect(page.get_by_role("heading", level=1, name=PAGES[path])).to_be_visible()
@@ -215,6 +215,7 @@ async def test_what_is_selected_and_focused_stays_while_the_page_goes_on(
     await expect(page.get_by_label("Model")).to_be_focused()
 
 
+@pytest.mark.exhaustive
 async def test_a_thousand_sequences_on_a_hundred_workers_are_drawn_in_a_fraction_of_the_time(
     look: Look, door: Door, valkey: Redis
 ) -> None:
@@ -262,6 +263,7 @@ async def test_axe_finds_nothing_and_nothing_is_wider_than_the_screen(
             await page.close()
 
 
+@pytest.mark.exhaustive
 async def test_who_asks_for_no_motion_and_uses_no_mouse_reaches_every_page(look: Look, door: Door) -> None:
     page = await look(door, reduced_motion="reduce")
     await expect(page.get_by_role("heading", level=1, name="Overview")).to_be_visible()
