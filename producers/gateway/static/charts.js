@@ -1,7 +1,7 @@
 // Pictures of numbers, as SVG. Each has a sentence for those who do not see it.
 
 import { h, s } from "./dom.js";
-import { seconds } from "./format.js";
+import { count, seconds } from "./format.js";
 
 const WIDTH = 600;
 
@@ -49,17 +49,18 @@ export function spark(at, values, { tone = "accent", label, height = 34 }) {
 const TIMES = [60, 120, 240, 600, 1200, 3600, 7200, 21600, 43200, 86400, 172800, 604800];
 
 // A round number not below the largest value.
-function ceiling(values, time) {
+function ceiling(values, format) {
   const top = Math.max(...values.filter((value) => value !== null && value !== undefined), 0);
-  if (top <= 0) return 1;
-  if (time && top > 40) return TIMES.find((step) => step >= top) ?? top;
+  if (top <= 0) return format === count ? 2 : 1;
+  if (format === seconds && top > 40) return TIMES.find((step) => step >= top) ?? top;
   const size = 10 ** Math.floor(Math.log10(top));
-  return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((step) => step * size).find((step) => step >= top * 0.999) ?? 10 * size;
+  const steps = format === count && size === 1 ? [2, 4, 6, 8, 10] : format === count && size === 10 ? [1, 2, 3, 4, 6, 8, 10] : [1, 1.5, 2, 3, 4, 5, 6, 8, 10];
+  return steps.map((step) => step * size).find((step) => step >= top * 0.999) ?? 10 * size;
 }
 
 // Series over one time axis. series: [{name, values, tone, fill, now}]; `format` gives numbers their unit.
 export function chart({ at, series, format, label, height = 150 }) {
-  const top = ceiling(series.flatMap(({ values }) => values), format === seconds);
+  const top = ceiling(series.flatMap(({ values }) => values), format);
   const span = at.length > 1 ? at.at(-1) - at[0] : 0;
   const summary = `${label}. ${series.map(({ name, values }) => `${name} now ${format(values.at(-1) ?? null)}`).join(", ")}.`;
   return h(

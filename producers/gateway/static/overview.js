@@ -118,7 +118,7 @@ function tiles(totals, series, usage) {
     tile("Failing", ended === null ? NONE : amount(failing), "/s", ended === null ? "not measured yet" : `${amount(ended)} /s end in all`, series.at, series.failed_per_s, "bad"),
     currency
       ? tile("Cost, last 24 h", amount(day), currency, `${count(tokens)} tokens`)
-      : tile("Used, last 24 h", count(tokens), "tokens", usage ? `${plural(usage.data.reduce((sum, row) => sum + row.tasks, 0), "task")}; no prices are set` : "this key sees no usage"),
+      : tile("Used, last 24 h", count(tokens), "tokens", usage ? `${plural(usage.data.reduce((sum, row) => sum + row.tasks, 0), "task")}; no prices` : "this key sees no usage"),
   );
 }
 
@@ -165,7 +165,7 @@ function failures(failed, ctx) {
 }
 
 function servers(list) {
-  return [h("h3", null, "Memory"), h("ul", { class: "rows" }, list.map((server) => h("li", { "data-key": server.name }, h("span", null, plain(server.name)), server.limit_bytes ? bar(server.used_ratio, { tone: server.used_ratio > 0.9 ? "bad" : "run", label: percent(server.used_ratio) }) : h("span", { class: "dim" }, "no bound is set"), h("span", null, bytes(server.used_bytes)))))];
+  return [h("h3", null, "Memory"), h("ul", { class: "rows" }, list.map((server) => h("li", { "data-key": server.name }, h("span", null, plain(server.name)), server.limit_bytes ? bar(server.used_ratio, { tone: server.used_ratio > 0.9 ? "bad" : "run", label: percent(server.used_ratio) }) : h("span", { class: "dim" }, "no bound"), h("span", null, bytes(server.used_bytes)))))];
 }
 
 function first(now, ctx) {
