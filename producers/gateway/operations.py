@@ -2,6 +2,7 @@
 
     /v1/scaling              decisions of the autoscaler; another try to start workers
     /v1/rollouts             the last rolling update of each model
+    /v1/sources              when schedules last fired, and replies that wait
     /v1/webhook_deliveries   rows of the outbox; deliver one again
     /v1/whoami               the caller, for programs that show what its key may do
 
@@ -185,6 +186,50 @@ async def rollouts(request: Request) -> RolloutList:
     raw = await gateway_of(request).client.store.execute_command("HVALS", keys.ROLLOUTS)
     views = [RolloutView.of(rollout) for rollout in map(Rollout.of, raw or ()) if rollout is not None]
     return RolloutList(data=sorted(views, key=lambda view: -view.changed_at)[:MAX_ROWS])
+
+
+# ---- sources -------------------------------------------------------------------------------------------------------
+
+
+class ScheduleView(BaseModel):
+    """A schedule, which makes a task or a file at each of its times."""
+
+    name: str
+    last_at: float | None = Field(description="the last of its times that was dealt with: unix seconds")
+
+
+class RepliesView(BaseModel):
+    """A source's replies to the messages that made tasks, which wait to be sent."""
+
+    source: str
+    due: int
+    oldest_due_s: float = Field(description="for how long the oldest has been due that nobody took")
+
+
+class Sources(BaseModel):
+    """What event sources have left in the store. What they are set to do is in their own files."""
+
+    object: Literal["sources"] = "sources"
+    schedules: list[ScheduleView]
+    replies: list[RepliesView]
+
+
+@router.get("/sources", dependencies=MEASURES, response_model=Sources)
+async def sources(request: Request) -> Sources:
+    """Tell when schedules last fired, and which sources' replies wait."""
+    store = gateway_of(request).client.store
+    times = {decoded(name): decoded(at) for name, at in (await store.hgetall(keys.SCHEDULES)).items()}
+    due = (await outbox.backlog(store)).due
+    schedules = [
+        ScheduleView(name=text(name), last_at=float(at) if at.isdecimal() and len(at) < 16 else None)
+        for name, at in sorted(times.items())
+    ]
+    replies = [
+        RepliesView(source=text(source), due=waiting.rows, oldest_due_s=waiting.oldest_s)
+        for source, waiting in due.items()
+        if source is not None
+    ]
+    return Sources(schedules=schedules[:MAX_ROWS], replies=replies[:MAX_ROWS])
 
 
 # ---- webhooks' deliveries -------------------------------------------------------------------------------------------

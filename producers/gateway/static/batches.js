@@ -2,7 +2,7 @@
 
 import { parts } from "./charts.js";
 import { h, name, plain } from "./dom.js";
-import { ago, count, percent, seconds } from "./format.js";
+import { ago, count, exactly, percent, seconds } from "./format.js";
 import { button, card, heading, moment, state, table } from "./parts.js";
 
 const OPEN = ["validating", "in_progress", "finalizing"];
@@ -10,14 +10,24 @@ const OPEN = ["validating", "in_progress", "finalizing"];
 export const batches = {
   title: "Batches",
   every: 4000,
-  load: ({ api, query }, signal) => api.get("v1/batches", { limit: 50, after: query.get("after") }, signal),
-  draw(page, ctx) {
+  async load({ api, query, may }, signal) {
+    const [page, sources] = await Promise.all([
+      api.get("v1/batches", { limit: 50, after: query.get("after") }, signal),
+      may("metrics") ? api.optional("v1/sources", null, signal) : null,
+    ]);
+    return { page, sources };
+  },
+  draw({ page, sources }, ctx) {
     return [
       heading("Batches"),
       h("div", { class: "cards", "data-key": "cards" }, card(null, { key: "list" }, table(
         ["Batch", "State", "For", "Made", ["Lines", "grow"], ["Done", "num"], ["Failed", "num"], "Ends at the latest", "Files", ["", "actions"]],
         page.data.map((batch) => ({ key: batch.id, cells: row(batch, ctx) })),
-        { label: "Batches", none: "No batch: penstock batch submit FILE makes one, or POST /v1/batches, or a file in a watched folder or bucket." }))),
+        { label: "Batches", none: "No batch: penstock batch submit FILE makes one, or POST /v1/batches, or a file in a watched folder or bucket." })),
+        sources ? card("Schedules", { class: "half", key: "schedules" }, table(["Schedule", "Last fired"],
+          sources.schedules.map((row) => ({ key: row.name, cells: [name(row.name), row.last_at ? h("span", { title: exactly(row.last_at) }, ago(row.last_at, ctx.now())) : "–"] })), { label: "Schedules", none: "No schedule has fired: penstock sources makes tasks and files by cron expressions." })) : null,
+        sources ? card("Replies of sources", { class: "half", key: "replies" }, table(["Source", ["Due", "num"], ["Oldest", "num"]],
+          sources.replies.map((row) => ({ key: row.source, cells: [name(row.source), count(row.due), seconds(row.oldest_due_s)] })), { label: "Replies", none: "No reply to a message waits." })) : null),
       h("div", { class: "buttons", "data-key": "pages" }, ctx.query.get("after") ? button("Latest", () => ctx.go("#/batches")) : null, page.has_more ? button("Earlier batches", () => ctx.go(`#/batches?after=${encodeURIComponent(page.last_id)}`)) : null),
     ];
   },

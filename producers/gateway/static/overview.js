@@ -16,6 +16,22 @@ const PLACES = {
   autoscaler: ["#/scaling", "Scaling"], overload: ["#/queues", "Queues"], "worker clocks": ["#/workers", "Workers"],
   "webhook deliveries": ["#/webhooks?state=dead", "Webhooks"], "webhook endpoints": ["#/webhooks", "Webhooks"],
 };
+const SPAN_S = 900; // of the charts
+let past = null; // the series as it was shown last
+
+// A gateway has its own series, and begins anew with itself: what is shown goes on where another one, or the same after
+// its restart, knows less.
+function continued(series) {
+  const [first, last] = [series.at[0], series.at.at(-1)];
+  if (past && first !== undefined) {
+    const from = past.at.findIndex((at) => at > last - SPAN_S);
+    const to = past.at.findIndex((at) => at >= first);
+    const kept = from < 0 ? [0, 0] : [from, to < 0 ? past.at.length : to];
+    for (const name of Object.keys(series)) series[name] = [...(past[name] ?? []).slice(...kept), ...series[name]];
+  }
+  past = series;
+}
+
 const none = { at: 0, mark: null, value: null };
 let kept = { usage: none, failed: none };
 let keptFor = null; // the caller: another one may not see it
@@ -41,6 +57,7 @@ export const overview = {
     const since = new Date(Date.now() - 86400000).toISOString().slice(0, 13) + ":00";
     const [now, fleet] = await Promise.all([api.get("v1/overview", null, signal), api.get("v1/fleet", { max_age: 2 }, signal)]);
     clock(now.at);
+    continued(now.series);
     if (!may("read")) return { now, fleet, usage: null, failed: null };
     const { tasks } = now.totals;
     const ended = Object.values(tasks).reduce((sum, count) => sum + count, 0);

@@ -76,7 +76,7 @@ def scope_of(method: str, path: str) -> str:
     """The scope that docs/run/security.md names for this."""
     if path == "/v1/whoami":
         return "any"
-    if path in ("/metrics", "/v1/fleet", "/v1/overview", "/v1/scaling/decisions", "/v1/rollouts"):
+    if path in ("/metrics", "/v1/fleet", "/v1/overview", "/v1/scaling/decisions", "/v1/rollouts", "/v1/sources"):
         return "metrics"
     if re.match("/v1/(keys|audit|tenants|dead_letters|scaling|webhook_deliveries)", path):
         return "admin"

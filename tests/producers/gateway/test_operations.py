@@ -94,6 +94,19 @@ def test_the_last_rollout_of_each_model_is_told(http: httpx.Client, valkey: Redi
     }
 
 
+# ---- sources --------------------------------------------------------------------------------------------------------
+
+
+def test_schedules_and_waiting_replies_are_told(http: httpx.Client, valkey: Redis) -> None:
+    valkey.hset(keys.SCHEDULES, mapping={"nightly": "1790000000", "broken": "x"})
+    put(valkey, "evt_2.reply", source="orders", reply="{}")
+    answer = http.get("/v1/sources").json()
+    assert answer["schedules"] == [{"name": "broken", "last_at": None}, {"name": "nightly", "last_at": 1790000000.0}]
+    (replies,) = answer["replies"]
+    assert (replies["source"], replies["due"]) == ("orders", 1)
+    assert replies["oldest_due_s"] >= 0
+
+
 # ---- deliveries -----------------------------------------------------------------------------------------------------
 
 

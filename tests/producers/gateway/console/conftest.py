@@ -74,6 +74,7 @@ async def look(browser: Browser, complaints: Complaints) -> AsyncIterator[Look]:
         page = await context.new_page()
         complaints.hear(page, door.url)
         await page.goto(f"{door.url}/console#/{path}")
+        await page.wait_for_selector("#nav a, dialog[open]")  # it knows who asks, and hears the keyboard
         return page
 
     yield open_page

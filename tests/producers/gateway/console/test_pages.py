@@ -7,13 +7,16 @@ another host.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import re
+import time
+from dataclasses import dataclass, replace
 
 import pytest
 from axe_playwright_python.base import AXE_FILE_PATH
 from playwright.async_api import Browser, expect
 from redis import Redis
 
+from producers.gateway.samples import Point
 from producers.store.fleet import scaling
 from tests.exhaustive import few
 from tests.producers.fake_worker import FakeWorker
@@ -42,6 +45,7 @@ PAGES = {
     "keys": "Keys",
     "playground": "Playground",
 }
+NOT_FOUND = {"message": "There is no such URL.", "type": "invalid_request_error", "param": None, "code": "not_found"}
 #: Markup, and marks that turn the line's direction.
 HOSTILE = '<img src=x onerror="window.broken=1"><script>window.broken=1</script>\u202eevil\u2066'
 
@@ -189,6 +193,58 @@ async def test_a_gateway_that_is_away_makes_the_page_stale_and_it_goes_on_by_its
     await expect(page.locator("tbody tr")).to_have_count(2, timeout=20_000)
     await expect(page.locator("#live")).to_have_text("Live")
     complaints.clear()  # Chromium tells of each request that failed
+
+
+async def test_a_gateway_that_begins_anew_cuts_no_line_of_an_open_page(look: Look, door: Door, valkey: Redis) -> None:
+    """So does another gateway behind the same address, which began later."""
+    announce(valkey)
+    samples, now = door.app.state.gateway.samples, door.http.get("/v1/overview").json()["at"]
+    before = list(samples.points)
+    samples.points.clear()
+    point = Point(now, 3, 2, 64, 0, 0, 0, (0,), (0,))
+    samples.points.extend(replace(point, at=now - 300 + 10 * number) for number in range(25))
+    page = await look(door)
+    axis = page.locator(".axis").first
+    await expect(axis).to_contain_text(re.compile("[45]\u202fmin"))
+    samples.points.clear()
+    samples.points.append(replace(point, at=now))
+    async with page.expect_response(lambda answer: "/v1/overview" in answer.url, timeout=20_000):
+        pass
+    async with page.expect_response(lambda answer: "/v1/overview" in answer.url, timeout=20_000):
+        pass
+    await expect(axis).to_contain_text(re.compile("[45]\u202fmin"))
+    samples.points.clear()
+    samples.points.extend(before)
+
+
+async def test_clocks_that_differ_change_no_age(look: Look, door: Door, valkey: Redis, submit: Submit) -> None:
+    """A reader's clock that is an hour late makes a task that has just begun to wait no hour old."""
+    task_id = submit()
+    announce(valkey)
+    page = await look(door, "workers")
+    await expect(page.locator("tbody tr")).to_have_count(1)
+    await page.clock.install(time=time.time() - 3600)
+    await page.goto(f"{door.url}/console#/queues")
+    await page.reload()
+    await page.get_by_role("link", name="Tasks", exact=True).first.click()
+    row = page.get_by_role("row").filter(has_text=task_id[:6])
+    await expect(row).to_contain_text("queued")
+    assert not re.search(r"\d\s(h|min)\b", await row.inner_text())
+
+
+async def test_an_earlier_release_behind_the_same_address_is_told_and_not_stumbled_over(
+    look: Look, door: Door, complaints: Complaints
+) -> None:
+    page = await look(door, "models")
+    await expect(page.get_by_role("heading", name="Rollouts")).to_be_visible()
+    for path in ("scaling/decisions", "rollouts", "overview"):
+        await page.route(f"**/v1/{path}*", lambda route: route.fulfill(status=404, json={"error": NOT_FOUND}))
+    await page.reload()
+    await expect(page.get_by_role("heading", name="Rollouts")).to_have_count(0)
+    await expect(page.get_by_role("heading", name="tiny", exact=True)).to_be_visible()
+    await page.get_by_role("link", name="Scaling").click()
+    await expect(page.locator("main")).to_contain_text("earlier release")
+    complaints.clear()  # Chromium tells of each 404
 
 
 async def test_the_playground_streams_a_chat(look: Look, door: Door, answering: Answering) -> None:
