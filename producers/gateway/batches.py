@@ -24,7 +24,7 @@ from producers.gateway.http.authorization import CANCELS, PARAMETER, READS, SUBM
 from producers.gateway.http.errors import ONCE, Problem, check_given, gone, invalid_value, unknown_parameter, wrong
 from producers.gateway.http.request_body import SETTINGS, read_object
 from producers.gateway.http.request_state import current_trace
-from producers.gateway.tasks.ownership import sees
+from producers.gateway.tasks.ownership import audit_operator, foreign_tenant, sees
 from producers.gateway.tasks.views import Named, Page, errors
 from producers.gateway.uploads import EXPIRES_AFTER, expires_after
 from producers.store import batches
@@ -251,9 +251,11 @@ async def cancel(request: Request, batch_id: str) -> BatchView:
     """Cancel a batch. Lines that have ended are written to its files, then it is `cancelled`."""
     gateway = gateway_of(request)
     batch = await _batch(request, batch_id)
+    other = await foreign_tenant(request, keys.batch(batch.id))
     accepted, status = await arun(gateway.client.store, batches.cancel(batch.id))
     if not accepted and text(status) != "cancelled":
         raise Problem(409, f"batch {batch.id} is {text(status)} already", code="batch_ended", headers=ONCE)
+    await audit_operator(request, "batch.cancel", batch.id, other)
     return BatchView.of(await _batch(request, batch_id))
 
 

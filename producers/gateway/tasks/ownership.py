@@ -21,8 +21,9 @@ from producers.contract.task import Task
 from producers.errors import shown
 from producers.gateway.admission.limits import check_may_use
 from producers.gateway.context import gateway_of
-from producers.gateway.http.authorization import TENANT, principal_of, same, tenant_of
+from producers.gateway.http.authorization import TENANT, actor_of, principal_of, same, tenant_of
 from producers.gateway.http.errors import invalid_value
+from producers.store.access import audit
 
 #: Time (s) for which a cancel waits for the task's worker, which needs a step.
 CANCEL_S: Final = 1.0
@@ -60,6 +61,23 @@ async def task_of(connection: HTTPConnection, task_id: str) -> AsyncHandle:
     if not await sees(connection, keys.task(task_id)):
         raise not_found(task_id)
     return gateway_of(connection).client.get(task_id)
+
+
+async def foreign_tenant(connection: HTTPConnection, name: str) -> str | None:
+    """The tenant of an object, where that is another one than the caller's key's; else None. Only keys of the scope
+    admin reach such objects. Raises as `sees` does."""
+    client, principal = gateway_of(connection).client, principal_of(connection)
+    if principal.key is None or not principal.sees_all:
+        return None
+    (tenant,) = await client.run(persistently(Read((("HGET", name, "tenant"),)), client.patience))
+    return None if tenant is None or text(tenant) == principal.tenant else text(tenant)
+
+
+async def audit_operator(connection: HTTPConnection, did: str, object_id: str, tenant: str | None) -> None:
+    """Append to the audit log what an operator's key did with an object of this other tenant; nothing for None."""
+    if tenant is not None:
+        change = actor_of(connection).did(did, object_id, tenant)
+        await audit.append(gateway_of(connection).client.store, change)
 
 
 async def cancelled(handle: AsyncHandle) -> tuple[bool, Record]:

@@ -50,7 +50,7 @@ from producers.gateway.http.errors import Problem, invalid_value
 from producers.gateway.http.request_body import query_parameters, query_schema, read_task
 from producers.gateway.http.sse import watch, why_stopped
 from producers.gateway.tasks import outcome
-from producers.gateway.tasks.ownership import cancelled, owned, task_of
+from producers.gateway.tasks.ownership import audit_operator, cancelled, foreign_tenant, owned, task_of
 from producers.gateway.tasks.submit import encoded, submitted, submitted_view
 from producers.gateway.tasks.views import Cancelled, Deleted, TaskList, TaskView, errors
 from producers.store.access.api_keys import Principal
@@ -333,7 +333,9 @@ async def cancel(request: Request, task_id: str) -> Response:
     """
     gateway = gateway_of(request)
     handle = await task_of(request, task_id)
+    other = await foreign_tenant(request, keys.task(task_id))
     accepted, record = await cancelled(handle)
+    await audit_operator(request, "task.cancel", task_id, other)
     if record.final and principal_of(request).may("read"):
         return await outcome.answer(gateway, handle, record, accepted=accepted)
     view = Cancelled(accepted=accepted, **TaskView.of(record).model_dump())
@@ -346,7 +348,10 @@ async def delete(request: Request, task_id: str) -> Response:
 
     Afterwards its id is unknown, and webhooks that were not sent yet are not sent any more.
     """
-    await (await task_of(request, task_id)).delete()
+    handle = await task_of(request, task_id)
+    other = await foreign_tenant(request, keys.task(task_id))
+    await handle.delete()
+    await audit_operator(request, "task.delete", task_id, other)
     return _json(Deleted(id=task_id))
 
 

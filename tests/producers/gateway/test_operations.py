@@ -178,6 +178,22 @@ def test_any_key_is_told_whose_it_is_and_what_it_may_do(keyed: Door, make: Make)
     assert code(keyed.http.get("/v1/whoami")) == (401, "missing_api_key")
 
 
+def test_what_an_operator_does_with_others_tasks_is_audited_and_what_they_do_is_not(keyed: Door, make: Make) -> None:
+    admin, owner = make("ops", ("admin",)), make("acme")
+
+    def submitted(token: str) -> str:
+        body = {"model": "tiny", "prompt": "def f"}
+        return str(keyed.http.post("/v1/tasks", json=body, headers=as_caller(token)).json()["id"])
+
+    own, first, second = submitted(admin), submitted(owner), submitted(owner)
+    for token, task_id in ((owner, submitted(owner)), (admin, own), (admin, first)):
+        assert keyed.http.post(f"/v1/tasks/{task_id}/cancel", headers=as_caller(token)).json()["accepted"]
+    assert keyed.http.delete(f"/v1/tasks/{second}", headers=as_caller(admin)).status_code == 200
+    changes = keyed.http.get("/v1/audit", headers=as_caller(admin)).json()["data"]
+    done = [(change["did"], change["what"], change["tenant"]) for change in changes if change["did"] != "key.create"]
+    assert done == [("task.delete", second, "acme"), ("task.cancel", first, "acme")]
+
+
 def test_changes_name_the_key_that_made_them(keyed: Door, valkey: Redis, make: Make) -> None:
     admin, reader = make("ops", ("admin",)), make("acme", ("read", "metrics"))
     decide(valkey, "tiny@1", trouble="no machine")
