@@ -1,6 +1,8 @@
 """What operators look up and do beside keys, dead letters and the fleet: scaling, rollouts, webhooks' deliveries.
 
     /v1/scaling              decisions of the autoscaler; another try to start workers
+    /v1/workers              tell one to drain
+    /v1/routing              which versions new tasks go to
     /v1/rollouts             the last rolling update of each model
     /v1/sources              when schedules last fired, and replies that wait
     /v1/webhook_deliveries   rows of the outbox; deliver one again
@@ -20,7 +22,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 from redis.asyncio import Redis
 
-from producers.connection.script import arun, seconds
+from producers.connection.script import aexecute_many, arun, seconds
 from producers.connection.script import text as decoded
 from producers.contract import keys
 from producers.contract.profile import sane
@@ -35,6 +37,7 @@ from producers.store import outbox
 from producers.store.access import audit
 from producers.store.fleet import scaling
 from producers.store.fleet.rollouts import Rollout
+from producers.store.fleet.routing import RULED, Routing
 from producers.store.outbox import Row, State
 
 #: Decisions and deliveries that are shown, unless asked for otherwise, and the most.
@@ -143,6 +146,98 @@ async def retry(request: Request, pool: str) -> ScalingRetried:
     await scaling.retry(store, pool)
     await audit.append(store, actor_of(request).did("scaling.retry", pool))
     return ScalingRetried(pool=text(pool), at_once=scaling.is_fresh(states[pool].get("at"), now))
+
+
+# ---- workers -------------------------------------------------------------------------------------------------------
+
+
+class WorkerDraining(BaseModel):
+    id: str
+    object: Literal["worker.draining"] = "worker.draining"
+
+
+@router.post(
+    "/workers/{worker:path}/drain", dependencies=ADMINISTERS, response_model=WorkerDraining, responses=errors(404, 409)
+)
+async def drain(request: Request, worker: str) -> WorkerDraining:
+    """Tell a worker to take no more tasks, end those that it runs, and exit. `worker`: its `id` in `/v1/fleet`.
+
+    What it cannot end within its drain time goes back to the queue with its tokens. Whether another worker takes its
+    place is up to what started it.
+    """
+    store = _store(request)
+    if not await store.exists(keys.lease(worker)):
+        message = f"There is no worker {shown(worker)} (any more): GET /v1/fleet lists them by their ids."
+        raise Problem(404, message, code="worker_not_found")
+    if not await store.publish(keys.control(worker), "drain"):
+        message = f"Worker {shown(worker)} does not listen at this moment; try again, or look at its log."
+        raise Problem(409, message, code="worker_not_listening", headers=ONCE)
+    await audit.append(store, actor_of(request).did("worker.drain", worker))
+    return WorkerDraining(id=text(worker))
+
+
+# ---- routing -------------------------------------------------------------------------------------------------------
+
+
+class RuleView(BaseModel):
+    """Sends tasks of a tenant or tier, or with a header (`Name: value`), to a target."""
+
+    to: str = Field(description="an alias or a version")
+    tenant: str | None
+    tier: str | None
+    header: str | None
+
+
+class RoutingView(BaseModel):
+    """Which versions of a model new tasks go to."""
+
+    object: Literal["routing"] = "routing"
+    model: str
+    generation: int = Field(description="each change makes the next one")
+    default: str = Field(description="the version of tasks that nothing else decides")
+    aliases: dict[str, str] = Field(description="alias -> version")
+    split: dict[str, float] = Field(description="alias or version -> percent of the tasks; the default gets the rest")
+    rules: list[RuleView] = Field(description="the first that fits goes before the split")
+    sticky: str = Field(description="what stays with its target: caller or tenant")
+    changed_at: float = Field(description="unix seconds")
+    by: str = Field(description="who changed it")
+
+    @classmethod
+    def of(cls, routing: Routing) -> Self:
+        return cls(
+            model=text(routing.model),
+            generation=routing.generation,
+            default=text(routing.default),
+            aliases={text(alias): text(version) for alias, version in routing.aliases.items()},
+            split={text(target): sane(percent) or 0.0 for target, percent in routing.split.items()},
+            rules=[
+                RuleView(to=text(rule.to), **{name: _optional(getattr(rule, name)) for name in RULED})
+                for rule in routing.rules
+            ],
+            sticky=text(routing.sticky),
+            changed_at=(sane(routing.at) or 0.0) / 1000,
+            by=text(routing.by),
+        )
+
+
+class RoutingList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[RoutingView] = Field(description="of models that have one: others go by their card alone")
+
+
+@router.get("/routing", dependencies=MEASURES, response_model=RoutingList)
+async def routing(request: Request) -> RoutingList:
+    """List aliases, splits and rules of models: which versions new tasks go to, since when, and by whom."""
+    store = _store(request)
+    models = [decoded(name) for name in await store.hkeys(keys.MODELS)][:MAX_ROWS]
+    states = await aexecute_many(store, [("HGET", keys.routing(model), "now") for model in models])
+    routings = [Routing.of(model, raw) for model, raw in zip(models, states, strict=True)]
+    views = [RoutingView.of(state) for state in routings if state is not None]
+    return RoutingList(data=sorted(views, key=lambda view: view.model))
+
+
+def _optional(value: str | None) -> str | None:
+    return None if value is None else text(value)
 
 
 # ---- rollouts -------------------------------------------------------------------------------------------------------

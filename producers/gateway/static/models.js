@@ -1,5 +1,6 @@
 // Models: versions, the workers that serve them, what they cost in time, and their last rollouts.
 
+import { parts } from "./charts.js";
 import { h, name, plain } from "./dom.js";
 import { ago, amount, count, exactly, percent, seconds } from "./format.js";
 import { card, empty, facts, heading, link, modelName, state, table } from "./parts.js";
@@ -8,20 +9,21 @@ export const models = {
   title: "Models",
   every: 3000,
   async load({ api, clock }, signal) {
-    const [list, fleet, now, rollouts] = await Promise.all([
-      api.get("v1/models", null, signal), api.optional("v1/fleet", { max_age: 3 }, signal), api.optional("v1/overview", { max_age: 3 }, signal), api.optional("v1/rollouts", null, signal),
+    const [list, fleet, now, rollouts, routing] = await Promise.all([
+      api.get("v1/models", null, signal), api.optional("v1/fleet", { max_age: 3 }, signal), api.optional("v1/overview", { max_age: 3 }, signal), api.optional("v1/rollouts", null, signal), api.optional("v1/routing", null, signal),
     ]);
     clock(fleet?.at);
-    return { list: list.data, fleet, now, rollouts };
+    // Aliases and versions are listed as models, too; they stand with their model here.
+    return { list: list.data.filter((model) => !model.parent || model.adapter), fleet, now, rollouts, routing };
   },
-  draw({ list, fleet, now, rollouts }, ctx) {
+  draw({ list, fleet, now, rollouts, routing }, ctx) {
     const chosen = ctx.query.get("model");
     const shown = chosen && list.some((model) => model.id === chosen) ? list.filter((model) => model.id === chosen) : list;
     return [
       heading("Models", chosen ? link("#/models", "All models") : null),
       h("div", { class: "cards", "data-key": "cards" },
         shown.length ? null : card(null, { key: "none" }, empty("No model is published. ", h("code", null, "penstock worker --model smollm2"), " serves one.")),
-        shown.map((model) => one(model, fleet, now)),
+        shown.map((model) => one(model, fleet, now, routing?.data.find((state) => state.model === model.id), ctx)),
         rollouts ? card("Rollouts", { key: "rollouts" }, table(
           ["Model", "Phase", "From", "To", ["Workers", "num"], "Asked", "Since", ["Why", "wide"]],
           rollouts.data.map((rollout) => ({ key: rollout.model, cells: [modelName(rollout.model), state(rollout.phase), name(rollout.before, { most: 14 }), name(rollout.version, { most: 14 }), count(rollout.workers),
@@ -31,11 +33,12 @@ export const models = {
   },
 };
 
-function one(model, fleet, now) {
+function one(model, fleet, now, routing, ctx) {
   const pools = (fleet?.pools ?? []).filter((pool) => pool.model === model.id);
   const row = now?.models.find((row) => row.name === model.id);
   return card(plain(model.id), { key: `model ${model.id}` },
     facts([
+      model.adapter && ["An adapter of", modelName(model.parent)],
       ["Version for new tasks", h("span", { class: "mono" }, plain(model.version))],
       ["Context", `${count(model.context_length)} tokens`],
       ["Vocabulary", `${count(model.vocab_size)} tokens`],
@@ -47,8 +50,27 @@ function one(model, fleet, now) {
       row && ["Overload", h("span", null, state(row.overload), row.pressure ? ` ${percent(row.pressure)} of the bound` : "")],
       Object.keys(model.defaults ?? {}).length && ["Its own defaults", h("span", { class: "mono" }, plain(JSON.stringify(model.defaults)).slice(0, 300))],
     ]),
-    fleet ? [h("h3", null, "Versions"), table(
+    routing ? routed(routing, ctx) : null,
+    fleet && !model.adapter ? [h("h3", null, "Versions"), table(
       ["Version", "New tasks", ["Workers", "num"], ["Ready", "num"], ["Wanted", "num"], ["Why", "wide"]],
       pools.map((pool) => ({ key: pool.name, cells: [h("span", { class: "mono" }, plain(pool.version ?? "whatever is current")), pool.current ? "yes" : "no", count(pool.workers), count(pool.ready), pool.desired === null ? "–" : count(pool.desired), pool.decision ? plain(pool.decision.trouble || pool.decision.reason) : "nobody scales it"] })),
       { label: "Versions", none: "No worker serves it, and nobody scales it." })] : null);
+}
+
+// Where new tasks go, if not simply to the card's version.
+function routed(state, ctx) {
+  const rest = Math.max(0, 100 - Object.values(state.split).reduce((sum, share) => sum + share, 0));
+  const tones = ["run", "wait", "ok", "bad"];
+  const shares = [...Object.entries(state.split), ...(rest ? [["default", rest]] : [])];
+  return [
+    h("h3", null, "Routing"),
+    shares.length > 1 ? parts(shares.map(([target, share], i) => ({ size: share, tone: target === "default" ? "dim" : tones[i % 4], label: `${target} ${share} %` })), shares.map(([target, share]) => `${target} ${share} %`).join(", ")) : null,
+    facts([
+      ["New tasks", shares.map(([target, share], i) => [i ? ", " : "", name(target, { most: 24 }), ` ${share}\u202f%`])],
+      Object.keys(state.aliases).length && ["Aliases", Object.entries(state.aliases).map(([alias, version], i) => [i ? ", " : "", name(alias, { most: 24 }), " → ", h("span", { class: "mono" }, plain(version))])],
+      state.rules.length && ["Rules, before the split", state.rules.map((rule, i) => [i ? "; " : "", plain(rule.tenant ? `tenant ${rule.tenant}` : rule.tier ? `tier ${rule.tier}` : rule.header), " → ", name(rule.to, { most: 24 })])],
+      ["Stays with its target", state.sticky === "tenant" ? "each tenant" : "each caller"],
+      ["Changed", h("span", { title: exactly(state.changed_at) }, ago(state.changed_at, ctx.now()), " by ", name(state.by, { most: 30 }), `, generation ${count(state.generation)}`)],
+    ]),
+  ];
 }

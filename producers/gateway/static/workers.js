@@ -3,7 +3,7 @@
 import { bar } from "./charts.js";
 import { h, name, plain } from "./dom.js";
 import { ago, count, percent, plural, seconds } from "./format.js";
-import { card, figure, heading, modelName, state, table, tabs } from "./parts.js";
+import { button, card, figure, heading, modelName, state, table, tabs } from "./parts.js";
 
 export const workers = {
   title: "Workers",
@@ -13,7 +13,8 @@ export const workers = {
     clock(fleet.at);
     return fleet;
   },
-  draw(fleet, { query }) {
+  draw(fleet, ctx) {
+    const { query } = ctx;
     const models = [...new Set(fleet.workers.map((worker) => worker.model))];
     const chosen = query.get("model");
     const shown = fleet.workers.filter((worker) => !chosen || worker.model === chosen);
@@ -28,7 +29,7 @@ export const workers = {
         figure(kv.length ? percent(kv.reduce((all, worker) => all + worker.kv_used_ratio, 0) / kv.length) : "–", null, "of the KV caches in use")),
       h("div", { class: "cards", "data-key": "cards" },
         card("All workers", { key: "workers" }, table(
-          ["Worker", "State", "Model", ["Running", "grow"], ["KV cache", "grow"], ["Tokens made", "num"], "Device", "Release", ["Up", "num"], ["Lease", "num"]],
+          ["Worker", "State", "Model", ["Running", "grow"], ["KV cache", "grow"], ["Tokens made", "num"], "Device", "Release", ["Up", "num"], ["Lease", "num"], ["", "actions"]],
           shown.map((worker) => ({ key: worker.id, cells: [
             name(worker.name, { most: 32 }),
             h("span", null, state(worker.state), worker.unready.length ? h("span", { class: "dim" }, " ", worker.unready.map(plain).join("; ").slice(0, 120)) : null),
@@ -36,11 +37,20 @@ export const workers = {
             pair(bar(worker.capacity ? worker.running / worker.capacity : 0, { label: `${worker.running} of ${worker.capacity} sequences` }), `${count(worker.running)} of ${count(worker.capacity)}`),
             pair(bar(worker.kv_used_ratio, { tone: worker.kv_used_ratio > 0.9 ? "warn" : "run", label: `KV cache ${percent(worker.kv_used_ratio)} full` }), percent(worker.kv_used_ratio)),
             count(worker.generated_tokens), name(worker.device, { most: 20 }), name(worker.release, { most: 14 }),
-            worker.since === null ? "–" : ago(worker.since, fleet.at).replace(" ago", ""), worker.lease_s === null ? "–" : seconds(worker.lease_s)] })),
+            worker.since === null ? "–" : ago(worker.since, fleet.at).replace(" ago", ""), worker.lease_s === null ? "–" : seconds(worker.lease_s), drain(worker, ctx)] })),
           { label: "Workers", none: "No worker is up. Start one: penstock worker --model MODEL." }),
         fleet.totals.workers > fleet.workers.length ? h("p", { class: "dim" }, `${count(fleet.workers.length)} of ${plural(fleet.totals.workers, "worker")}.`) : null)),
     ];
   },
 };
+
+function drain(worker, ctx) {
+  if (!ctx.may("admin") || worker.state === "draining") return null;
+  return button("Drain", () => ctx.confirm({
+    title: "Drain this worker?", verb: "Drain it", danger: true,
+    text: [`${plain(worker.name)} takes no more tasks, ends the ${count(worker.running ?? 0)} that it runs, and exits. What it cannot end in its drain time goes back to the queue with its tokens.`, "Whether another worker takes its place is up to what started it: penstock up leaves it stopped."],
+    run: async () => (await ctx.api.act(`v1/workers/${worker.id.split("/").map(encodeURIComponent).join("/")}/drain`), "It drains."),
+  }), "quiet");
+}
 
 const pair = (picture, text) => h("span", { class: "pairing" }, picture, h("span", null, text));

@@ -76,9 +76,9 @@ def scope_of(method: str, path: str) -> str:
     """The scope that docs/run/security.md names for this."""
     if path == "/v1/whoami":
         return "any"
-    if path in ("/metrics", "/v1/fleet", "/v1/overview", "/v1/scaling/decisions", "/v1/rollouts", "/v1/sources"):
+    if path == "/metrics" or re.match("/v1/(fleet|overview|scaling/decisions|rollouts|routing|sources)$", path):
         return "metrics"
-    if re.match("/v1/(keys|audit|tenants|dead_letters|scaling|webhook_deliveries)", path):
+    if re.match("/v1/(keys|audit|tenants|dead_letters|scaling|workers|webhook_deliveries)", path):
         return "admin"
     if method == "delete" or path.endswith("/cancel"):
         return "cancel"

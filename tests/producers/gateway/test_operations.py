@@ -16,9 +16,11 @@ from producers.contract import keys
 from producers.store import outbox
 from producers.store.fleet import scaling
 from producers.store.fleet.rollouts import Rollout
+from producers.store.fleet.routing import Routing, Rule
 from producers.store.outbox import Attempt
 from tests.producers.gateway.conftest import Door, Make, Open
 from tests.producers.gateway.test_dead_letters import bury, page
+from tests.producers.gateway.test_fleet import announce
 from tests.producers.gateway.test_keys import as_caller
 from tests.producers.gateway.test_keys import make as make  # the fixture
 
@@ -68,6 +70,41 @@ def test_another_try_is_asked_for_and_audited(http: httpx.Client, valkey: Redis)
     assert audited(http)[0] == ("local", "scaling.retry", "org/tiny@1")
     assert code(http.post("/v1/scaling/none@1/retry")) == (404, "pool_not_found")
     assert len(audited(http)) == 1
+
+
+# ---- workers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_is_told_to_drain_and_one_that_cannot_hear_is_not_said_to(http: httpx.Client, valkey: Redis) -> None:
+    announce(valkey, "w1.x")
+    assert code(http.post("/v1/workers/w1.x/drain")) == (409, "worker_not_listening")
+    with valkey.pubsub(ignore_subscribe_messages=True) as control:
+        control.subscribe(keys.control("w1.x"))
+        control.get_message(timeout=10)
+        assert http.post("/v1/workers/w1.x/drain").json() == {"id": "w1.x", "object": "worker.draining"}
+        message = control.get_message(timeout=10)
+    assert message is not None
+    assert message["data"] == b"drain"
+    assert code(http.post("/v1/workers/none/drain")) == (404, "worker_not_found")
+    assert audited(http) == [("local", "worker.drain", "w1.x")]
+
+
+# ---- routing --------------------------------------------------------------------------------------------------------
+
+
+def test_where_new_tasks_go_is_told(http: httpx.Client, valkey: Redis, model: str) -> None:
+    assert data(http, "/v1/routing") == []
+    state = Routing(
+        model, 3, "v1", {"next": "v2"}, {"next": 10}, (Rule("next", tier="batch"),), "tenant", 5000, "cli:x"
+    )
+    valkey.hset(keys.routing(model), "now", state.to_json())
+    (view,) = data(http, "/v1/routing")
+    assert (view["model"], view["generation"], view["default"], view["sticky"]) == (model, 3, "v1", "tenant")
+    assert (view["aliases"], view["split"]) == ({"next": "v2"}, {"next": 10.0})
+    assert view["rules"] == [{"to": "next", "tenant": None, "tier": "batch", "header": None}]
+    assert (view["changed_at"], view["by"]) == (5.0, "cli:x")
+    valkey.hset(keys.routing(model), "now", "{")
+    assert data(http, "/v1/routing") == []
 
 
 # ---- rollouts -------------------------------------------------------------------------------------------------------

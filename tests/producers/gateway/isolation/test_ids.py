@@ -127,14 +127,14 @@ def said(answer: httpx.Response, ids: dict[str, str]) -> tuple[int, str, dict[st
 
 
 def test_every_endpoint_that_takes_an_id_is_attacked(other: httpx.Client) -> None:
-    """Those of models, keys and tenants are no tenant's: `test_between.py` has them. Pools and deliveries are for
-    admins."""
+    """Those of models, keys and tenants are no tenant's: `test_between.py` has them. Pools, workers and
+    deliveries are for admins."""
     paths = other.get("/openapi.json").json()["paths"]
     taken = {
         (method.upper(), path)
         for path in paths
         for method in paths[path]
-        if re.search(r"\{(?!name|key|tenant|pool|delivery)", path)
+        if re.search(r"\{(?!name|key|tenant|pool|worker|delivery)", path)
     }
     known = {(method, re.sub(r"\{\w+\}", "{}", path.partition("?")[0])) for method, path, _ in ATTACKS}
     assert {(method, re.sub(r"\{\w+\}", "{}", path)) for method, path in taken} <= known

@@ -107,6 +107,7 @@ def made(http: httpx.Client, valkey: Redis, path: str) -> dict[str, str]:
         "key": buried,
         "name": lambda: "tiny",
         "pool": lambda: "tiny",
+        "worker": lambda: "w1.x",
         "delivery": lambda: "evt_1.own",
         "tenant": lambda: "acme",
         "task_id": lambda: make("/v1/tasks", json=KNOWN["/v1/tasks"]),
