@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import subprocess
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,16 @@ def test_a_request_of_more_texts_than_a_chunk_has_one_answer(served: Served, enc
     if encoding == "float":
         vectors = [entry["embedding"] for entry in many["data"]]
         assert close(vectors, np.tile([entry["embedding"] for entry in few["data"]], (200, 1)))
+
+
+def test_a_repeated_request_of_many_texts_is_answered_from_the_same_task(served: Served) -> None:
+    body = {"model": "embedder", "input": SHORT * 100}
+    headers = {"idempotency-key": uuid.uuid4().hex}
+    first, second = (
+        httpx.post(f"{served.url}/v1/embeddings", json=body, headers=headers, timeout=60) for _ in range(2)
+    )
+    assert [answer.headers.get("idempotent-replayed") for answer in (first, second)] == [None, "true"]
+    assert first.json() == second.json()
 
 
 def test_many_texts_are_scored_ranked_and_classified(served: Served) -> None:
