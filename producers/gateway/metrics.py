@@ -424,10 +424,10 @@ class _FleetCollector(Collector):
         yield from waiting_metrics(self._metrics.waiting, self._metrics.overload)
         yield from server_metrics(self._metrics.storage)
         yield from measured_metrics(self._metrics.measured)
-        if (tracer := self._metrics.tracer) is not None:
-            rows = ((("sent",), tracer.exported), (("dropped",), tracer.dropped))
-            text = "Spans of requests that a collector took, and others: it is away, or slower than they come."
-            yield family("gateway_spans", text, ("outcome",), rows, grows=True)
+        tracer = self._metrics.tracer
+        sent, dropped = (0, 0) if tracer is None else (tracer.exported, tracer.dropped)
+        text = "Spans of requests that a collector took, and others: it is away, or slower than they come."
+        yield family("gateway_spans", text, ("outcome",), ((("sent",), sent), (("dropped",), dropped)), grows=True)
         if fleet is not None:
             yield from pool_metrics(fleet)
             yield from worker_metrics(fleet)
