@@ -202,6 +202,5 @@ def open_port(host: str, port: int, *, listens: bool = True) -> socket.socket:
     except OSError as error:
         listener.close()
         other = "port with --port (0: any free)" if error.errno in (EADDRINUSE, EACCES) else "address with --host"
-        raise Failure(
-            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another {other}"
-        ) from error
+        why = f"{error.strerror or error}{', perhaps by another `penstock up`' if error.errno == EADDRINUSE else ''}"
+        raise Failure(f"cannot listen on {host} port {port}: {why}; choose another {other}") from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
@@ -295,6 +297,12 @@ async def _serve(system: System, asks: Auth) -> None:
     await asyncio.Event().wait()
 
 
+def own_name() -> str:
+    """What to type for this command: `penstock`, or its path where it was called by that and is not on PATH."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "penstock" and shutil.which("penstock") is None else "penstock"
+
+
 def first_call(url: str, model: ResolvedModel) -> str:
     """The command to try first at a gateway's URL: a chat if the model has a template."""
     from engine.text import ModelCard, TemplateSource
@@ -304,14 +312,14 @@ def first_call(url: str, model: ResolvedModel) -> str:
     elsewhere = "" if url == DEFAULT_URL else f" --url {url}"
     made = purpose(model.folder, read_config(model.folder))
     if made == "embed":
-        return f"penstock embed {model.name} 'A penstock feeds a turbine.'{elsewhere}"
+        return f"{own_name()} embed {model.name} 'A penstock feeds a turbine.'{elsewhere}"
     if made != "generate":
         texts = '"input": "It works well."' if made == "classify" else '"query": "rain", "documents": ["wet", "dry"]'
         body = f'{{"model": "{model.name}", {texts}}}'
         return f"curl {url}/v1/{made} -H 'Content-Type: application/json' -d '{body}'"
     if TemplateSource.from_bytes(ModelCard.tokenizer_files(model.folder)) is not None:
-        return f"penstock chat {model.name}{elsewhere}"
-    return f"penstock submit {model.name} 'Once upon a time' --stream{elsewhere}"
+        return f"{own_name()} chat {model.name}{elsewhere}"
+    return f"{own_name()} submit {model.name} 'Once upon a time' --stream{elsewhere}"
 
 
 def _masked(system: System, url: str) -> str:
@@ -327,7 +335,7 @@ def _whole(system: System) -> str:
     if not system.plan.embedded:
         return ""
     which = "" if system.store == system.broker else " store"
-    return f"          its whole URL, for Celery: penstock url{which}{_of_the_store(system)}\n"
+    return f"          its whole URL, for Celery: {own_name()} url{which}{_of_the_store(system)}\n"
 
 
 def _rules(

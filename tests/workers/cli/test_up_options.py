@@ -16,7 +16,10 @@ from workers.autoscaler.policy import Rules
 from workers.cli import up
 from workers.cli.exits import Failure
 from workers.cli.gpus import Chosen
+from workers.cli.options import DEFAULT_URL
 from workers.cli.system import System
+from workers.library import ResolvedModel
+from workers.library.reference import BUNDLED
 from workers.processes import PENSTOCK
 from workers.processes.standby import IDLE_S
 from workers.processes.supervisor import Program
@@ -222,6 +225,25 @@ def test_gateway_and_sweeper_have_the_same_folder_for_files(
         for program in (system._gateway(), system._sweeper()):
             argv = list(program.argv)
             assert argv[argv.index("--files-dir") + 1] == str(Path(folder))
+
+
+@pytest.mark.parametrize(
+    ("called", "on_path", "typed"),
+    [
+        (".venv/bin/penstock", False, ".venv/bin/penstock"),
+        (".venv/bin/penstock", True, "penstock"),
+        ("/lib/workers/cli/__main__.py", False, "penstock"),
+    ],
+)
+def test_what_to_try_is_named_as_a_shell_finds_it(
+    called: str, on_path: bool, typed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "penstock"
+    program.touch(0o755)
+    monkeypatch.setattr("sys.argv", [called, "up"])
+    monkeypatch.setenv("PATH", str(tmp_path) if on_path else "/nowhere")
+    model = ResolvedModel("tiny", BUNDLED / "tiny")
+    assert up.first_call(DEFAULT_URL, model) == f"{typed} chat tiny"
 
 
 def test_how_to_end_it_is_said_where_ctrl_c_is_not_heard() -> None:
