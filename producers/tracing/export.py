@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
@@ -38,6 +38,8 @@ NUMBERS: Final = {
     "OTEL_BSP_SCHEDULE_DELAY": 5000,
     "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": 512,
 }
+#: Longest text of a span, in characters.
+MAX_TEXT: Final = 256
 log = logging.getLogger(__name__)
 
 
@@ -181,7 +183,7 @@ class Tracer:
             return SpanContext(int(trace_id, 16), int(span_id, 16), False, TraceFlags(TraceFlags.SAMPLED))
 
         return ReadableSpan(
-            span.name,
+            _text(span.name),
             context(span.trace_id, span.span_id),
             None if span.parent_id is None else context(span.trace_id, span.parent_id),
             self._resource,
@@ -189,24 +191,32 @@ class Tracer:
             [Event(moment.name, _bounded(moment.attributes), _ns(moment.at)) for moment in span.events],
             [Link(context(*ids), {"penstock.reason": why}) for *ids, why in span.links],
             SpanKind[span.kind.upper()],
-            status=Status(StatusCode.UNSET) if span.error is None else Status(StatusCode.ERROR, span.error),
+            status=Status(StatusCode.UNSET) if span.error is None else Status(StatusCode.ERROR, _text(span.error)),
             start_time=_ns(span.start),
             end_time=_ns(max(span.start, span.end)),
             instrumentation_scope=self._scope,
         )
 
 
-def _bounded(attributes: object) -> dict[str, Value]:
-    """Attributes as collectors take them: texts of UTF-8, of 256 characters at most."""
-    assert isinstance(attributes, dict)
-    return {
-        name: value[:256].encode(errors="replace").decode() if isinstance(value, str) else value
-        for name, value in attributes.items()
-    }
+def _bounded(attributes: Mapping[str, Value]) -> dict[str, Value]:
+    """Attributes as collectors take them."""
+    return {name: _bounded_value(value) for name, value in attributes.items()}
+
+
+def _bounded_value(value: Value) -> Value:
+    if isinstance(value, list):
+        return [_text(entry) for entry in value]
+    return _text(value) if isinstance(value, str) else value
+
+
+def _text(text: str) -> str:
+    """At most MAX_TEXT characters, which UTF-8 can have."""
+    return text[:MAX_TEXT].encode(errors="replace").decode()
 
 
 def _ns(ms: float) -> int:
-    return max(0, int(ms * 1e6))
+    """Unix nanoseconds, of 64 bits."""
+    return min(max(0, int(ms * 1e6)), 2**63 - 1)
 
 
 def _whole(name: str, default: int) -> int:

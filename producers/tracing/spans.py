@@ -21,9 +21,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeGuard
 
-from producers.contract.record import BROKEN, MAX_RUNS, RUN_PREFIX, Record, Run, TraceParent
+from producers.contract.record import BROKEN, MAX_NUMBER, MAX_RUNS, RUN_PREFIX, Record, Run, TraceParent
 from producers.errors import PenstockError
 
 Value = str | int | float | bool | list[str]
@@ -165,7 +165,7 @@ def _root(record: Record, trace: TaskTrace, begin: float, end: float) -> Span:
         ("output_tokens", "output_tokens"),
         ("cache_read.input_tokens", "cached_tokens"),
     ):
-        if isinstance(usage.get(key), int):
+        if _is_whole(usage.get(key)):
             attributes[f"gen_ai.usage.{name}"] = usage[key]
     if reasons := [reason for reason in _json(record, "reasons", list) if isinstance(reason, str)]:
         attributes["gen_ai.response.finish_reasons"] = reasons
@@ -195,7 +195,7 @@ def _attempts(record: Record, finished: float) -> Iterator[_Attempt]:
     ends: dict[int, tuple[Mapping[str, Any], str]] = {}
     for name in ("lost", "given_back"):
         for entry in _json(record, name, list):
-            if isinstance(entry, dict) and isinstance(start := entry.get("start"), int):
+            if isinstance(entry, dict) and _is_whole(start := entry.get("start")):
                 ends[start] = entry, str(entry.get("why", "died"))
     runs = record.runs
     numbers = [start for start in range(1, MAX_RUNS + 1) if start in runs or start in ends]
@@ -204,12 +204,12 @@ def _attempts(record: Record, finished: float) -> Iterator[_Attempt]:
         run = runs.get(start)
         if run is None:
             began = entry.get("began")
-            if not isinstance(began, int):
+            if not _is_whole(began):
                 continue
             run = Run(str(entry.get("owner", "")), began)
         at, entries = entry.get("at"), entry.get("entries")
-        end = at if isinstance(at, int) else finished
-        yield _Attempt(start, run, max(end, run.began), why, entries if isinstance(entries, int) else None)
+        end = at if _is_whole(at) else finished
+        yield _Attempt(start, run, max(end, run.began), why, entries if _is_whole(entries) else None)
 
 
 def _attempt_spans(record: Record, trace: TaskTrace, attempt: _Attempt, attempts: list[_Attempt]) -> Iterator[Span]:
@@ -280,6 +280,11 @@ def _number(record: Record, name: str) -> int:
         return record.count(name)
     except PenstockError:
         return 0
+
+
+def _is_whole(value: Any) -> TypeGuard[int]:
+    """Whether a value of a record's JSON is a count or a time that a span can hold."""
+    return isinstance(value, int) and 0 <= value <= MAX_NUMBER
 
 
 def _json(record: Record, name: str, kind: type) -> Any:

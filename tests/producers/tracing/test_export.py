@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,10 +10,10 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from producers.contract.record import TraceParent
+from producers.contract.record import Record, TraceParent
 from producers.gateway import GatewaySettings
 from producers.tracing.export import Tracer, TracingError, tracer
-from producers.tracing.spans import Span
+from producers.tracing.spans import Span, TaskTrace, task_spans
 from tests.collector import Collector
 from tests.producers.contract.test_record import GOOD, TRACE
 from tests.producers.gateway.conftest import Door
@@ -144,3 +145,22 @@ def test_a_request_of_the_gateway(valkey_url: str, collector: Collector, send_to
     assert received.attributes["penstock.request.id"] == "r-7"
     assert received.attributes["http.response.status_code"] == 404
     assert received.resource["penstock.process"] == "gateway"
+
+
+def test_numbers_that_no_span_holds_hold_up_no_other(collector: Collector, send_to: Callable[..., None]) -> None:
+    send_to()
+    huge, far = 10**30, str(2**53)
+    lost = json.dumps([{"owner": "a", "at": huge, "entries": -huge, "start": 1, "began": huge}, {"start": huge}, 7])
+    usage = json.dumps({"prompt_tokens": huge, "output_tokens": 7})
+    fields = {
+        "status": "completed",
+        "model": "huge\ud800",
+        "created": far,
+        "finished": far,
+        "lost": lost,
+        "usage": usage,
+    }
+    spans = task_spans(Record.parse("t", fields), TaskTrace.of("t", fields))
+    assert Tracer("x").export(spans)
+    (root,) = [received for received in collector.spans if received.name.startswith("generate huge")]
+    assert root.attributes["gen_ai.usage.output_tokens"] == 7
