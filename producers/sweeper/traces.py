@@ -35,6 +35,10 @@ TOO_OLD_MS: Final = 15 * 60_000
 #: Rows that are taken at a time, and tasks whose records are read at a time.
 PAGE: Final = 500
 RECORDS: Final = 50
+#: Lines of a batch whose tasks are sent, its first ones: they are all in the trace of the request that made the batch.
+BATCH_LINES: Final = 100
+#: The fields of a record that decide whether its task is sent.
+DECIDING: Final = (*TRACE_FIELDS, "line")
 
 
 class TaskTraces:
@@ -88,13 +92,17 @@ class TaskTraces:
                 return counts
 
     async def _sampled(self, ids: list[str]) -> list[str]:
-        """Those of the tasks whose traces are sent. What was deleted since has none."""
-        answers = await aexecute_many(self._store, [("HMGET", keys.task(name), *TRACE_FIELDS) for name in ids])
+        """Those of the tasks whose traces are sent. What was deleted since has none, and of a batch's lines the first
+        ones alone have."""
+        answers = await aexecute_many(self._store, [("HMGET", keys.task(name), *DECIDING) for name in ids])
         sampled = []
         for task_id, values in zip(ids, answers, strict=True):
-            fields = _fields(TRACE_FIELDS, values)
+            fields = _fields(DECIDING, values)
             trace = TaskTrace.of(task_id, fields)
-            if fields and self._tracer.sampled(trace.trace_id, trace.parent):
+            line = fields.get("line", "0")
+            if not fields or (line.isdecimal() and int(line[:16]) >= BATCH_LINES):
+                continue
+            if self._tracer.sampled(trace.trace_id, trace.parent):
                 sampled.append(task_id)
         return sampled
 

@@ -9,7 +9,7 @@ from redis import Redis
 
 from producers import AsyncClient
 from producers.contract import keys
-from producers.sweeper.traces import SOURCE, TaskTraces
+from producers.sweeper.traces import BATCH_LINES, SOURCE, TaskTraces
 from producers.tracing.export import Tracer
 from tests.collector import Collector
 from tests.waiting import auntil
@@ -83,3 +83,20 @@ async def test_tasks_that_ended_before_traces_were_turned_on_are_not_sent(
         await asyncio.sleep(0.002)
         assert await traces.sweep() == {"traces_sent": 1, "traces_dropped": 0}
         traces.close()
+
+
+async def test_of_a_batch_the_first_lines_are_sent(
+    aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them would be one trace, which nobody could show."""
+    valkey.set(MARK, "0-0")
+    for line in (0, BATCH_LINES - 1, BATCH_LINES, 10**15):
+        end_task(valkey, f"line-{line}")
+        valkey.hset(keys.task(f"line-{line}"), mapping={"batch": "b", "line": line})
+    await asyncio.sleep(0.002)
+    with Collector() as collector:
+        traces = traces_to(aclient, collector, monkeypatch)
+        assert await traces.sweep() == {"traces_sent": 2, "traces_dropped": 0}
+        traces.close()
+        lines = {span.attributes["penstock.line"] for span in collector.spans if span.parent_id == ""}
+    assert lines == {"0", str(BATCH_LINES - 1)}
