@@ -37,9 +37,14 @@ T = TypeVar("T")
 
 #: Error code of a task that failed through no fault of its request -> HTTP status. Other codes are a worker's refusals.
 FAULTS: Final = {
-    **dict.fromkeys(("engine_error", "dead_lettered", "failed", "adapter_broken", "chunk_lost"), 500),
-    **dict.fromkeys(("release_missing", "submit_failed"), 503),
+    "engine_error": 500,
+    "dead_lettered": 500,
+    "failed": 500,
+    "adapter_broken": 500,
+    "chunk_lost": 500,
     "adapter_not_found": 404,
+    "release_missing": 503,
+    "submit_failed": 503,
     "expired": 504,
 }
 #: Codes for which a retry is useless: it would wait as long, or kill as many workers.
