@@ -9,7 +9,7 @@ Texts that workers wrote are cut, as in `/v1/fleet`. Times are unix seconds by t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, Field
@@ -23,6 +23,8 @@ from producers.gateway.samples import GENERATED, Reading, Samples, buckets, outc
 from producers.store.measurements import FIRST_TOKEN, QUEUE_WAIT, TASK, Histogram
 from producers.store.waiting import STAGES, model_of
 
+#: Tier -> the wait (s) of its oldest task from which on somebody should know. Flex and batch may wait.
+LONG_S: Final = {"priority": 30.0, "default": 120.0}
 #: Age (s) of the numbers that is good enough, unless a caller says otherwise, and the most.
 FRESH_S, MAX_AGE_S = 2.0, 60.0
 MaxAge = Annotated[float, Query(ge=0, le=MAX_AGE_S, description="age (s) up to which an earlier reading will do")]
@@ -175,6 +177,12 @@ def _findings(reading: Reading) -> Iterator[Finding]:
     for finding in fleet_findings(reading.fleet, reading.listed):
         if finding.status in ("warn", "fail"):
             yield finding
+    for pool in reading.fleet.pools:
+        for tier, limit in LONG_S.items():
+            waited = pool.oldest_s.get(tier, 0.0) if pool.queued[tier] else 0.0
+            if waited > limit:
+                detail = f"{pool.queued[tier]} {tier} tasks of {pool.name}, the oldest for {waited:.0f} s"
+                yield Finding("long waits", "warn", detail, "add workers, or let an autoscaler add them")
     for name, server in reading.storage.items():
         if problem := server.problem():
             advice = "give it more memory, or keep results for a shorter time (docs/run/servers.md, A full server)"

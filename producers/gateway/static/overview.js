@@ -13,7 +13,7 @@ const WORKERS = 60;
 // Where a finding's particulars are.
 const PLACES = {
   "dead letters": ["#/dead-letters", "Dead letters"], unserved: ["#/queues", "Queues"], workers: ["#/workers", "Workers"],
-  autoscaler: ["#/scaling", "Scaling"], overload: ["#/queues", "Queues"], "worker clocks": ["#/workers", "Workers"],
+  autoscaler: ["#/scaling", "Scaling"], overload: ["#/queues", "Queues"], "long waits": ["#/queues", "Queues"], "worker clocks": ["#/workers", "Workers"],
   "webhook deliveries": ["#/webhooks?state=dead", "Webhooks"], "webhook endpoints": ["#/webhooks", "Webhooks"],
 };
 const SPAN_S = 900; // of the charts

@@ -14,6 +14,7 @@ from redis import Redis
 from producers.admin.fleet import Fleet
 from producers.connection.script import run
 from producers.contract import keys
+from producers.gateway import overview as overview_module
 from producers.gateway import samples as samples_module
 from producers.gateway.samples import Point, Reading, Samples, percentile
 from producers.store.measurements import FIRST_TOKEN, QUEUE_WAIT, Tally, measure
@@ -78,6 +79,19 @@ def test_what_needs_somebody_comes_with_what_to_do_the_worst_first(
     assert all(finding["advice"] for finding in findings)
     states = [finding["status"] for finding in findings]
     assert states == sorted(states)  # fail, then warn
+
+
+def test_interactive_tasks_that_wait_long_are_told(
+    http: httpx.Client, submit: Submit, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announce(valkey)
+    submit(tier="default")
+    submit(tier="batch")
+    assert "long waits" not in {finding["check"] for finding in overview(http)["findings"]}
+    monkeypatch.setitem(overview_module.LONG_S, "default", -1.0)
+    (finding,) = (finding for finding in overview(http)["findings"] if finding["check"] == "long waits")
+    assert finding["status"] == "warn"
+    assert finding["detail"].startswith("1 default tasks of tiny@")
 
 
 def test_a_young_enough_reading_serves_all_who_ask(
