@@ -3,7 +3,8 @@
 //   location.hash ─▶ a page of PAGES ─ load(ctx) ─▶ data ─ draw(data, ctx) ─▶ nodes ─▶ patch(main)
 //
 // A page is {title, load, draw, every}: `load` asks the gateway, `draw` makes nodes of what it said, and both run again
-// after `every` ms while the page can be seen. A page with `mount` looks after itself.
+// after `every` ms (or what it returns for the data) while the page can be seen: seldom, where the store has to read
+// much. A page with `mount` looks after itself.
 
 import * as api from "./api.js";
 import { h, patch, plain } from "./dom.js";
@@ -165,10 +166,12 @@ async function refresh() {
   } finally {
     here.loading = false;
     if (here === current && here.page.every && !document.hidden)
-      here.timer = setTimeout(refresh, here.unsettled ? 0 : here.page.every);
+      here.timer = setTimeout(refresh, here.unsettled ? 0 : interval(here));
     fresh();
   }
 }
+
+const interval = ({ page, data }) => (typeof page.every === "function" ? page.every(data, ctx) : page.every);
 
 function show() {
   const here = current;

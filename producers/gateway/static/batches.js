@@ -9,7 +9,7 @@ const OPEN = ["validating", "in_progress", "finalizing"];
 
 export const batches = {
   title: "Batches",
-  every: 4000,
+  every: 8000,
   async load({ api, query, may }, signal) {
     const [page, sources] = await Promise.all([
       api.get("v1/batches", { limit: 50, after: query.get("after") }, signal),

@@ -8,7 +8,7 @@ const PAGE = 50;
 
 export const deadLetters = {
   title: "Dead letters",
-  every: 5000,
+  every: 15000,
   async load({ api, query, rest }, signal) {
     if (rest[0]) return { one: await api.get(`v1/dead_letters/${encodeURIComponent(rest[0])}`, { index: query.get("index") }, signal) };
     return { page: await api.get("v1/dead_letters", { start: query.get("start") ?? 0, limit: PAGE }, signal) };

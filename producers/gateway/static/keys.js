@@ -8,7 +8,7 @@ const LIMITS = { rpm: "requests/min", tpm: "tokens/min", max_in_flight: "in flig
 
 export const keys = {
   title: "Keys",
-  every: 6000,
+  every: 20000,
   async load({ api, query }, signal) {
     const [list, changes] = await Promise.all([api.get("v1/keys", { tenant: query.get("tenant") }, signal), api.get("v1/audit", { limit: 100 }, signal)]);
     return { list: list.data, changes: changes.data };

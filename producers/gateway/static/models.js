@@ -7,7 +7,7 @@ import { card, empty, facts, heading, link, modelName, state, table } from "./pa
 
 export const models = {
   title: "Models",
-  every: 3000,
+  every: 5000,
   async load({ api, clock }, signal) {
     const [list, fleet, now, rollouts, routing] = await Promise.all([
       api.get("v1/models", null, signal), api.optional("v1/fleet", { max_age: 3 }, signal), api.optional("v1/overview", { max_age: 3 }, signal), api.optional("v1/rollouts", null, signal), api.optional("v1/routing", null, signal),

@@ -6,11 +6,11 @@ import { button, card, heading, link, modelName, moment, note, table } from "./p
 
 export const scaling = {
   title: "Scaling",
-  every: 3000,
+  every: 5000,
   async load({ api, query, clock }, signal) {
     const [fleet, history] = await Promise.all([
       api.get("v1/fleet", { max_age: 2 }, signal),
-      api.optional("v1/scaling/decisions", { pool: query.get("pool"), limit: 100 }, signal),
+      api.optional("v1/scaling/decisions", { pool: query.get("pool"), limit: 50 }, signal),
     ]);
     clock(fleet.at);
     return { fleet, history };

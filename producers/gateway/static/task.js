@@ -7,16 +7,20 @@ import { button, card, copyable, facts, heading, link, long, modelName, moment, 
 
 const PHASES = { submit: "Submitting", queue: "Waiting in the queue", worker: "At a worker, not begun", first_token: "Prompt (prefill)", output: "Output (decode)", settle: "Settling" };
 const MAX_SHOWN = 200000; // characters of a live output that are kept
+const EXPLAIN_MS = 5000; // an explanation looks at the whole fleet
+let explained = {};
 let live = null; // {id, stop, text: [by choice], tokens, state, comment}
 
 export const task = {
   title: "Task",
-  every: 2000,
-  async load({ api, rest, query }, signal) {
+  every: (data) => (data?.record.finished_at ? 20000 : 2000),
+  async load({ api, rest }, signal) {
     const path = `v1/tasks/${encodeURIComponent(rest[0])}`;
     const record = await api.get(path, null, signal);
-    const why = await api.optional(`${path}/explain`, null, signal);
-    return { record, why };
+    const same = explained.id === record.id && explained.status === record.status;
+    if (!same || Date.now() - explained.at > EXPLAIN_MS)
+      explained = { id: record.id, status: record.status, at: Date.now(), why: await api.optional(`${path}/explain`, null, signal) };
+    return { record, why: explained.why };
   },
   draw({ record, why }, ctx) {
     const final = Boolean(record.finished_at);

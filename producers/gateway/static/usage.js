@@ -11,7 +11,7 @@ const HOURS = { "24h": 24, "7d": 168, "30d": 720 };
 
 export const usage = {
   title: "Usage",
-  every: 20000,
+  every: 30000,
   load({ api, query }, signal) {
     const hours = HOURS[query.get("span")] ?? 24;
     const since = new Date(Date.now() - hours * 3600000).toISOString().slice(0, 13) + ":00";

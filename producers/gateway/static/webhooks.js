@@ -8,7 +8,7 @@ const STATES = [["dead", "Given up"], ["due", "Due"], ["delivered", "Delivered"]
 
 export const webhooks = {
   title: "Webhooks",
-  every: 4000,
+  every: 10000,
   async load({ api, query, may }, signal) {
     const shown = query.get("state") || "dead";
     const [endpoints, deliveries] = await Promise.all([

@@ -100,14 +100,15 @@ async def latest(store: Redis, pool: str | None, count: int) -> list[tuple[str, 
     result: list[tuple[str, dict[str, Any]]] = []
     last = "+"
     while len(result) < count:
-        entries: list[Any] = await store.xrevrange(keys.SCALE_DECISIONS, max=last, count=500) or []
+        size = count if pool is None else 500
+        entries: list[Any] = await store.xrevrange(keys.SCALE_DECISIONS, max=last, count=size) or []
         fields = [{text(k): text(v) for k, v in entry.items()} for _, entry in entries]
         result += [
             (entry.get("pool", ""), parsed(entry.get("decision")))
             for entry in fields
             if pool in (None, entry.get("pool"))
         ]
-        if len(entries) < 500:
+        if len(entries) < size:
             break
         last = f"({text(entries[-1][0])}"
     return result[:count]
