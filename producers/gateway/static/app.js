@@ -203,6 +203,7 @@ function drawNav(path) {
   );
   const more = [h("li", { class: "end" }, h("a", { href: "docs" }, "API"))];
   patch($("nav"), [h("ul", null, links, more)]);
+  $("nav").querySelector("[aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" }); // on a phone
 }
 
 // ---- asking ----

@@ -113,9 +113,11 @@ function findings(list) {
     const place = PLACES[finding.check];
     return h("li", { class: `note ${finding.status === "fail" ? "bad" : "warn"}` },
       h("b", null, finding.status === "fail" ? "Broken: " : "Look at: ", plain(finding.check)), plain(finding.detail),
-      h("span", { class: "dim" }, finding.advice ? `${plain(finding.advice)}. ` : "", place ? link(...place) : null));
+      h("span", { class: "dim" }, finding.advice ? `${sentence(finding.advice)} ` : "", place ? link(...place) : null));
   }));
 }
+
+const sentence = (text) => `${plain(text[0].toUpperCase() + text.slice(1))}.`;
 
 function tiles(totals, series, usage) {
   const last = (values) => values.at(-1) ?? null;
