@@ -206,8 +206,8 @@ def test_the_series_has_rates_and_percentiles_of_what_came_between(monkeypatch: 
 )
 def test_a_percentile_lies_in_its_bucket(seconds: list[float], share: float, low: float, high: float) -> None:
     total = Tally()
-    for value in seconds:
-        total.observe(QUEUE_WAIT, value, "default")
+    for wait in seconds:
+        total.observe(QUEUE_WAIT, wait, "default")
     counts = samples_module.buckets(total.fields(), QUEUE_WAIT)
     value = percentile(QUEUE_WAIT, counts, share=share)
     assert value is not None
@@ -224,4 +224,4 @@ def test_a_worker_that_lies_spoils_no_sum(http: httpx.Client, valkey: Redis) -> 
     announce(valkey, "w2.x", worker="w2", running=-3, capacity=8)
     totals = overview(http)["totals"]
     assert (totals["running"], totals["capacity"]) == (0, 8)
-    assert json.loads(valkey.get(keys.lease("w2.x")))["running"] == -3
+    assert json.loads(valkey.get(keys.lease("w2.x")) or "{}")["running"] == -3
