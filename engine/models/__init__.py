@@ -7,6 +7,6 @@ loader: checks these against the files' headers, then copies memory-mapped weigh
 registry also finds the quantised matrices of a checkpoint; at the end the layers pack their weights
 """
 
-from engine.models.registry import Model, load_encoder, load_model, shape_of
+from engine.models.registry import Model, Size, load_encoder, load_model, shape_of, size_of
 
-__all__ = ["Model", "load_encoder", "load_model", "shape_of"]
+__all__ = ["Model", "Size", "load_encoder", "load_model", "shape_of", "size_of"]

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.declared import shown
 from engine.errors import ModelError
 from engine.kernels import Kernels, RaggedBatch, select
+from engine.kernels.reference import Reference
 from engine.kv import KvGroup
 from engine.layers import AdaptedRows, Embedding, Linear, StepAdapters
 from engine.memory import check_weights
@@ -24,6 +25,7 @@ from engine.models.encoder import Encoder
 from engine.models.encoders import ENCODERS, FUSED
 from engine.models.families import FAMILIES
 from engine.models.loader import Fill, Progress, match, separate, split_fused, weights_of
+from engine.models.settings import DecoderSettings
 from engine.quant.formats import Scheme, Stored, read_scheme, stored_as
 from engine.text.config import Config, architectures, read_config
 from engine.text.gguf import TYPES, in_memory
@@ -233,6 +235,30 @@ def shape_of(
             fill({name: tensor for name, tensor in model.weights().items() if not tensor.is_meta})
     model.pack()
     return model
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The size of a decoder in a folder."""
+
+    settings: DecoderSettings
+    dtype: torch.dtype
+    elements: int
+    """All weights, embeddings and norms included."""
+    stored_bytes: int | None
+    """Bytes of a quantised checkpoint's tensors; None for one that is not quantised."""
+
+
+def size_of(folder: str | Path, dtype: str = "auto") -> Size:
+    """The size of the decoder in `folder`, from its config.json and, of a quantised checkpoint, the headers of its
+    files. Raises ModelError."""
+    path = Path(folder)
+    make, config, weight_dtype = _read(path, dtype)
+    shape = make(Reference(weight_dtype), weight_dtype, torch.device("meta"))
+    quantised = TYPES in config or config.get("quantization_config") is not None
+    stored = sum(located.stored.nbytes for located in locate(path).values()) if quantised else None
+    elements = sum(tensor.numel() for tensor in shape.weights().values())
+    return Size(shape.settings, weight_dtype, elements, stored)
 
 
 def _scheme(path: Path, config: Config, quantization: str, device: torch.device) -> Scheme | None:

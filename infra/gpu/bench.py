@@ -35,8 +35,8 @@ import torch
 from engine import Engine, EngineConfig
 from engine.bench.breakdown import Meter
 from engine.bench.offline import Job, run_jobs
+from engine.roofline import Speed, Work, speed_of
 from infra.gpu.compiled import count_compiled
-from infra.gpu.limits import Speed, Work, speed_of
 from infra.gpu.random_engine import random_engine
 from infra.gpu.shapes import SHAPES
 from infra.gpu.step_parts import load_profiler, profiled
@@ -53,7 +53,7 @@ class Bench:
         """`mode`: the options of EngineConfig that change the arithmetic, and with it the limits: none are given."""
         self._out, self._shape, self._device, self._mode, self._tiny = out, shape, device, mode, tiny
         self._config = SHAPES[shape]
-        self._work = Work(self._config)
+        self._work = Work.of(self._config)
         self._speed: Speed | None = None
         self.figures: dict[str, Any] = {"shape": shape, "device": str(device), "measures": {}} | mode
         if device.type == "cuda":

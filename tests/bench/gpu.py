@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from infra.gpu.limits import SPEEDS, speed_of
+from engine.roofline import speed_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 #: Bytes of inputs to go through before one is read again: several times an H200's L2.
@@ -22,7 +22,7 @@ _REPLAYS = 20
 
 def arguments(doc: str | None) -> argparse.Namespace:
     """The command line's. Exits with 2 where there is no CUDA device and `--tiny` was not asked for."""
-    speed = (speed_of(torch.cuda.get_device_name()) if DEVICE.type == "cuda" else None) or SPEEDS["H200"]
+    speed = (speed_of(torch.cuda.get_device_name()) if DEVICE.type == "cuda" else None) or speed_of("H200")
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bandwidth", type=float, default=speed.bytes_per_s / 1e12, help="TB/s")
     parser.add_argument("--tflops", type=float, default=speed.flops_per_s / 1e12, help="of bf16")

@@ -3,7 +3,7 @@
 Heads of the shape of Llama 3.1 8B. Decoding at batches of 1 to 256 with 1k of context each, as bytes moved in a second;
 prompts, alone and behind a cached prefix, as floating-point operations in a second. Each figure is the median of
 replays of one CUDA graph over the caches of so many layers that none is left in L2. Shares are of what the GPU reaches
-at best (infra/gpu/limits.py; an H200's where it is not listed there). Beside prompts stands torch's own attention over
+at best (engine/roofline.py; an H200's where it is not listed there). Beside prompts stands torch's own attention over
 the same keys and values laid out plainly. Exits with 2 where there is no CUDA device.
 """
 

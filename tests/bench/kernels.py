@@ -3,7 +3,7 @@
 Of the shape of Llama 3.1 8B, for steps of 1 to 4096 tokens: norms, gate, rope with the cache's writing, and the layer's
 four products with weights in bfloat16 (cuBLAS), 8-bit floats, and 8 and 4 bits. Each figure is the median of replays of
 one CUDA graph over so many copies that none is left in L2. Shares are of what the GPU reaches at best in bandwidth or
-operations, whichever takes longer (infra/gpu/limits.py; an H200's where it is not listed there; 8-bit floats count
+operations, whichever takes longer (engine/roofline.py; an H200's where it is not listed there; 8-bit floats count
 twice). Exits with 2 where there is no CUDA device.
 """
 

@@ -44,6 +44,7 @@ MODULES: Final = {
     "gateway": "gateway",
     "background": "sweeper sources autoscaler",
     "scale": "scale",
+    "plan": "plan",
     "models:rollout_app": "rollout",
     "worker:drain_app": "drain",
     "dlq": "dlq",

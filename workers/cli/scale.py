@@ -20,7 +20,10 @@ from workers.cli.trials import check_writable, weights
 from workers.progress import Progress, bar
 
 if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
     from producers.client.aio import AsyncClient
+    from producers.contract.profile import Profile
     from workers.trials.simulate.compare import Compared
 
 #: Columns of a simulation's table.
@@ -244,19 +247,24 @@ def simulate(
         raise Failure(f"the objective was missed: {missed}", Exit.TASK_FAILED)
 
 
-def _profile(version: str, broker: str | None, store: str | None, data_dir: Path | None) -> dict[str, Any]:
-    """The measurements of a version's workers. Their tokens a second count prompts like outputs."""
+async def kept_profile(store: Redis, version: str) -> Profile:
+    """The kept measurements of a version's workers. Raises Failure."""
     from producers.connection.script import text
     from producers.contract import keys
     from producers.contract.profile import Profile
 
-    with system(broker, store, data_dir) as (client, loop):
-        kept = loop.run(client.store.execute_command("HGET", keys.PROFILES, version))
+    kept = await store.execute_command("HGET", keys.PROFILES, version)
     if kept is None:
         raise Failure(
             f"no profile of {version!r} is kept; it is written as MODEL@VERSION, once a worker has measured it"
         )
-    measured = Profile.from_json(text(kept))
+    return Profile.from_json(text(kept))
+
+
+def _profile(version: str, broker: str | None, store: str | None, data_dir: Path | None) -> dict[str, Any]:
+    """The measurements of a version's workers. Their tokens a second count prompts like outputs."""
+    with system(broker, store, data_dir) as (client, loop):
+        measured = loop.run(kept_profile(client.store, version))
     start = measured.cold_start.get("total")
     fields = {"knee": measured.knee and max(1, round(measured.knee)), "tokens_per_s": measured.tokens_per_s}
     fields |= {"cold_start": start, "prompt_cost": 1.0 if measured.tokens_per_s else None}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from infra.gpu.limits import Work, speed_of
+from engine.roofline import Work, speed_of
 from infra.gpu.shapes import SHAPES
 
 H200 = speed_of("NVIDIA H200")
-WORK = Work(SHAPES["llama-8b"])
+WORK = Work.of(SHAPES["llama-8b"])
 
 
 @pytest.mark.parametrize(("batch", "ms"), [(1, 3.52), (16, 4.01), (64, 5.59), (256, 13.3)])
@@ -31,7 +31,7 @@ def test_offline_tokens_are_made_at_most() -> None:
 def test_the_shape_is_llamas() -> None:
     assert WORK.kv_bytes == 131_072
     config = SHAPES["llama-8b"]
-    assert (WORK._layers + 2 * WORK._head + 65 * config["hidden_size"]) / 1e9 == pytest.approx(8.03, abs=0.005)
+    assert (WORK.layers + 2 * WORK.head + 65 * config["hidden_size"]) / 1e9 == pytest.approx(8.03, abs=0.005)
 
 
 @pytest.mark.parametrize(("batch", "ms"), [(1, 5.04), (64, 8.00)])
