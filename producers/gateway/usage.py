@@ -54,7 +54,7 @@ async def usage(request: Request) -> Response:
     try:
         by, span = read_by([query.get("by", "")]), read_span(query.get("since"), query.get("until"))
     except BadSpan as error:
-        raise invalid_value(str(error).split(" ")[0], f"{error}.") from None
+        raise invalid_value(error.param, f"{error}.") from None
     gateway, principal = gateway_of(request), principal_of(request)
     tenant = None if principal.sees_all else principal.tenant or ""
     try:

@@ -68,7 +68,11 @@ class Reports:
 
 
 class BadSpan(ValueError):
-    """A time, or a part to group by, that cannot be used, in words."""
+    """A time, or a part to group by, that cannot be used, in words. `param`: `by`, `since` or `until`."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 @dataclass(slots=True)
@@ -161,7 +165,7 @@ def read_by(values: Sequence[str]) -> tuple[str, ...]:
     parts = [part for value in values for part in value.split(",") if part]
     for part in parts:
         if part not in PARTS:
-            raise BadSpan(f"by is {part!r}; usage is grouped by {', '.join(PARTS)}")
+            raise BadSpan("by", f"by is {part!r}; usage is grouped by {', '.join(PARTS)}")
     return tuple(dict.fromkeys(parts))
 
 
@@ -173,7 +177,7 @@ def read_span(since: str | None, until: str | None) -> tuple[int, int]:
     first = _time("since", since) if since else now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
     last = _time("until", until, whole=True) if until else now + timedelta(hours=1)
     if first > last:
-        raise BadSpan(f"since ({first:%Y-%m-%dT%H:%M}) is after until ({last:%Y-%m-%dT%H:%M})")
+        raise BadSpan("since", f"since ({first:%Y-%m-%dT%H:%M}) is after until ({last:%Y-%m-%dT%H:%M})")
     start, end = (int(moment.timestamp()) // 3600 * 3600 for moment in (first, last))
     return start, end
 
@@ -186,7 +190,7 @@ def _time(name: str, text: str, *, whole: bool = False) -> datetime:
             moment += timedelta(days=1)
         moment.timestamp()
     except (ValueError, OverflowError):
-        raise BadSpan(f"{name} is {text[:40]!r}; it must be a date or time such as 2026-11-01") from None
+        raise BadSpan(name, f"{name} is {text[:40]!r}; it must be a date or time such as 2026-11-01") from None
     return moment
 
 
