@@ -1,0 +1,138 @@
+"""What a model's routing does and costs: `python -m tests.bench.routing`.
+
+A real Valkey and two gateway processes, to which connections POST tasks of token ids without a pause. The model has two
+versions with one tokenizer. Measured: the part of the tasks that a split of 20% gives away; the time from a change of
+the default until each gateway's last task of the version before, and its first of the other; whether anything was
+refused; and a gateway's processor time a submit without a routing and with one, in blocks by turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections import Counter
+from contextlib import ExitStack
+from statistics import median
+from typing import Any
+
+from redis import Redis
+
+from producers.admin import routes
+from producers.contract import keys
+from producers.store.fleet import cards
+from tests.bench.gateways import GATEWAY, cpu_s, gateway, serving
+from tests.processes import free_port, valkey
+from workers.trials.bench.connection import Connections
+
+TASK = {"model": "stub", "prompt": [1, 2, 3], "max_tokens": 1, "ttl": 60}
+CONNECTIONS = 4
+SHARE = 20.0
+
+
+class Load:
+    """Submits to one gateway until `over`. `seen`: when each answer came (monotonic), and the version that it names."""
+
+    def __init__(self, port: int) -> None:
+        self._connections = Connections(f"http://127.0.0.1:{port}")
+        self.seen: list[tuple[float, str]] = []
+        self.statuses: Counter[int] = Counter()
+
+    async def run(self, requests: int | None, over: asyncio.Event | None = None) -> None:
+        async def some(count: int | None) -> None:
+            while (count is None or count > 0) and not (over is not None and over.is_set()):
+                async with self._connections.request("POST", "/v1/tasks", TASK) as answer:
+                    said = await answer.whole()
+                self.statuses[answer.status] += 1
+                self.seen.append(
+                    (time.monotonic(), json.loads(said).get("version") or answer.headers["penstock-version"])
+                )
+                count = None if count is None else count - 1
+
+        each = None if requests is None else requests // CONNECTIONS
+        await asyncio.gather(*(some(each) for _ in range(CONNECTIONS)))
+
+
+async def _changes(store: Redis, ports: list[int], versions: list[str], times: int) -> dict[str, Any]:
+    loads, over = [Load(port) for port in ports], asyncio.Event()
+    running = [asyncio.create_task(load.run(None, over)) for load in loads]
+    last: list[float] = []
+    first: list[float] = []
+    await asyncio.sleep(1.0)
+    for number in range(times):
+        before, after = versions[number % 2], versions[(number + 1) % 2]
+        await asyncio.to_thread(routes.set_aliases, store, "stub", {"default": after})
+        changed = time.monotonic()
+        await asyncio.sleep(1.2)
+        for load in loads:
+            since = [(at - changed, version) for at, version in load.seen if at > changed]
+            last.append(max((at for at, version in since if version == before), default=0.0))
+            first.append(min(at for at, version in since if version == after))
+        for load in loads:
+            load.seen.clear()
+    over.set()
+    await asyncio.gather(*running)
+    refused = sum(count for load in loads for status, count in load.statuses.items() if status != 202)
+    return {
+        "changes": times,
+        "last_before_s": {"median": median(last), "most": max(last)},
+        "first_after_s": {"median": median(first), "most": max(first)},
+        "submits": sum(load.statuses.total() for load in loads),
+        "refused": refused,
+    }
+
+
+async def _cost(store: Redis, port: int, pid: int, version: str, requests: int, rounds: int) -> dict[str, Any]:
+    costs: dict[str, list[float]] = {"without": [], "with": []}
+    for number in range(2 * rounds):
+        kind = ("without", "with")[(number + number // 2) % 2]
+        store.unlink(keys.routing("stub"))
+        if kind == "with":
+            routes.set_split(store, "stub", {version: SHARE})
+        await asyncio.sleep(1.0)
+        before = cpu_s(pid)
+        await Load(port).run(requests)
+        costs[kind].append((cpu_s(pid) - before) / requests * 1e6)
+    return {f"us_{kind}_a_routing": round(median(values)) for kind, values in costs.items()}
+
+
+def measure(tasks: int, changes: int, rounds: int) -> dict[str, Any]:
+    with ExitStack() as stack:
+        url, store = stack.enter_context(valkey())
+        port, pid = stack.enter_context(gateway(url))
+        other = free_port()
+        argv = (*GATEWAY, "--broker", url, "--max-queued", "100000000")
+        stack.enter_context(serving(*argv, port=other))
+        card = cards.read(store, "stub")
+        assert card is not None
+        candidate = {**card, "version": "candidate0000"}
+        cards.publish(store, card, {})
+        cards.add_version(store, candidate, {})
+        versions = [str(card["version"]), str(candidate["version"])]
+
+        async def run() -> dict[str, Any]:
+            cost = await _cost(store, port, pid, versions[1], max(tasks // 10, CONNECTIONS), rounds)
+            routes.set_split(store, "stub", {versions[1]: SHARE})
+            await asyncio.sleep(1.0)
+            load = Load(port)
+            await load.run(tasks)
+            part = 100 * Counter(version for _, version in load.seen)[versions[1]] / len(load.seen)
+            routes.set_split(store, "stub", {})
+            changed = await _changes(store, [port, other], versions, changes)
+            return {"tasks": len(load.seen), "split": SHARE, "percent": round(part, 2), **changed, **cost}
+
+        return asyncio.run(run())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", type=int, default=10_000)
+    parser.add_argument("--changes", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    print(json.dumps(measure(arguments.tasks, arguments.changes, arguments.rounds)))
+
+
+if __name__ == "__main__":
+    main()
