@@ -27,6 +27,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 #: Module -> what it is run with. MODEL is a bundled model, OTHER a build of the native kernels.
 TINY = {
     "engine.bench": ["--model MODEL --workload W1 --repeats 1 --threads 1 --breakdown"],
+    "tests.bench.adapters": ["--layers 1 --steps 1 --rounds 1"],
     "tests.bench.attention": ["--against OTHER --layers 1 --rounds 1"],
     "tests.bench.batches": ["--lines 100 --urls /v1/completions"],
     "tests.bench.breaker": ["--seconds 3 --rate 2 --rounds 1"],
@@ -81,7 +82,7 @@ ELSEWHERE = {
 #: A bench may take minutes on a busy machine, to start what it measures.
 BENCH = (pytest.mark.exhaustive, pytest.mark.timeout(600))
 #: Benches of the native kernels.
-NATIVE = {"attention", "products", "quantised", "runs", "compressed_kv"}
+NATIVE = {"adapters", "attention", "products", "quantised", "runs", "compressed_kv"}
 
 
 def snippets() -> Iterator[tuple[str, bool]]:

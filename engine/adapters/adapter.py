@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import AdapterRoomError, ModelError
-from engine.kernels import PreparedLinear
+from engine.kernels import LowRankChange, PreparedLinear
 from engine.layers import Linear
 from engine.models import Model
 from engine.models.loader import opened_file, read
@@ -23,27 +23,6 @@ from engine.text.tensors import LocatedTensor
 
 #: The module of the output head in checkpoints.
 _HEAD: Final = "lm_head"
-
-
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """The change of one product: scale * B A x, for each part of the product that is adapted."""
-
-    down: PreparedLinear
-    """All parts' A, one below another: [rows, inputs] -> [rows, ranks of all parts]."""
-    ups: tuple[tuple[slice, slice, PreparedLinear], ...]
-    """For each part: its outputs, its ranks, and scale * B: [rows, rank] -> [rows, outputs of the part]."""
-
-    def add(self, x: Tensor, out: Tensor, rows: Tensor | None) -> None:
-        """Add the change to `out`, [tokens, outputs], of a product with `x`, [tokens, inputs]. `rows`: int64, the
-        tokens to change; None is all."""
-        inner = self.down(x if rows is None else x[rows])
-        for outputs, ranks, up in self.ups:
-            change = up(inner[:, ranks])
-            if rows is None:
-                out[:, outputs] += change
-            else:
-                out[:, outputs].index_add_(0, rows, change)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +37,7 @@ class LowRankEmbedding:
         return self.up(F.embedding(tokens, self.columns))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Adapter:
     """A loaded adapter. It never changes, so any number of requests and threads may share it."""
 
@@ -66,13 +45,19 @@ class Adapter:
     """See AdapterFiles."""
     rank: int
     """The largest rank of its matrices."""
-    products: Mapping[Linear, LowRank] = field(repr=False)
+    products: Mapping[Linear, LowRankChange] = field(repr=False)
     embedding: Tensor | LowRankEmbedding | None = field(default=None, repr=False)
     """The embedding's own table, [vocabulary, width], or the change of the model's. None: the model's."""
-    head: PreparedLinear | LowRank | None = field(default=None, repr=False)
-    """The product that makes logits, or the change of the model's. None: the model's."""
+    head: PreparedLinear | None = field(default=None, repr=False)
+    """Its own product that makes logits. None: the model's."""
+    head_change: LowRankChange | None = field(default=None, repr=False)
+    """The change of the model's product that makes logits."""
     nbytes: int = 0
     """The bytes that its matrices take."""
+
+    def changes(self) -> dict[PreparedLinear, LowRankChange]:
+        """See PreparedAdapter."""
+        return {linear.prepared: change for linear, change in self.products.items()}
 
 
 def load_adapter(folder: str | Path, model: Model, max_bytes: int | None = None) -> Adapter:
@@ -133,7 +118,8 @@ class _Loading:
                 files.rank,
                 {linear: self._low_rank(linear.parts, pairs) for linear, pairs in products.items()},
                 self._made_embedding(embedding),
-                self._made_head(head),
+                self._prepared(self._read(head)) if isinstance(head, LocatedTensor) else None,
+                self._head_change(head) if isinstance(head, LowRankTensors) else None,
                 self._nbytes,
             )
 
@@ -208,18 +194,18 @@ class _Loading:
 
     # ---- values
 
-    def _low_rank(self, parts: Mapping[str, int], pairs: Mapping[str, LowRankTensors]) -> LowRank:
+    def _low_rank(self, parts: Mapping[str, int], pairs: Mapping[str, LowRankTensors]) -> LowRankChange:
         """`parts`: the outputs of each part of the product, in order. `pairs`: of the parts that are adapted."""
         downs, ups = [], []
         output = rank = 0
         for part, outputs in parts.items():
             if (pair := pairs.get(part)) is not None:
                 downs.append(self._read(pair.a))
-                up = self._prepared(self._read(pair.b) * pair.scale)
+                up = self._weight(self._read(pair.b) * pair.scale)
                 ups.append((slice(output, output + outputs), slice(rank, rank + pair.rank), up))
                 rank += pair.rank
             output += outputs
-        return LowRank(self._prepared(torch.cat(downs)), tuple(ups))
+        return self._kernels.prepare_low_rank(self._weight(torch.cat(downs)), ups)
 
     def _made_embedding(self, entry: LowRankTensors | LocatedTensor | None) -> Tensor | LowRankEmbedding | None:
         if entry is None:
@@ -231,12 +217,8 @@ class _Loading:
             columns.to(self._kernels.compute_dtype), self._prepared(self._read(entry.b) * entry.scale)
         )
 
-    def _made_head(self, entry: LowRankTensors | LocatedTensor | None) -> PreparedLinear | LowRank | None:
-        if entry is None:
-            return None
-        if isinstance(entry, LocatedTensor):
-            return self._prepared(self._read(entry))
-        return self._low_rank({_HEAD: self._head_shape[0]}, {_HEAD: entry})
+    def _head_change(self, pair: LowRankTensors) -> LowRankChange:
+        return self._low_rank({_HEAD: self._head_shape[0]}, {_HEAD: pair})
 
     def _read(self, tensor: LocatedTensor) -> Tensor:
         """A tensor's values in fp32, on the host. Raises ModelError if they are not finite."""
@@ -247,7 +229,10 @@ class _Loading:
         return values
 
     def _prepared(self, weight: Tensor) -> PreparedLinear:
-        return self._kernels.prepare_adapter(weight.to(self._device, self._kernels.weight_dtype).contiguous())
+        return self._kernels.prepare_adapter(self._weight(weight))
+
+    def _weight(self, values: Tensor) -> Tensor:
+        return values.to(self._device, self._kernels.weight_dtype).contiguous()
 
 
 def _pairs(files: AdapterFiles) -> Iterable[LowRankTensors]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.adapters.adapter import Adapter, LowRank, LowRankEmbedding
+from engine.adapters.adapter import Adapter, LowRankEmbedding
 from engine.kernels.upload import upload
 from engine.layers import Linear, StepAdapters
 from engine.plan import ScheduledSeq
@@ -60,14 +60,14 @@ class AdapterRows:
     @property
     def changes_head(self) -> bool:
         """Whether an adapter changes the product that makes logits."""
-        return any(adapter.head is not None for adapter, _ in self.groups)
+        return any(adapter.head is not None or adapter.head_change is not None for adapter, _ in self.groups)
 
     def logits(self, head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         """The logits that `head`, the model's, or the adapters' own heads make of `hidden`, [rows, width]."""
         logits = head(hidden)
         for adapter, rows in self.groups:
-            if isinstance(adapter.head, LowRank):
-                adapter.head.add(hidden, logits, rows)
+            if adapter.head_change is not None:
+                adapter.head_change.add(hidden, logits, rows)
             elif adapter.head is not None:
                 every = slice(None) if rows is None else rows
                 logits[every] = adapter.head(hidden[every])

@@ -9,7 +9,15 @@ attention reads the paged KV cache as a ragged batch describes a step; a set als
 """
 
 from engine.kernels.choice import select
-from engine.kernels.layer import ExpertParts, LayerParts, PreparedExperts, PreparedLayers, PreparedLinear
+from engine.kernels.layer import (
+    AdapterGroups,
+    ExpertParts,
+    LayerParts,
+    LowRankChange,
+    PreparedExperts,
+    PreparedLayers,
+    PreparedLinear,
+)
 from engine.kernels.ragged import RaggedBatch
 from engine.kernels.reference import Reference
 
@@ -17,9 +25,11 @@ from engine.kernels.reference import Reference
 Kernels = Reference
 
 __all__ = [
+    "AdapterGroups",
     "ExpertParts",
     "Kernels",
     "LayerParts",
+    "LowRankChange",
     "PreparedExperts",
     "PreparedLayers",
     "PreparedLinear",

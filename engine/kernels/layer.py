@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -21,6 +22,53 @@ class DenseProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._run(x)
+
+
+class LowRankChange(Protocol):
+    """An adapter's change of one product: scale * B A x, for each part of the product that is adapted."""
+
+    def add(self, x: Tensor, out: Tensor, rows: Tensor | None) -> None:
+        """Add the change to `out`, [tokens, outputs], the results of a product for `x`, [tokens, inputs]. `rows`:
+        int64, the tokens to change; None is all."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """A LowRankChange of prepared products."""
+
+    down: PreparedLinear
+    """All parts' A, one below another: [rows, inputs] -> [rows, ranks of all parts]."""
+    ups: tuple[tuple[slice, slice, PreparedLinear], ...]
+    """For each part: its outputs, its ranks, and scale * B: [rows, rank] -> [rows, outputs of the part]."""
+
+    def add(self, x: Tensor, out: Tensor, rows: Tensor | None) -> None:
+        """See LowRankChange."""
+        inner = self.down(x if rows is None else x[rows])
+        for outputs, ranks, up in self.ups:
+            change = up(inner[:, ranks])
+            if rows is None:
+                out[:, outputs] += change
+            else:
+                out[:, outputs].index_add_(0, rows, change)
+
+
+class PreparedAdapter(Protocol):
+    """An adapter's products, for kernel sets that run all layers in one call."""
+
+    def changes(self) -> Mapping[PreparedLinear, LowRankChange]:
+        """The changes by the products that they change."""
+
+
+#: The adapters of a batch's rows, each with its rows, int64; None: all rows.
+AdapterGroups = Sequence[tuple[PreparedAdapter, Tensor | None]]
+
+
+class PreparedStepAdapters(Protocol):
+    """The adapters of a step's rows."""
+
+    @property
+    def groups(self) -> tuple[AdapterGroups, AdapterGroups]:
+        """Those of all tokens, and those of the output rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +128,22 @@ class LayerParts:
     experts: ExpertParts | None = None
 
 
-#: Runs all layers. Arguments: residual [tokens, width], which may be overwritten; (cos, sin) of each rope; the
-#: attention batch and the cache of each KV group; the wanted tokens, int64 [rows]. Returns their last hidden states
-#: [rows, width], normed.
-PreparedLayers = Callable[
-    [Tensor, Sequence[tuple[Tensor, Tensor]], Sequence[RaggedBatch], Sequence[Tensor], Tensor], Tensor
-]
+class PreparedLayers(Protocol):
+    """Runs all layers."""
+
+    def __call__(
+        self,
+        residual: Tensor,
+        rotations: Sequence[tuple[Tensor, Tensor]],
+        attention: Sequence[RaggedBatch],
+        caches: Sequence[Tensor],
+        output_rows: Tensor,
+        adapters: PreparedStepAdapters | None = None,
+    ) -> Tensor:
+        """`residual`: [tokens, width], which may be overwritten. `rotations`: (cos, sin) of each rope. `attention`,
+        `caches`: one for each KV group. `output_rows`: the wanted tokens, int64 [rows]. Returns their last hidden
+        states [rows, width], normed."""
+
 
 #: Receives (kernel class, as breakdown.py names it; the seconds that a call spent in it).
 ReportTime = Callable[[str, float], None]

@@ -13,6 +13,8 @@ from torch import Tensor
 from engine.kernels.layer import (
     ExpertParts,
     LayerParts,
+    LowRank,
+    LowRankChange,
     PreparedExperts,
     PreparedLayers,
     PreparedLinear,
@@ -90,6 +92,12 @@ class Reference:
         """Like `prepare_linear`, for a matrix of an adapter, which is freed with it. Any thread may call it, also while
         a step runs. `weight`: of `weight_dtype`, which sets that quantise other matrices leave as it is."""
         return lambda x: F.linear(x, weight)
+
+    def prepare_low_rank(self, down: Tensor, ups: Sequence[tuple[slice, slice, Tensor]]) -> LowRankChange:
+        """Prepare an adapter's change of a product, as `prepare_adapter`. `down`: A of all parts, one below another,
+        [ranks, inputs]. `ups`: for each part its outputs, its ranks, and scale * B, [outputs, ranks]."""
+        prepared = tuple((outputs, ranks, self.prepare_adapter(up)) for outputs, ranks, up in ups)
+        return LowRank(self.prepare_adapter(down), prepared)
 
     def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
         """Like `prepare_linear`, for a quantised weight. It stays quantised: each product dequantises it, some outputs

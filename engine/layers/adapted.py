@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.kernels import AdapterGroups
+
 if TYPE_CHECKING:
     from engine.layers.linear import Linear
 
@@ -27,6 +29,10 @@ class AdaptedRows(Protocol):
         """Change `out`, [rows, width], the embedding's rows of `tokens`, before they are scaled."""
 
     @property
+    def groups(self) -> AdapterGroups:
+        """The adapters with their rows."""
+
+    @property
     def changes_head(self) -> bool:
         """Whether an adapter changes the product that makes logits."""
 
@@ -42,3 +48,8 @@ class StepAdapters:
     """Those of all tokens."""
     outputs: AdaptedRows
     """Those of the output rows."""
+
+    @property
+    def groups(self) -> tuple[AdapterGroups, AdapterGroups]:
+        """Both, for kernel sets that run all layers in one call."""
+        return self.tokens.groups, self.outputs.groups

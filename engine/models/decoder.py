@@ -245,8 +245,9 @@ class Decoder:
         adapters: StepAdapters | None = None,
     ) -> Tensor:
         rotations = self.rotations(positions, long)
-        if self._together is not None and adapters is None:
-            return self._together(self._embedding(tokens), rotations, attention, caches, output_rows)
+        if self._together is not None:
+            residual = self._embedding(tokens, None if adapters is None else adapters.tokens)
+            return self._together(residual, rotations, attention, caches, output_rows, adapters)
         x, residual = self.enter(tokens, adapters)
         for i in range(self.depth):
             last = output_rows if i + 1 == self.depth else None

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.kernels.layer import ExpertParts, LayerParts, PreparedExperts, PreparedLayers, PreparedLinear
+from engine.kernels.layer import ExpertParts, LayerParts, LowRankChange, PreparedExperts, PreparedLayers, PreparedLinear
+from engine.kernels.native.adapters import NativeLowRank
 from engine.kernels.native.layers import NativeLayers, fit, leads
 from engine.kernels.native.library import VERSION, Library, Pool, Storage
 from engine.kernels.native.pages import Pages
@@ -107,6 +108,9 @@ class Native(Reference):
     def prepare_adapter(self, weight: Tensor) -> PreparedLinear:
         # In memory and by a thread of its own: the adapter may be unloaded, and a step may run meanwhile.
         return self._packed(weight, None, torch.zeros, Pool(self._library, 1))
+
+    def prepare_low_rank(self, down: Tensor, ups: Sequence[tuple[slice, slice, Tensor]]) -> LowRankChange:
+        return NativeLowRank(self._library, self._threads, down, ups)
 
     def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
         product = quantised_product(self._library, self._threads, self._pages, weight, bias)

@@ -2,6 +2,7 @@
 // single ones, in the same order, so that both ways give the same bits.
 #pragma once
 
+#include "adapters.h"
 #include "experts.h"
 #include "operations.h"
 
@@ -24,18 +25,28 @@ struct Layer {
     int64_t group, place, rope;  // the KV group, the layer's index in its cache, the index of its rotation
 };
 
+// The product `which` of layer `i`, with the changes of the step's adapters.
+INLINE void step_multiply(Pool& pool, const Step& s, const Product& p, int64_t i, Adapted which, const float* x,
+                          float* out) {
+    timed(s, kLinear, [&] { multiply(pool, p, x, out, s.tokens); });
+    if (!s.adapted) return;
+    timed(s, kAdapters, [&] {
+        add_adapters(pool, *s.adapted, i * kAdaptedProducts + which, {x, p.inputs, out, p.outputs});
+    });
+}
+
 INLINE void step_norm(Pool& pool, const Step& s, const Layer& l, const float* x, float* residual, const float* weight,
                       float* out) {
     timed(s, kNorm, [&] { norm(pool, x, residual, weight, out, s.tokens, s.width, (float)l.eps); });
 }
 
 // The first part of a layer, up to and including attention.
-static void attention_block(Pool& pool, const Layer& l, const Step& s, float* heads, float* attended) {
+static void attention_block(Pool& pool, const Layer& l, int64_t i, const Step& s, float* heads, float* attended) {
     const Group& g = s.groups[l.group];
     const Turn& turn = s.turns[l.rope];
     int64_t all = l.heads + 2 * l.kv_heads;
     char* keys = (char*)g.cache + l.place * g.layer_bytes;
-    timed(s, kLinear, [&] { multiply(pool, l.qkv, s.out, heads, s.tokens); });
+    step_multiply(pool, s, l.qkv, i, kQkv, s.out, heads);
     timed(s, kNorm, [&] {
         if (l.query_norm)
             norm_heads(pool, heads, l.query_norm, l.key_norm, s.tokens, all, l.kv_heads, l.head_dim, (float)l.eps);
@@ -54,21 +65,22 @@ static void attention_block(Pool& pool, const Layer& l, const Step& s, float* he
 }
 
 // The second part of a layer, up to the middle norm.
-static void output_block(Pool& pool, const Layer& l, const Step& s, const float* attended, float* out) {
-    timed(s, kLinear, [&] { multiply(pool, l.output, attended, out, s.tokens); });
+static void output_block(Pool& pool, const Layer& l, int64_t i, const Step& s, const float* attended, float* out) {
+    step_multiply(pool, s, l.output, i, kOutput, attended, out);
     if (l.attended_norm) step_norm(pool, s, l, out, nullptr, l.attended_norm, out);
 }
 
-static void feed_forward_block(Pool& pool, const Layer& l, const Step& s, float* both, float* gated, float* out) {
+static void feed_forward_block(Pool& pool, const Layer& l, int64_t i, const Step& s, float* both, float* gated,
+                               float* out) {
     if (l.mixture.experts) {
-        timed(s, kLinear, [&] { multiply(pool, l.router, s.out, both, s.tokens); });
+        step_multiply(pool, s, l.router, i, kRouter, s.out, both);
         run_experts(pool, s, l.mixture, s.out, both, s.tokens, out, gated);
         if (l.fed_norm) step_norm(pool, s, l, out, nullptr, l.fed_norm, out);
         return;
     }
-    timed(s, kLinear, [&] { multiply(pool, l.gate_up, s.out, both, s.tokens); });
+    step_multiply(pool, s, l.gate_up, i, kGateUp, s.out, both);
     timed(s, kGate, [&] { activate(pool, both, gated, l.gelu, s.tokens, l.down.inputs); });
-    timed(s, kLinear, [&] { multiply(pool, l.down, gated, out, s.tokens); });
+    step_multiply(pool, s, l.down, i, kDown, gated, out);
     if (l.fed_norm) step_norm(pool, s, l, out, nullptr, l.fed_norm, out);
 }
 
@@ -93,7 +105,7 @@ static void run_layers(Pool& pool, const Layer* layers, int64_t count, const Ste
     for (int64_t i = 0; i < count; i++) {
         const Layer& l = layers[i];
         float* attended = b;
-        attention_block(pool, l, now, a, attended);
+        attention_block(pool, l, i, now, a, attended);
         if (i + 1 == count) {
             // Tokens that are not wanted are done once their keys and values are cached.
             pick(s, attended, l.output.inputs, a);
@@ -102,10 +114,11 @@ static void run_layers(Pool& pool, const Layer* layers, int64_t count, const Ste
             now.residual = now.out;
             now.out = s.out;
             now.tokens = s.rows;
+            now.adapted = s.adapted_wanted;
         }
-        output_block(pool, l, now, attended, given);
+        output_block(pool, l, i, now, attended, given);
         step_norm(pool, now, l, given, now.residual, l.middle_norm, now.out);
-        feed_forward_block(pool, l, now, a, b, given);
+        feed_forward_block(pool, l, i, now, a, b, given);
         const float* after = i + 1 < count ? layers[i + 1].input_norm : s.norm;
         step_norm(pool, now, l, given, now.residual, after, now.out);
     }

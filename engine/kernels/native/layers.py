@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.layer import LayerParts, ReportTime
+from engine.kernels.layer import LayerParts, PreparedStepAdapters, ReportTime
+from engine.kernels.native.adapters import AdapterTables
 from engine.kernels.native.library import Library, Pool, Storage
 from engine.kernels.native.product import Mixture, NativeExperts, PackedProduct, Product, entry
 from engine.kernels.ragged import RaggedBatch
 
 #: The kernel classes, in the order of Class in operations.h, with breakdown.py's names.
-_CLASSES = ("linear", "norm", "rope and cache", "attention", "gate", "route")
+_CLASSES = ("linear", "norm", "rope and cache", "attention", "gate", "route", "adapters")
 
 
 class NativeLayers:
@@ -39,6 +40,7 @@ class NativeLayers:
         ]
         self._table = (_Layer * len(layers))(*map(_entry, layers, self._experts))
         self._norm, self._storage, self._report_time = norm.data_ptr(), storage, report_time
+        self._adapters = AdapterTables(layers)
 
     def __call__(
         self,
@@ -47,6 +49,7 @@ class NativeLayers:
         attention: Sequence[RaggedBatch],
         caches: Sequence[Tensor],
         output_rows: Tensor,
+        adapters: PreparedStepAdapters | None = None,
     ) -> Tensor:
         residual, output_rows = residual.contiguous(), output_rows.contiguous()
         out = residual.new_empty(len(output_rows), residual.shape[1])
@@ -56,6 +59,11 @@ class NativeLayers:
         groups = (_Group * len(attention))(*(_group(*arguments, self._storage) for arguments in group_arguments))
         turns = (_Turn * len(turned))(*(_Turn(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in turned))
         spent = None if self._report_time is None else (c_int64 * len(_CLASSES))()
+        sizes = (len(residual), len(output_rows))
+        tables = [
+            self._adapters.of_step(groups, size)
+            for groups, size in zip(() if adapters is None else adapters.groups, sizes, strict=False)
+        ]
         step = _Step(
             residual.data_ptr(),
             out.data_ptr(),
@@ -66,6 +74,7 @@ class NativeLayers:
             len(output_rows),
             *residual.shape,
             None if spent is None else ctypes.addressof(spent),
+            *(table.address for table in tables),
         )
         self._run(self._pool.address, self._table, len(self._table), ctypes.byref(step))
         if self._report_time is not None and spent is not None:
@@ -223,4 +232,6 @@ class _Step(Structure):
         ("tokens", c_int64),
         ("width", c_int64),
         ("spent", c_void_p),
+        ("adapted", c_void_p),
+        ("adapted_wanted", c_void_p),
     ]

@@ -64,6 +64,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "penstock_attention": [_P, _P, _L, _P, _P, _I, _P, _P, _P, _P, _L, _P, *[_L] * 6, _F, _F, _P],
     "penstock_route": [_P, _P, _P, _L, _P, _P],
     "penstock_experts": [_P, _P, _P, _P, _L, _P],
+    "penstock_low_rank": [_P, _P, _P, _L, _P, _L, _P, _L],
     "penstock_layers": [_P, _P, _L, _P],
 }
 
@@ -90,6 +91,10 @@ class Library:
     def _bind(self, library: ctypes.CDLL) -> None:
         self.columns: int = library.penstock_columns()
         """The outputs of one panel of packed weights."""
+        self.lanes: int = library.penstock_lanes()
+        """The floats of a vector."""
+        self.adapter_pairs = bool(library.penstock_adapter_pairs())
+        """Whether adapters' matrices in bf16 are packed by pairs, as adapters.h says."""
         self.rounds = bool(library.penstock_rounds())
         """Whether products with bf16 weights round the rows to bf16 too."""
         self.fours = bool(library.penstock_fours())
@@ -113,6 +118,7 @@ class Library:
         self.attention = library.penstock_attention
         self.route = library.penstock_route
         self.experts = library.penstock_experts
+        self.low_rank = library.penstock_low_rank
         self.layers = library.penstock_layers
 
 

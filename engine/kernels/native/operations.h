@@ -42,10 +42,11 @@ struct Step {
     const int64_t* wanted;  // [rows]: the tokens to return; the last layer computes only these after attention
     int64_t rows, tokens, width;
     int64_t* spent;  // [kClasses], nanoseconds are added; null: nothing is timed
+    const struct Adapters *adapted, *adapted_wanted;  // those of the tokens, and of the wanted ones; null: none
 };
 
 // The kernel classes for a step's times. layers.py repeats them.
-enum Class { kLinear, kNorm, kWrite, kAttention, kGate, kRoute, kClasses };
+enum Class { kLinear, kNorm, kWrite, kAttention, kGate, kRoute, kAdapters, kClasses };
 
 // Adds the time of its own life to a class.
 class Watch {

@@ -19,6 +19,9 @@ int penstock_refused() {
 #endif
 }
 int penstock_columns() { return kColumns; }
+int penstock_lanes() { return LANES; }
+// Whether adapters' matrices in bf16 are packed by pairs (adapters.h).
+int penstock_adapter_pairs() { return kAdapterPairs<bf16>; }
 // Whether products with bf16 weights round the rows to bf16 too.
 int penstock_rounds() {
 #if defined(DOTS) || defined(TILES)
@@ -122,6 +125,13 @@ void penstock_route(void* pool, const void* mixture, const float* logits, int64_
 void penstock_experts(void* pool, const void* mixture, const float* x, const float* logits, int64_t rows, float* out) {
     const Mixture& m = *(const Mixture*)mixture;
     run_experts(*(Pool*)pool, Step{}, m, x, logits, rows, out, ((Pool*)pool)->step.take(experts_floats(m, rows)));
+}
+
+// See adapters.h. `rows`: [count], the rows of `x` and `out` that the adapter changes.
+void penstock_low_rank(void* pool, const void* low_rank, const float* x, int64_t inputs, float* out, int64_t outputs,
+                       const int64_t* rows, int64_t count) {
+    AdapterRows of{(const LowRank*)low_rank, rows, count};
+    add_adapters(*(Pool*)pool, {&of, 1}, 0, {x, inputs, out, outputs});
 }
 
 void penstock_layers(void* pool, const void* layers, int64_t count, const void* step) {

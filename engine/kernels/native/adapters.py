@@ -1,0 +1,151 @@
+"""LoRA adapters in the form of adapters.h: an adapter's change of a product, and the tables of a step."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from ctypes import Structure, c_int64, c_void_p
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels.layer import AdapterGroups, LayerParts, LowRankChange, PreparedAdapter
+from engine.kernels.native.library import Library, Pool
+
+#: The products of a layer that adapters change, in the order of Adapted in adapters.h.
+_PRODUCTS: Final = 5
+#: kUpVectors and kDownRanks of adapters.h.
+_UP_VECTORS, _DOWN_RANKS = 4, 4
+
+
+class NativeLowRank:
+    """A LowRankChange with packed matrices."""
+
+    def __init__(self, library: Library, pool: Pool, down: Tensor, ups: Sequence[tuple[slice, slice, Tensor]]) -> None:
+        """See Reference.prepare_low_rank. All matrices are of one dtype, fp32 or bf16."""
+        self._run, self._pool = library.low_rank, pool
+        half = down.dtype == torch.bfloat16
+        together = 2 if half and library.adapter_pairs else 1
+        packed = _packed_down(down, together * library.lanes)
+        matrices = [_packed_up(up, library.lanes, together) for _, _, up in ups]
+        self._parts = (_Part * len(ups))(
+            *(
+                _Part(matrix.data_ptr(), ranks.start, up.shape[1], outputs.start, up.shape[0])
+                for matrix, (outputs, ranks, up) in zip(matrices, ups, strict=True)
+            )
+        )
+        self._kept = (packed, matrices)
+        ranks = -(-len(down) // _DOWN_RANKS) * _DOWN_RANKS
+        self.entry = _LowRank(packed.data_ptr(), ranks, int(half), ctypes.addressof(self._parts), len(ups))
+
+    def add(self, x: Tensor, out: Tensor, rows: Tensor | None) -> None:
+        """See LowRankChange.add. `out`: contiguous fp32."""
+        x = x.contiguous()
+        rows = torch.arange(len(x)) if rows is None else rows
+        self._run(
+            self._pool.address,
+            ctypes.addressof(self.entry),
+            x.data_ptr(),
+            x.shape[1],
+            out.data_ptr(),
+            out.shape[1],
+            rows.data_ptr(),
+            len(rows),
+        )
+
+
+def _packed_down(weight: Tensor, block: int) -> Tensor:
+    """`block`: the inputs of a block."""
+    ranks, inputs = weight.shape
+    padded = F.pad(weight, (0, -inputs % block, 0, -ranks % _DOWN_RANKS))
+    return padded.view(len(padded) // _DOWN_RANKS, _DOWN_RANKS, -1, block).transpose(1, 2).contiguous()
+
+
+def _packed_up(weight: Tensor, lanes: int, together: int) -> Tensor:
+    """`together`: the ranks that are read at once."""
+    outputs, ranks = weight.shape
+    panel = _UP_VECTORS * lanes
+    padded = F.pad(weight, (0, -ranks % together, 0, -outputs % panel))
+    return padded.view(-1, panel, padded.shape[1] // together, together).transpose(1, 2).contiguous()
+
+
+class AdapterTables:
+    """Makes a step's tables. It keeps each adapter's as long as the adapter lives."""
+
+    def __init__(self, layers: Sequence[LayerParts]) -> None:
+        self._count = len(layers) * _PRODUCTS
+        self._indexes: dict[int, int] = {}
+        for i, layer in enumerate(layers):
+            router = None if layer.experts is None else layer.experts.router
+            for j, product in enumerate((layer.qkv, layer.output, layer.gate_up, layer.down, router)):
+                if product is not None:
+                    self._indexes[id(product)] = i * _PRODUCTS + j
+        self._of_adapter: WeakKeyDictionary[Any, _Table] = WeakKeyDictionary()
+
+    def of_step(self, groups: AdapterGroups, tokens: int) -> StepTable:
+        """`tokens`: the rows of the batch."""
+        return StepTable([(self._table(adapter), rows) for adapter, rows in groups], tokens)
+
+    def _table(self, adapter: PreparedAdapter) -> _Table:
+        table = self._of_adapter.get(adapter)
+        if table is None:
+            changes = {self._indexes[id(product)]: change for product, change in adapter.changes().items()}
+            table = self._of_adapter[adapter] = _Table(changes, self._count)
+        return table
+
+
+class _Table:
+    """An adapter's change of each product."""
+
+    def __init__(self, changes: Mapping[int, LowRankChange], count: int) -> None:
+        self._kept = changes
+        self.products = (_LowRank * count)()
+        for index, change in changes.items():
+            if not isinstance(change, NativeLowRank):
+                raise TypeError(f"{change!r} is no change of the native kernels")
+            self.products[index] = change.entry
+
+
+class StepTable:
+    """The Adapters of a batch's rows. Keep it until the call has ended."""
+
+    def __init__(self, groups: Sequence[tuple[_Table, Tensor | None]], tokens: int) -> None:
+        every = torch.arange(tokens)
+        each = [(table, every if rows is None else rows) for table, rows in groups]
+        self._rows = (_Rows * len(each))(
+            *(_Rows(ctypes.addressof(table.products), rows.data_ptr(), len(rows)) for table, rows in each)
+        )
+        self._kept = each
+        self._table = _Adapters(ctypes.addressof(self._rows), len(each))
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self._table)
+
+
+# The structures of adapters.h. Each field has eight bytes.
+
+
+class _Part(Structure):
+    _fields_ = [
+        ("up", c_void_p),
+        ("rank", c_int64),
+        ("ranks", c_int64),
+        ("output", c_int64),
+        ("outputs", c_int64),
+    ]
+
+
+class _LowRank(Structure):
+    _fields_ = [("down", c_void_p), ("ranks", c_int64), ("half", c_int64), ("parts", c_void_p), ("count", c_int64)]
+
+
+class _Rows(Structure):
+    _fields_ = [("products", c_void_p), ("rows", c_void_p), ("count", c_int64)]
+
+
+class _Adapters(Structure):
+    _fields_ = [("each", c_void_p), ("count", c_int64)]
