@@ -29,8 +29,9 @@ logger = logging.getLogger(__name__)
 
 #: Time (s) for which an adapter stays from its last use on, and for which a failure to load one is remembered.
 GRACE_S, FAILED_S = 2.0, 5.0
-#: Times (s) after which a task asks again, at first and once loading takes longer than LONG_S.
-SOON_S, LATER_S, LONG_S = 0.05, 0.5, 1.0
+#: The shortest and the longest time (s) after which a task asks again. In between it is half of the time that has
+#: passed since the first task asked: each time takes a RELEASE and a CLAIM.
+SOON_S, LATER_S = 0.05, 0.5
 #: Most adapters that are asked for, and most failures that are remembered.
 MAX_WANTED, MAX_FAILED = 256, 256
 RETRY_S = 0.2
@@ -74,8 +75,9 @@ class AdapterLoader(threading.Thread):
     def delay(self, version: str) -> float:
         """The time (s) after which a task that waits for this adapter asks again."""
         with self._changed:
-            asked = self._wanted.get(version, 0.0)
-        return SOON_S if time.monotonic() - asked < LONG_S else LATER_S
+            asked = self._wanted.get(version)
+        elapsed = 0.0 if asked is None else time.monotonic() - asked
+        return min(max(SOON_S, elapsed / 2), LATER_S)
 
     def describe(self) -> dict[str, list[str]]:
         """The versions that are loaded, and those that are being loaded, for the lease; {} where there are none."""
