@@ -45,6 +45,7 @@ MODULES: Final = {
     "background": "sweeper sources autoscaler",
     "scale": "scale",
     "plan": "plan",
+    "top": "top",
     "models:rollout_app": "rollout",
     "worker:drain_app": "drain",
     "dlq": "dlq",

@@ -1,0 +1,98 @@
+"""`penstock top`: one screen from a real gateway, live in a terminal, and with hostile names and faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+from redis import Redis
+
+from producers.contract import keys
+from tests.processes import ROOT
+from tests.producers.gateway.conftest import Door
+from tests.producers.gateway.test_fleet import announce
+from tests.workers.cli.conftest import Run
+from workers.cli.top import screen
+
+WAIT_S = 60.0
+
+
+def test_one_screen_of_workers_queues_models_and_tasks(penstock: Run, valkey: Redis) -> None:
+    announce(valkey)
+    announce(valkey, "w2.x", worker="w2", unready=["a step hangs"])
+    task_id = penstock("submit", "tiny", "def f", "--tier", "priority").out.strip()
+    ran = penstock("top")  # standard output is no terminal
+    assert (ran.status, ran.err) == (0, "")
+    assert "1 of 2 workers ready" in ran.out
+    assert re.search(r"^w2 +unready: a step hangs", ran.out, re.MULTILINE), "those that need somebody come first"
+    assert ran.out.index("w2 ") < ran.out.index("w1 ")
+    assert re.search(r"^tiny@\S+ +1 +0 +0 +priority 1 \(", ran.out, re.MULTILINE)
+    assert task_id[:8] in ran.out
+    assert task_id not in penstock("top", "--no-tasks").out
+    state = json.loads(penstock("top", "--json").out)
+    assert [task["id"] for task in state["tasks"]] == [task_id]
+    assert state["fleet"]["totals"]["workers"] == state["overview"]["totals"]["workers"] == 2
+
+
+def test_names_are_shown_as_text_and_tables_are_cut(penstock: Run, valkey: Redis) -> None:
+    announce(valkey, worker="[red]x\x1b[2J\ny")
+    state = json.loads(penstock("top", "--json").out)
+    worker = state["fleet"]["workers"][0]
+    state["fleet"]["workers"] = [worker] * 30
+    from rich.console import Console
+
+    console = Console(width=200, force_terminal=False, markup=False)
+    with console.capture() as captured:
+        console.print(screen(state, "http://x", "it broke", rows=4))
+    text = captured.get()
+    assert "[red]x\u241b[2J y" in text
+    assert "\x1b" not in text
+    assert "... 26 more" in text
+    assert "no answer, this is what was last seen: it broke" in text
+
+
+def test_a_gateway_that_is_away_is_an_exit_status(run: Run) -> None:
+    ran = run("top", "--once", "--url", "http://127.0.0.1:9")
+    assert (ran.status, "no answer from http://127.0.0.1:9" in ran.err) == (3, True)
+
+
+def test_it_lives_in_a_terminal_and_ends_with_ctrl_c(door: Door, valkey: Redis) -> None:
+    """The screen is drawn again as workers come, and the terminal is given back."""
+    announce(valkey)
+    parent, child = pty.openpty()
+    command = [sys.executable, "-P", "-m", "workers.cli", "top", "--every", "0.5", "--url", door.url]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "160", "LINES": "60"}
+    process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=env, start_new_session=True)
+    os.close(child)
+    try:
+        seen = read_until(parent, b"w1 ")
+        assert b"\x1b[?1049h" in seen, "on the other screen"
+        announce(valkey, "w2.x", worker="w-second")
+        read_until(parent, b"w-second")
+        valkey.delete(keys.lease("w2.x"))
+        process.send_signal(signal.SIGINT)
+        read_until(parent, b"\x1b[?1049l")
+        assert process.wait(WAIT_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(parent)
+
+
+def read_until(terminal: int, wanted: bytes) -> bytes:
+    seen, end = b"", time.monotonic() + WAIT_S
+    while wanted not in seen:
+        assert time.monotonic() < end, seen[-2000:]
+        if select.select([terminal], [], [], 1.0)[0]:
+            with suppress(OSError):
+                piece = os.read(terminal, 1 << 16)
+                seen += piece
+    return seen
