@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal, get_args
@@ -214,6 +215,9 @@ def worker_metrics(fleet: Fleet) -> Iterator[Metric]:
     )
     reports = [(whose, {**worker, "duty": Profile.of(worker.get("profile")).duty}) for whose, worker in leases]
     yield from _figures("worker", WORKER_FIGURES, worker_labels, reports)
+    text = "Time by which a worker began after the store's present, so that its clock is ahead; 0 otherwise."
+    ahead = ((whose, max(0.0, (sane(worker.get("began")) or 0.0) - fleet.at)) for whose, worker in leases)
+    yield family("worker_clock_ahead_seconds", text, worker_labels, ahead)
     text = "1 for each worker; its label `release` names the worker's release of Penstock."
     releases = (((*whose, str(worker.get("release", ""))), 1) for whose, worker in leases)
     yield family("worker_info", text, (*worker_labels, "release"), releases)
@@ -351,6 +355,8 @@ class Metrics:
         self.tracer = tracer
         self.registry = CollectorRegistry()
         self.fleet: Fleet | None = None
+        self.clock_skew_s = 0.0
+        """This process's clock, less the store's, when the fleet was read."""
         self.waiting: Mapping[str, Mapping[str, int]] = {}
         self.overload: Mapping[str, Pressure] = {}
         """Queue -> kind -> tasks that wait there; queue -> its pressure."""
@@ -429,6 +435,8 @@ class _FleetCollector(Collector):
         text = "Spans of requests that a collector took, and others: it is away, or slower than they come."
         yield family("gateway_spans", text, ("outcome",), ((("sent",), sent), (("dropped",), dropped)), grows=True)
         if fleet is not None:
+            text = "This gateway's clock, less the store's; 0 as far as can be told."
+            yield GaugeMetricFamily("penstock_gateway_clock_skew_seconds", text, self._metrics.clock_skew_s)
             yield from pool_metrics(fleet)
             yield from worker_metrics(fleet)
             yield from scaling_metrics(fleet)
@@ -441,7 +449,9 @@ async def metrics(request: Request) -> Response:
     figures = gateway.metrics
     try:
         async with asyncio.timeout(SILENT_S):  # Prometheus waits for 10 s
+            began = time.time()
             figures.fleet = await read_fleet(gateway.client.store, gateway.client.broker)
+            figures.clock_skew_s = _skew(began, time.time(), figures.fleet.at)
             figures.waiting = await queues(gateway.client.store)
             figures.overload = await gateway.admission.overload.all(gateway.client.reserved)
             figures.storage = await read_servers(gateway.client)
@@ -450,6 +460,11 @@ async def metrics(request: Request) -> Response:
         figures.fleet, figures.waiting, figures.overload, figures.storage = None, {}, {}, {}
         figures.measured = {}
     return Response(generate_latest(figures), media_type=CONTENT_TYPE_LATEST)
+
+
+def _skew(began: float, ended: float, theirs: float) -> float:
+    """This clock, less the store's, which was read between two times of this one: 0 if it lies between them."""
+    return began - theirs if theirs < began else min(0.0, ended - theirs)
 
 
 async def read_measured(store: Redis) -> dict[str, dict[str, int]]:

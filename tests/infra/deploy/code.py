@@ -50,12 +50,13 @@ def penstock() -> Any:
 def parsed(argv: Sequence[str]) -> dict[str, Any]:
     """The options of `penstock ARGV`, defaults too; the servers are in its environment. Raises ValueError."""
     command = penstock()
-    words = [*argv, "--broker", "redis://valkey:6379/0"]
+    words = list(argv)
     try:
-        context = command.make_context("penstock", list(words))
-        while hasattr(command, "resolve_command"):
-            name, command, words = command.resolve_command(context, words)
-            context = command.make_context(name, words, parent=context)
+        with patch.dict("os.environ", BROKER_URL="redis://valkey:6379/0"):
+            context = command.make_context("penstock", list(words))
+            while hasattr(command, "resolve_command"):
+                name, command, words = command.resolve_command(context, words)
+                context = command.make_context(name, words, parent=context)
     except Exception as error:  # typer's own, of a module that is not public
         raise ValueError(f"penstock {' '.join(argv)}: {getattr(error, 'message', error)}") from error
     return dict(context.params)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -135,6 +137,22 @@ def test_a_workers_gpu_is_shown_as_far_as_its_driver_tells(http: httpx.Client, m
         ("penstock_worker_gpu_slowed", "a0", "tiny", POOL_NAME, "power_cap", "w1"): 1,
         ("penstock_worker_gpu_slowed", "a0", "tiny", POOL_NAME, "hardware_thermal", "w1"): 1,
     }
+
+
+def test_clocks_are_compared_with_the_stores(
+    http: httpx.Client, model: str, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announce(valkey, began=time.time() - 60)
+    announce(valkey, "w2.x", worker="w2", began=time.time() + 90)
+    told = figures(http)
+    assert told["penstock_gateway_clock_skew_seconds",] == 0, "as far as can be told"
+    assert told["penstock_worker_clock_ahead_seconds", "tiny", POOL_NAME, "w1"] == 0
+    assert 0 < told["penstock_worker_clock_ahead_seconds", "tiny", POOL_NAME, "w2"] <= 90
+    real = time.time
+    monkeypatch.setattr("producers.gateway.metrics.time", SimpleNamespace(time=lambda: real() - 5))
+    assert figures(http)["penstock_gateway_clock_skew_seconds",] <= -4
+    monkeypatch.setattr("producers.gateway.metrics.time", SimpleNamespace(time=lambda: real() + 50))
+    assert figures(http)["penstock_gateway_clock_skew_seconds",] >= 4
 
 
 def test_what_is_stuck_is_counted(http: httpx.Client, model: str, valkey: Redis) -> None:
