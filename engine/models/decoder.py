@@ -161,7 +161,7 @@ class Decoder:
 
         Raises ModelError naming a setting that the family cannot serve.
         """
-        c = self.settings = family.read(config)
+        c = family.read(config)
         self._rename = family.rename
         self.kernels, self.device, self.dtype = kernels, device, dtype
         self.vocab_size, self.context_length = c.vocab_size, c.context_length

@@ -41,6 +41,8 @@ _PARTS = {
     "num_experts": "experts",
     "num_local_experts": "experts",
 }
+#: The most experts of all layers that are made to know a model's size: three times the most known.
+_MOST_EXPERTS = 1 << 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -254,11 +256,17 @@ def size_of(folder: str | Path, dtype: str = "auto") -> Size:
     files. Raises ModelError."""
     path = Path(folder)
     make, config, weight_dtype = _read(path, dtype)
+    settings: DecoderSettings = make.args[0].read(config)
+    experts = settings.layers * (settings.experts.count if settings.experts is not None else 1)
+    if experts > _MOST_EXPERTS:
+        raise ModelError(
+            f"{path}: config.json asks for {experts} experts in all layers; at most {_MOST_EXPERTS} are read"
+        )
     shape = make(Reference(weight_dtype), weight_dtype, torch.device("meta"))
     quantised = TYPES in config or config.get("quantization_config") is not None
     stored = sum(located.stored.nbytes for located in locate(path).values()) if quantised else None
     elements = sum(tensor.numel() for tensor in shape.weights().values())
-    return Size(shape.settings, weight_dtype, elements, stored)
+    return Size(settings, weight_dtype, elements, stored)
 
 
 def _scheme(path: Path, config: Config, quantization: str, device: torch.device) -> Scheme | None:
@@ -272,10 +280,9 @@ def _scheme(path: Path, config: Config, quantization: str, device: torch.device)
     return scheme
 
 
-def _read(
-    path: Path, dtype: str, *, headless: bool = False
-) -> tuple[Callable[[Kernels, torch.dtype, torch.device], Decoder], Config, torch.dtype]:
-    """Read the folder's config.json: a function that makes the empty model, the settings, the weights' dtype."""
+def _read(path: Path, dtype: str, *, headless: bool = False) -> tuple[partial[Decoder], Config, torch.dtype]:
+    """Read the folder's config.json: a function that makes the empty model, of kernels, dtype and device; the settings;
+    the weights' dtype."""
     settings = read_config(path)
     names = architectures(settings)
     known = [*names, *(name.removesuffix("Model") + "ForCausalLM" for name in names if headless)]

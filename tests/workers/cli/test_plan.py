@@ -86,6 +86,15 @@ def test_all_weights_of_a_checkpoint_are_counted(name: str, tmp_path: Path) -> N
     assert work.layers + work.experts + work.head == sum(matrices)
 
 
+def test_a_config_that_asks_for_too_many_experts_is_refused_before_they_are_made(run: Run, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", **FAMILIES["qwen3-moe"])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4096, "num_experts": 4096}))
+    ran = run("plan", str(folder))
+    assert (ran.status, ran.out) == (2, "")
+    assert "asks for 16777216 experts in all layers; at most 65536 are read" in ran.err
+
+
 def test_a_real_engine_takes_the_memory_that_was_planned() -> None:
     folder = bundled()["tiny"]
     size, block = size_of(folder), 16

@@ -13,14 +13,18 @@ import sys
 import time
 from contextlib import suppress
 
+import pytest
 from redis import Redis
 
 from producers.contract import keys
 from tests.processes import ROOT
-from tests.producers.gateway.conftest import Door
+from tests.producers.gateway.conftest import Door, Make, Open
 from tests.producers.gateway.test_fleet import announce
+from tests.producers.gateway.test_keys import make
 from tests.workers.cli.conftest import Run
 from workers.cli.top import screen
+
+__all__ = ["make"]
 
 WAIT_S = 60.0
 
@@ -57,6 +61,19 @@ def test_names_are_shown_as_text_and_tables_are_cut(penstock: Run, valkey: Redis
     assert "\x1b" not in text
     assert "... 26 more" in text
     assert "no answer, this is what was last seen: it broke" in text
+
+
+def test_a_key_that_may_not_read_tasks_sees_the_rest(
+    run: Run, open_door: Open, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = open_door(auth="keys").url
+    monkeypatch.setenv("PENSTOCK_API_KEY", make(scopes=("metrics",)))
+    state = json.loads(run("top", "--json", "--url", url).out)
+    assert state["tasks"] is None
+    assert "tasks, oldest first" not in run("top", "--url", url).out
+    monkeypatch.setenv("PENSTOCK_API_KEY", make(scopes=("read",)))
+    ran = run("top", "--url", url)
+    assert (ran.status, "metrics" in ran.err) == (2, True), "that scope shows nothing of others"
 
 
 def test_a_gateway_that_is_away_is_an_exit_status(run: Run) -> None:
