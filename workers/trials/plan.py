@@ -213,8 +213,7 @@ def needed(
         return wait is not None and wait <= max_wait
 
     work = sum(model.work(arrival.prompt, arrival.output) for arrival in arrivals) / model.tokens_per_s
-    low = min(most, max(1, int(work / max(arrivals[-1].at, 1.0))))
-    high = low
+    low, high = 1, min(most, max(1, int(work / max(arrivals[-1].at, 1.0))))
     while not holds(high):
         if high == most:
             return tried[most], False

@@ -51,6 +51,12 @@ def test_the_rules_are_prometheus_own() -> None:
     promtool("check", "config", "--syntax-only", "prometheus.yml")  # the key is nowhere here
 
 
+def test_each_alert_is_made_to_fire_by_a_test() -> None:
+    tests = document((PROMETHEUS / "alerts.test.yml").read_text("utf-8"))["tests"]
+    checks = [check for test in tests for check in test["alert_rule_test"]]
+    assert {check["alertname"] for check in checks if check["exp_alerts"]} == RULES.keys()
+
+
 def test_the_rules_fire_when_they_should() -> None:
     promtool("test", "rules", "alerts.test.yml")
 

@@ -132,6 +132,8 @@ def test_the_fewest_workers_are_chosen_that_keep_the_wait() -> None:
     assert fleet.wait_p95_s == pytest.approx(0.1)
     assert needed(arrivals, model, 1.0, 2)[1] is False
     assert needed(arrivals, model, 60.0, 20)[0].workers < 3, "who may wait needs fewer"
+    together = [Arrival(0.0, 1, 0, 100)] * 10
+    assert needed(together, model, 100.0, 20)[0].workers == 1
 
 
 def test_break_even_follows_the_share_of_time_that_a_worker_is_up() -> None:
