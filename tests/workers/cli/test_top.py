@@ -21,7 +21,7 @@ from tests.processes import ROOT
 from tests.producers.gateway.conftest import Door, Make, Open
 from tests.producers.gateway.test_fleet import announce
 from tests.producers.gateway.test_keys import make
-from tests.workers.cli.conftest import Run
+from tests.workers.cli.conftest import Run, Scripted, send
 from workers.cli.top import screen
 
 __all__ = ["make"]
@@ -98,6 +98,30 @@ def test_it_lives_in_a_terminal_and_ends_with_ctrl_c(door: Door, valkey: Redis) 
         process.send_signal(signal.SIGINT)
         read_until(parent, b"\x1b[?1049l")
         assert process.wait(WAIT_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(parent)
+
+
+def test_a_gateway_that_comes_back_is_seen_again(penstock: Run, valkey: Redis, scripted: Scripted) -> None:
+    """What was seen last stays on the screen meanwhile, and says so."""
+    announce(valkey)
+    state = json.loads(penstock("top", "--json").out)
+    answers = [json.dumps(state[name]).encode() for name in ("overview", "fleet")]
+    parent, child = pty.openpty()
+    command = [sys.executable, "-P", "-m", "workers.cli", "top", "--no-tasks", "--every", "0.5", "--url", scripted.url]
+    scripted.answers += [*(send(200, each) for each in answers), send(503, b"away")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "160", "LINES": "60"}
+    process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=env, start_new_session=True)
+    os.close(child)
+    try:
+        read_until(parent, b"this is what was last seen")
+        scripted.answers += [send(200, each.replace(b'"w1"', b'"w-back"')) for each in answers]
+        read_until(parent, b"w-back")
+        scripted.answers.append(send(401, b'{"error": {"message": "no key", "code": "c", "param": null}}'))
+        read_until(parent, b"no key")
+        assert process.wait(WAIT_S) == 2, "what is refused is not asked for again"
     finally:
         process.kill()
         process.wait()
