@@ -184,8 +184,16 @@ class Scenario:
             "penstock:stream:",
             "celery-task-meta-",
         )
-        stays += (keys.MODELS, keys.PROFILES, keys.workers(""), keys.POOLS, keys.SETTLED, keys.TASKS, keys.LEDGER)
-        stays += (keys.REQUESTS, keys.drain(""), keys.kept(""), keys.WAITING_MEMORY, keys.JOINS, broker_keys.ARRIVALS)
+        stays += (keys.MODELS, keys.VERSIONS, keys.PROFILES, keys.workers(""), keys.POOLS, keys.SETTLED, keys.TASKS)
+        stays += (
+            keys.LEDGER,
+            keys.REQUESTS,
+            keys.drain(""),
+            keys.kept(""),
+            keys.WAITING_MEMORY,
+            keys.JOINS,
+            broker_keys.ARRIVALS,
+        )
         stays += (keys.metrics(""), keys.metrics_mark(""))
         names = _keys(self.broker, "*") + _keys(self.store, "*")
         return [name for name in names if not name.startswith(stays)]

@@ -193,7 +193,9 @@ def test_an_event_loop_that_is_stuck_keeps_nothing_to_itself(rig: Rig, tmp_path:
     worker = begin(rig, WORKER_PLUGINS="tests.workers.plugins:short_tempered")
     rig.sender().control.broadcast("stick", arguments={"go": str(tmp_path / "go")})
     rig.until(lambda: "stuck" in worker.log.read_text())
-    (early,) = rig.fill(1)
+    (native,) = rig.fill(1)  # it passes the loop by
+    rig.check([native])
+    early = rig.sender().send_task(keys.TASK_NAME, kwargs={"prompt": [1], "max_tokens": 16, "seed": 0}).id
     rig.until(lambda: any("event loop does not answer" in reason for reason in rig.leases()[0]["unready"]))
     # It was fetched for a loop that does not take it; now anybody may have it.
     rig.until(lambda: rig.redis.keys(broker_keys.inflight("*")) == [])
