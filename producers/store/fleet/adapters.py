@@ -10,7 +10,7 @@ change. A task's record names the version, and workers load by it.
     dies after     what remains                           who repairs it
     pieces         pieces that no entry names             they expire
     kept           pieces that no entry names             `add` of the same adapter; they are memory until then
-    the entry goes pieces that no entry names             `rm` again, with the version that it prints
+    the entry goes pieces that no entry names             `add` and `rm` of the same adapter; they are memory until then
 
 Tasks that wait when their adapter is removed fail (`adapter_not_found`), unless their worker has it loaded.
 """
