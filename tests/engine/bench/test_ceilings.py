@@ -97,7 +97,7 @@ def test_groups_that_no_block_fits_count_as_they_are_written_out() -> None:
     if library is None:
         pytest.skip("native kernels are not built for this CPU")
     kernels = Native(torch.bfloat16, library, 1)
-    kernels.prepare_quantised(Int4Weight.quantise(torch.randn(24, 96), 48), None)
+    kernels.prepare_quantised(Int4Weight.quantise(torch.randn(24, 96), 24), None)
     assert (kernels.weights, kernels.weight_bytes) == (24 * 96, 2 * 24 * 96)
 
 

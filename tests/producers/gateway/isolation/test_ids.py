@@ -84,7 +84,7 @@ ATTACKS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 #: What a gateway asks the store now and then, whoever calls.
 NOW_AND_THEN = re.compile(
-    "penstock:(epoch|keys|models|pools|readers|tenants:limits)|^(TIME|PING)|CLIENT|HELLO|SELECT|AUTH"
+    "penstock:(epoch|keys|models|adapters|routing:[a-z]+|pools|readers|tenants:limits)|^(TIME|PING)|CLIENT|HELLO|SELECT|AUTH"
 )
 #: Headers that tell of the answer and not of what was asked.
 OF_THE_ANSWER = {"x-request-id", "date", "content-length"}
