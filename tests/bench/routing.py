@@ -27,6 +27,8 @@ from tests.processes import free_port, valkey
 from workers.trials.bench.connection import Connections
 
 TASK = {"model": "stub", "prompt": [1, 2, 3], "max_tokens": 1, "ttl": 60}
+#: So that none has more tasks waiting than a tenant may.
+TENANTS = 100
 CONNECTIONS = 4
 SHARE = 20.0
 
@@ -42,7 +44,8 @@ class Load:
     async def run(self, requests: int | None, over: asyncio.Event | None = None) -> None:
         async def some(count: int | None) -> None:
             while (count is None or count > 0) and not (over is not None and over.is_set()):
-                async with self._connections.request("POST", "/v1/tasks", TASK) as answer:
+                task = {**TASK, "tenant": f"t{len(self.seen) % TENANTS}"}
+                async with self._connections.request("POST", "/v1/tasks", task) as answer:
                     said = await answer.whole()
                 self.statuses[answer.status] += 1
                 self.seen.append(
