@@ -431,7 +431,7 @@ WRONG: dict[str, tuple[Check, str, str, str, str]] = {
     ),
     "another target": (tags, COMPOSE, "target: cpu", "target: cuda", "penstock:cpu is built as cuda"),
     "another Python": (packages, CONTAINERFILE, "PYTHON=3.11", "PYTHON=3.12", "Python is 3.12"),
-    "an extra less": (packages, CONTAINERFILE, ' secrets"', '"', "extras are"),
+    "an extra less": (packages, CONTAINERFILE, ' tracing"', '"', "extras are"),
     "another environment": (
         packages,
         "infra/systemd/penstock-sweeper.service",
