@@ -49,13 +49,16 @@ def set_aliases(store: Redis, model: str, aliases: Mapping[str, str], removed: S
     return _change(store, model, what, change)
 
 
-def set_split(store: Redis, model: str, split: Mapping[str, float], sticky: str | None = None) -> Routing:
-    """Give targets parts of the tasks, in percent; the default gets the rest. `sticky`: None leaves it. Raises as
-    `set_aliases`."""
-    what = ", ".join(f"{target} {percent:g}%" for target, percent in split.items()) or "none"
-    return _change(
-        store, model, f"split {what}", lambda before: replace(before, split=split, sticky=sticky or before.sticky)
-    )
+def set_split(store: Redis, model: str, split: Mapping[str, float] | None, sticky: str | None = None) -> Routing:
+    """Give targets parts of the tasks, in percent; the default gets the rest. None leaves them, and leaves `sticky`.
+    Raises as `set_aliases`."""
+    what = [] if split is None else [", ".join(f"{to} {percent:g}%" for to, percent in split.items()) or "none"]
+    what += [] if sticky is None else [f"sticky {sticky}"]
+
+    def change(before: Routing) -> Routing:
+        return replace(before, split=before.split if split is None else split, sticky=sticky or before.sticky)
+
+    return _change(store, model, f"split {', '.join(what)}", change)
 
 
 def set_rules(store: Redis, model: str, rules: Sequence[Rule]) -> Routing:
@@ -96,6 +99,7 @@ def _change(store: Redis, model: str, what: str, change: Callable[[Routing], Rou
         if after == before:
             return before
         new = after.changed(by)
+        cards.keep_card(store, card)
         new_card = _default_card(store, card, new)
         for version in new.versions():
             cards.keep_known(store, model, version)
@@ -105,7 +109,10 @@ def _change(store: Redis, model: str, what: str, change: Callable[[Routing], Rou
 
 
 def _check_targets(store: Redis, new: Routing) -> None:
-    """Raise RoutingError for a target that is no version with a card."""
+    """Raise RoutingError for a target that is no version with a card, and for an alias that is one."""
+    for alias in new.aliases:
+        if cards.of_version(store, new.model, alias) is not None:
+            raise RoutingError(f"{alias!r} is a version of {new.model}: call the alias otherwise")
     for version in sorted(new.versions()):
         if cards.of_version(store, new.model, version) is None:
             known = ", ".join(cards.versions_of(store.hgetall(keys.VERSIONS), new.model)) or "none"

@@ -106,7 +106,7 @@ class AsyncClient:
         """As `Client.classify`."""
         handle = await self.submit(kind="classify", model=model, input=texts, **fields)
         rows = operations.rows_of_result(await handle.result())
-        return operations.labelled((await self.resolve(model, withdrawn=True)).card, rows)
+        return operations.labelled((await self.version_of(await handle.status())).card, rows)
 
     async def admit(
         self,
@@ -153,6 +153,11 @@ class AsyncClient:
         its tasks. `model`: its name, perhaps with `@` and an alias or version; `selection`: what the task says, None
         for the model's default. Raises UnknownModel, also for one that nobody serves unless `withdrawn`."""
         return await self.run(self.directory.find(model, self.patience, selection, withdrawn=withdrawn))
+
+    async def version_of(self, record: Record) -> ResolvedModel:
+        """Returns the version of a model that ran a task; where that is not known any more, the one that its model's
+        name leads to. Raises UnknownModel."""
+        return await self.run(operations.version_of(self.directory, record, self.patience))
 
     async def ping(self) -> None:
         """Raise redis.exceptions.RedisError or OSError unless store and broker each answer the first request."""

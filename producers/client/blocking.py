@@ -111,9 +111,10 @@ class Client:
 
     def classify(self, model: str, texts: str | Sequence[Any], **fields: Any) -> list[dict[str, float]]:
         """For each text, at most 10,000, the probability of each label. Raises as `embed`."""
-        result = self.submit(kind="classify", model=model, input=texts, **fields).result()
-        card = self.run(self.directory.find(model, self.patience, withdrawn=True)).card
-        return operations.labelled(card, operations.rows_of_result(result))
+        handle = self.submit(kind="classify", model=model, input=texts, **fields)
+        rows = operations.rows_of_result(handle.result())
+        card = self.run(operations.version_of(self.directory, handle.status(), self.patience)).card
+        return operations.labelled(card, rows)
 
     @property
     def tasks(self) -> Tasks:

@@ -15,6 +15,7 @@ from producers.client.submission import (
     MAX_PATIENCE_S,
     TASK,
     Directory,
+    ResolvedModel,
     encoding_of,
     failed,
     listed,
@@ -72,6 +73,14 @@ def labelled(card: Mapping[str, Any], rows: Sequence[Sequence[float]]) -> list[d
     return [
         dict(zip(labels if len(labels) == len(row) else map(str, range(len(row))), row, strict=True)) for row in rows
     ]
+
+
+def version_of(directory: Directory, record: Record, patience_s: float) -> Steps[ResolvedModel]:
+    """The version that ran a task; the one that its model's name leads to, where that is not known any more. Raises
+    UnknownModel."""
+    with suppress(UnknownModel):
+        return (yield from directory.find(record.versioned_model, patience_s, withdrawn=True))
+    return (yield from directory.find(record.model, patience_s, withdrawn=True))
 
 
 def checked_patience(seconds: float) -> float:
@@ -177,6 +186,7 @@ def submit_once(
         )
     webhook = json.dumps(task.webhook.fields()) if task.webhook is not None else ""
     parts = ("client", task.to_json(), webhook, task_id or "", str(more.get("retried_from", "")))
+    parts += () if task.version is None else (f"@{task.version}",)
     digest = idempotency.digest(*(part.encode() for part in parts))
     name, new_id = idempotency.name(task.tenant, key), task_id or str(uuid.uuid4())
     submitted_id = yield from submit_as(directory, task, name, digest, new_id, patience_s, more)

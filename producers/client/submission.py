@@ -169,8 +169,15 @@ class Directory:
                 message = yield from _no_version(name, target, look, patience_s)
                 raise UnknownModel(message, param="model", code="model_not_found")
             resolved = look.versions[version] = _resolved(name, card, look)
+        if selection.version is not None and not withdrawn and not _is_served(name, version, look):
+            raise UnknownModel(
+                f"No worker serves the version {version} of the model {shown(name)}, and its routing names it no more: "
+                f"start a worker of it, or `penstock models alias {name} NAME={version}`",
+                param="model",
+                code="model_not_found",
+            )
         if routing is None and selection.version is None:
-            return resolved
+            return replace(resolved, selection=selection)
         aliases = () if routing is None else routing.aliases
         alias = target if target == DEFAULT or target in aliases else ""
         return replace(
@@ -239,6 +246,14 @@ def _resolved(name: str, card: dict[str, Any], look: _Look) -> ResolvedModel:
         clock_ms=look.clock_ms,
         read_at=look.at,
     )
+
+
+def _is_served(name: str, version: str, look: _Look) -> bool:
+    """Whether somebody looks after the queue of a version: it has a pool, or new tasks may come without naming it."""
+    if version == look.default or (look.routing is not None and look.routing.leads_to(version)):
+        return True
+    pools = map(json.loads, look.pools)
+    return any((pool["model"], pool.get("version")) == (name, version) for pool in pools)
 
 
 def _no_version(name: str, target: str, look: _Look, patience_s: float) -> Steps[str]:
@@ -493,7 +508,7 @@ def _admit(
     )
     bounds = "" if room is None else room.to_json(model.queue, task.tier, task.tenant or "")
     now_ms, nonce = model.now_ms(), uuid.uuid4().hex
-    generation = 0 if model.named else model.generation
+    generation = None if model.named else model.generation
     call = protocol.admit(
         task_id, nonce, now_ms, fields, accounts=names, charge=charge_json, bounds=bounds, generation=generation
     )

@@ -196,6 +196,13 @@ class Record:
         return self.fields.get("model", "")
 
     @property
+    def versioned_model(self) -> str:
+        """What names the version that it goes to, `model@version`, of an adapter's the base's; else its model."""
+        base = self.fields.get("queue", "").removeprefix(keys.model_queue("")).rpartition("@")[0]
+        version = self.fields.get("version")
+        return f"{base or self.model}@{version}" if version else self.model
+
+    @property
     def tier(self) -> str:
         return self.fields.get("tier", "default")
 

@@ -526,7 +526,7 @@ class Task(BaseModel):
             if fields.get("messages") is not None or fields.get("kind") not in (None, "generate"):
                 needed = {"model"}
             values = {k: v for k, v in fields.items() if v is not None or k in needed}
-            if "@" in str(values.get("model")):
+            if isinstance(model := values.get("model"), str) and "@" in model:
                 _part_version(values)
             for name, value in values.items():
                 # Checked here, too: pydantic lists every wrong entry before it looks how many there are.

@@ -50,7 +50,7 @@ def admit(
     accounts: Sequence[str] = (),
     charge: str = "",
     bounds: str = "",
-    generation: int = 0,
+    generation: int | None = None,
 ) -> Call:
     """ADMIT: create a record. Answers `new`, `mine` (the same request came before), `exists`, `erased` (a task with
     this id was deleted), `late` or `rerouted`.
@@ -59,14 +59,14 @@ def admit(
     `new`, but what is read there. `bounds`: on what waits (JSON, `producers.store.waiting.Room`); where one is reached,
     the answer is what `producers.store.waiting.refused` reads. Where the store is too full for the task's tier, it is
     `[storage, bytes in use and promised, the most for its tier]`. `generation`: of the routing that gave the record its
-    version; where the routing has changed since, and leads to that version no more, the answer is `rerouted`. 0: any
-    version is taken.
+    version, 0 where there was none; where the routing has changed since, and leads to that version no more, the answer
+    is `rerouted`. None: any version is taken.
     """
     pairs = [part for item in record.items() for part in item]
     return Call(
         script(PACKAGE, "admit"),
         (keys.task(task_id), keys.SUBMITTING, keys.DEADLINES, *map(keys.account, accounts)),
-        (task_id, nonce, asked_ms, SUBMIT_WINDOW_MS, charge, bounds, generation or "", *pairs),
+        (task_id, nonce, asked_ms, SUBMIT_WINDOW_MS, charge, bounds, "" if generation is None else generation, *pairs),
     )
 
 

@@ -114,10 +114,10 @@ def split(
     if off and percents:
         raise Failure("--off ends the split: give no parts with it")
     with _records(broker, store, data_dir) as records:
-        changes = bool(percents or off or sticky)
-        if changes and not (percents or off):
-            percents = dict(routes.current(records, name).split)
-        state = routes.set_split(records, name, percents, sticky) if changes else routes.current(records, name)
+        if percents or off or sticky:
+            state = routes.set_split(records, name, percents if percents or off else None, sticky)
+        else:
+            state = routes.current(records, name)
         _show(state, as_json)
 
 
@@ -147,9 +147,11 @@ def rule(
     if (to is None) != (conditions == (None, None, None)):
         raise Failure("a rule needs --to TARGET, and one of --tenant, --tier and --header")
     with _records(broker, store, data_dir) as records:
-        state = routes.set_rules(records, name, ()) if clear else routes.current(records, name)
-        if to is not None:
-            state = routes.add_rule(records, name, Rule(to, *conditions))
+        new = [] if to is None else [Rule(to, *conditions)]
+        if clear:
+            state = routes.set_rules(records, name, new)
+        else:
+            state = routes.add_rule(records, name, *new) if new else routes.current(records, name)
         _show(state, as_json)
 
 

@@ -312,7 +312,8 @@ async def _answer(request: Request) -> Response:
             await foreground.close()
     if end.result is None and not chunks:
         raise Problem(500, "The task ended without a result.", code="failed")
-    made = Made(foreground.ids[0], resolved.card, (), end.usage["prompt_tokens"], int(time.time()))
+    card = (foreground.resolved or resolved).card
+    made = Made(foreground.ids[0], card, (), end.usage["prompt_tokens"], int(time.time()))
     response: Response
     if end.result is not None:
         response = await _sent(endpoint, gateway, fields, replace(made, rows=rows_of(end.result)))

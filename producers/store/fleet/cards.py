@@ -46,6 +46,7 @@ a sweeper has forgotten its pool. It then gets the pool `unserved`, which a swee
     `up`, its workers   a card that is listed                           the next `up`, or the sweeper: withdrawn
     some withdrawals    the others are listed                           the same
     `rm`: kept pool     the pool `unserved` beside the card             the sweeper forgets it
+    `rm`: card          the model's routing                             who announces or publishes it: removed
 
 Files lie in the store as `penstock:blob:<sha256>`: written once, read by gateways, removed once no card names them. The
 hash `penstock:profiles` has one profile (`producers.contract.profile`) under each `model@version`, so that it is known
@@ -346,6 +347,12 @@ def _keep_version(store: Redis, card: Card, *, announced: bool = False) -> None:
             return
 
 
+def keep_card(store: Redis, card: Card) -> None:
+    """Keep a model's card as its version's, where that has none: an earlier release wrote it."""
+    if not store.hexists(keys.VERSIONS, profile_field(card["name"], card["version"])):
+        _keep_version(store, card)
+
+
 def published(store: Redis, card: Card, before: Card) -> Card:
     """A version's card as the model's, published by what published `before`. Raises redis.RedisError or OSError."""
     pools = _pools(store, card["name"], card["version"])
@@ -400,7 +407,10 @@ def _write(store: Redis, name: str, change: Callable[[Card | None], Card | None]
             assert before is not None, "a change begins with a card"
             return before
         if before is not None and before["version"] != after["version"]:
+            keep_card(store, before)
             keep_known(store, name, before["version"])
+        if raw is None:
+            store.unlink(keys.routing(name))  # a `remove` that died has left it
         same = before is not None and before["version"] == after["version"] and "published" in before
         logged = None if same else audit
         if run(store, _replacing(store, name, raw or "", after, logged)):

@@ -11,7 +11,7 @@
 -- KEYS: task, submitting, deadlines, then the accounts that are charged
 -- ARGV: id, nonce, asked (ms, server time as the client estimates it), window (ms), what the accounts are asked for
 --       (JSON, `charge` in _limits.lua), bounds (JSON, `waiting_full`; empty: none), the generation of the routing by
---       which it got its version (empty: it is not looked at), field, value, ...
+--       which it got its version (0: it had none; empty: it is not looked at), field, value, ...
 -- Answers: new | mine (the same request was admitted before, and its reply was lost) | exists | erased | late | rerouted;
 --          with accounts, in place of `new`, what `charge` answers (_limits.lua); what `waiting_full` answers; what
 --          `reserve` answers (_memory.lua)

@@ -6,7 +6,7 @@
 -- of a restored one, is `done`. The first start of a chunk is its parent's.
 -- A plain message that its worker cannot read, or whose task needs a later release than the worker's, makes no record
 -- while a worker of that lives: `elsewhere`. Nor does one that the model's routing gives to another version, of which a
--- worker lives, or that names another version, which is known.
+-- worker lives, or that names another version, which is known, and has a pool or is in the routing.
 -- 3 claim = c: repeat the answer. 4 settled: `done`, with the reason to keep the message, if SETTLE noted one.
 -- 5 owner live: `busy`, also when final or cancelled.
 -- 6 final: take the claim, `settle`. 7 neither cancelled nor late, and `elsewhere`: it was sent to another version, or
@@ -81,7 +81,8 @@ if not r[1] then
     if to ~= version and lives(pools_of(home .. to), needs) then
       return { 'elsewhere', beside(home .. to, needs) }
     end
-    unknown = to ~= version and given.alias and redis.call('HEXISTS', 'penstock:versions', model .. '@' .. to) == 0
+    unknown = to ~= version and given.alias and (redis.call('HEXISTS', 'penstock:versions', model .. '@' .. to) == 0
+      or not (routing and routable(routing, to)) and #pools_of(home .. to) == 0)
     if to ~= version and given.alias and not unknown then
       return { 'elsewhere', beside(home .. to, needs) }
     end

@@ -17,6 +17,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"model": ""}, "model", "invalid_value"),
     ({"model": "m" * 201}, "model", "invalid_value"),
     ({"model": None}, "model", "invalid_type"),
+    ({"model": ["tiny@a"]}, "model", "invalid_type"),
     ({"model": "\ud800"}, "model", "invalid_value"),
     ({"prompt": ""}, "prompt", "empty_prompt"),
     ({"prompt": []}, "prompt", "empty_prompt"),

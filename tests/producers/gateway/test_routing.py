@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import httpx
@@ -10,12 +11,14 @@ import pytest
 from redis import Redis
 
 from engine.text import ModelCard
-from producers import Client
+from producers import AsyncClient, Client
 from producers.admin import routes
 from producers.client import submission
 from producers.contract import keys
-from producers.errors import UnknownModel
+from producers.errors import IdempotencyKeyReused, UnknownModel
 from producers.store.fleet import cards
+from producers.store.fleet.adapters import StoredAdapter
+from producers.store.fleet.routing import Rule
 from tests.producers.gateway.conftest import CARD, TINY, Open
 from tests.producers.gateway.test_resolved import renumbered, same_tokenizer
 
@@ -113,6 +116,57 @@ def test_a_version_that_is_left_meanwhile_gets_no_task(
         assert second.status().fields["generation"] == "3"
         with pytest.raises(UnknownModel, match='no version or alias "candidate"'):
             client.submit(model="tiny@candidate", prompt="x")
+
+
+def test_the_first_change_of_a_model_is_one_step_too(
+    valkey: Redis, model: str, open_door: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a tenant's rule decides where a task goes that was on its way."""
+    monkeypatch.setattr(submission, "FRESH_S", 60.0)
+    files = {name: data for name, data in ModelCard.tokenizer_files(TINY).items() if name in CARD.files}
+    cards.publish(valkey, json.loads(CARD.to_json()), files)
+    third = json.loads(OTHER.to_json()) | {"version": "0" * len(OTHER.version)}
+    for card in (json.loads(OTHER.to_json()), third):
+        cards.add_version(valkey, card, {})
+    door = open_door()
+    assert submitted(door)[1]["version"] == CARD.version
+    routes.set_aliases(valkey, model, {"default": OTHER.version})
+    routes.add_rule(valkey, model, Rule(third["version"], tenant="acme"))
+    assert submitted(door, tenant="acme")[1]["version"] == third["version"]
+    assert submitted(door)[1]["version"] == OTHER.version
+
+
+async def test_the_version_that_ran_a_task_is_found_and_that_of_an_adapters_base(
+    routed: Redis, aclient: AsyncClient, valkey_url: str
+) -> None:
+    """For labels and spellings of what it made."""
+    routed.hset(keys.ADAPTERS, "mine", json.dumps(asdict(StoredAdapter("mine", "tiny", "0123456789ab", 8, 1, 1))))
+    for name in ("tiny", "mine", "tiny:mine"):
+        record = await (await aclient.submit(model=f"{name}@candidate", prompt="x")).status()
+        assert record.model == name.removeprefix("tiny:")
+        assert (await aclient.version_of(record)).card["version"] == OTHER.version
+    routed.hdel(keys.VERSIONS, f"tiny@{OTHER.version}")
+    routed.hdel(keys.routing("tiny"), "now", "generation")
+    async with AsyncClient(valkey_url) as later:
+        assert (await later.version_of(record)).card["version"] == CARD.version
+
+
+def test_a_key_belongs_to_the_version_that_its_task_names(routed: Redis, valkey_url: str) -> None:
+    with Client(valkey_url) as client:
+        first = client.submit(model="tiny@candidate", prompt="x", idempotency_key="k")
+        assert client.submit(model="tiny", version="candidate", prompt="x", idempotency_key="k").id == first.id
+        with pytest.raises(IdempotencyKeyReused):
+            client.submit(model="tiny", prompt="x", idempotency_key="k")
+
+
+def test_a_version_that_nobody_looks_after_is_refused(routed: Redis, valkey_url: str) -> None:
+    old = json.loads(OTHER.to_json()) | {"version": "0" * len(OTHER.version)}
+    cards.add_version(routed, old, {})
+    with Client(valkey_url) as client:
+        assert client.submit(model=f"tiny@{old['version']}", prompt="x").status().fields["version"] == old["version"]
+    routed.hdel(keys.POOLS, keys.pool_queue("tiny", old["version"], keys.UNSERVED))
+    with Client(valkey_url) as client, pytest.raises(UnknownModel, match="No worker serves the version 0"):
+        client.submit(model=f"tiny@{old['version']}", prompt="x")
 
 
 def test_a_prompt_of_another_tokenizer_is_not_moved(

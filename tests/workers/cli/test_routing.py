@@ -40,6 +40,19 @@ def test_a_candidate_gets_a_part_then_all_and_everything_goes_back(operate: Run,
     assert "candidate" in listed
 
 
+def test_what_is_replaced_is_replaced_at_once_or_not_at_all(operate: Run, routed: list[str]) -> None:
+    operate("models", "rule", "tiny", "--to", "candidate", "--tenant", "acme")
+    assert operate("models", "rule", "tiny", "--clear", "--to", "typo", "--tenant", "acme").status != 0
+    state = json.loads(operate("models", "rule", "tiny", "--json").out)
+    assert (state["generation"], len(state["rules"])) == (2, 1)
+    new = operate("models", "rule", "tiny", "--clear", "--to", "candidate", "--tier", "batch", "--json")
+    state = json.loads(new.out)
+    assert (state["generation"], state["rules"]) == (3, [{"to": "candidate", "tier": "batch"}])
+    operate("models", "split", "tiny", "candidate=5")
+    state = json.loads(operate("models", "split", "tiny", "--sticky", "tenant", "--json").out)
+    assert (state["split"], state["sticky"]) == ({"candidate": 5}, "tenant")
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [

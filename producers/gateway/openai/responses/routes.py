@@ -403,14 +403,15 @@ async def waited(request: Request, gateway: Gateway, metadata: ResponseMetadata,
 
 
 async def scorer_of(gateway: Gateway, record: Record) -> ChatLogprobs | None:
-    """The speller of a response's log probabilities; None without any, or if its model has another tokenizer by now.
+    """The speller of a response's log probabilities; None without any, or if the version that ran it is
+    not known any more, and its model has another tokenizer.
 
     Raises as `Prompts.tokenizer`.
     """
     if record.task.get("logprobs") is None:
         return None
     try:
-        resolved = await gateway.client.resolve(record.model)
+        resolved = await gateway.client.version_of(record)
     except UnknownModel:
         return None
     if not resolved.reads(encoding_of(record.fields)):

@@ -105,6 +105,24 @@ class TestChanges:
         assert state is not None
         assert (state.generation, state.default, state.split) == (2, "c", {"b": 10})
 
+    @pytest.mark.parametrize("by", ["routing", "publishing"])
+    def test_a_card_of_an_earlier_release_is_kept_for_the_way_back(self, two: Redis, by: str) -> None:
+        two.hdel(keys.VERSIONS, "m@a")  # which it does not know
+        if by == "routing":
+            routes.set_aliases(two, "m", {"default": "b"})
+        else:
+            cards.publish(two, card("c"), FILES)
+        assert routes.set_aliases(two, "m", {"default": "a"}).default == "a"
+
+    def test_what_is_left_of_a_removed_models_routing_does_not_keep_it_away(self, two: Redis) -> None:
+        routes.set_split(two, "m", {"b": 10})
+        two.hdel(keys.MODELS, "m")  # and `remove` dies
+        cards.publish(two, card("c"), FILES)
+        standing = cards.read(two, "m")
+        assert standing is not None
+        assert standing["version"] == "c"
+        assert routing.read(two, "m") is None
+
     @pytest.mark.parametrize(
         ("change", "message"),
         [
@@ -115,6 +133,7 @@ class TestChanges:
             (lambda store: routes.set_split(store, "m", {"b": 10}, "weather"), "caller or tenant"),
             (lambda store: routes.set_aliases(store, "m", {"candidate": "zzz"}), "'zzz' is no alias of m"),
             (lambda store: routes.set_aliases(store, "m", {"9": "b"}), "cannot be an alias"),
+            (lambda store: routes.set_aliases(store, "m", {"b": "a"}), "'b' is a version of m"),
             (lambda store: routes.set_aliases(store, "m", {}, ["gone"]), "has no alias 'gone'"),
             (lambda store: routes.add_rule(store, "m", Rule("b")), "looks at one of"),
             (lambda store: routes.add_rule(store, "m", Rule("b", header="X")), "`Name: value`"),
@@ -209,7 +228,9 @@ class TestPlainCelery:
         assert (claimed.answer, claimed.queue) == ("elsewhere", "penstock:queue:m@b")
         assert self.claim(two, "t", "b", alias="candidate").answer == "go"
 
-    def test_one_that_names_nothing_fails(self, two: Redis) -> None:
-        claimed = self.claim(two, "t", "a", alias="nothing")
+    @pytest.mark.parametrize("alias", ["nothing", "b"])
+    def test_one_that_names_nothing_or_what_nobody_looks_after_fails(self, two: Redis, alias: str) -> None:
+        two.hdel(keys.POOLS, "penstock:queue:m@b.f")
+        claimed = self.claim(two, "t", "a", alias=alias)
         assert claimed.record is not None
         assert (claimed.answer, claimed.record.json("error")["code"]) == ("settle", "model_not_found")
