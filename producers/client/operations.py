@@ -185,8 +185,8 @@ def submit_once(
             f"idempotency_key is {shown(key)}; it must be 1 to 255 visible ASCII characters", param="idempotency_key"
         )
     webhook = json.dumps(task.webhook.fields()) if task.webhook is not None else ""
-    parts = ("client", task.to_json(), webhook, task_id or "", str(more.get("retried_from", "")))
-    parts += () if task.version is None else (f"@{task.version}",)
+    parts = ["client", task.to_json(), webhook, task_id or "", str(more.get("retried_from", ""))]
+    parts += [] if task.version is None else [f"@{task.version}"]
     digest = idempotency.digest(*(part.encode() for part in parts))
     name, new_id = idempotency.name(task.tenant, key), task_id or str(uuid.uuid4())
     submitted_id = yield from submit_as(directory, task, name, digest, new_id, patience_s, more)

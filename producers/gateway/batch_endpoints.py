@@ -20,6 +20,7 @@ from engine.text import Tokenizer
 from producers.client.aio import AsyncClient
 from producers.client.steps import once
 from producers.client.submission import ResolvedModel, encoding_of
+from producers.contract.record import Record
 from producers.contract.stream import End
 from producers.contract.task import Task
 from producers.errors import InvalidTask, LimitReached, PenstockError, UnknownModel
@@ -177,7 +178,7 @@ class LineEndpoints:
             for account in accounts:
                 task = fitted(account, task, context)
             task.check(card)
-            charge = charge_for(accounts, task, prices)
+            charge = charge_for(accounts, card["name"], task.tier, prices)
             if charge is not None:
                 charge.shortens = shortens
                 charge.check(task.kv_tokens(context))
@@ -189,31 +190,33 @@ class LineEndpoints:
 
     async def answers(self, path: str, finished: Sequence[Finished]) -> list[Answer]:
         if path in POOLED:
-            cards = {end.record.model: await self._card(end.record.model) for end in finished}
+            records = {end.record.versioned_model: end.record for end in finished}
+            cards = {name: await self._card(record) for name, record in records.items()}
             return await asyncio.to_thread(
-                lambda: [_answer(path, end, None, cards[end.record.model]) for end in finished]
+                lambda: [_answer(path, end, None, cards[end.record.versioned_model]) for end in finished]
             )
         tokenizers: dict[tuple[str, str], Tokenizer | Answer | None] = {}
         for end in finished:
             if _scored(end) and (encoding := _encoding(end)) not in tokenizers:
-                tokenizers[encoding] = await self._tokenizer(*encoding)
+                tokenizers[encoding] = await self._tokenizer(end.record)
         return await asyncio.to_thread(
             lambda: [_answer(path, end, tokenizers[_encoding(end)] if _scored(end) else None) for end in finished]
         )
 
-    async def _card(self, model: str) -> Mapping[str, Any] | None:
-        """The model's card; None if there is none any more."""
+    async def _card(self, record: Record) -> Mapping[str, Any] | None:
+        """The card of the version that ran a line, or of its model; None if there is none any more."""
         try:
-            return (await self._client.resolve(model, withdrawn=True)).card
+            return (await self._client.version_of(record)).card
         except UnknownModel:
             return None
 
-    async def _tokenizer(self, model: str, encoding: str) -> Tokenizer | Answer | None:
-        """The model's tokenizer, or the error of all answers that need it; None if the model has another tokenizer by
-        now than that of its finished lines, whose log probabilities are left out then."""
+    async def _tokenizer(self, record: Record) -> Tokenizer | Answer | None:
+        """The tokenizer of the version that ran a line, or the error of all answers that need it; None if that version
+        is not known any more, and its model has another tokenizer: log probabilities are left out then."""
         try:
-            resolved = await self._client.resolve(model, withdrawn=True)
-            return await self._prompts.tokenizer(resolved.card) if resolved.reads(encoding) else None
+            resolved = await self._client.version_of(record)
+            reads = resolved.reads(encoding_of(record.fields))
+            return await self._prompts.tokenizer(resolved.card) if reads else None
         except (PenstockError, Problem) as error:
             return _refused(error)
 
@@ -346,8 +349,8 @@ def _answer(
 
 
 def _encoding(finished: Finished) -> tuple[str, str]:
-    """A line's model, and what made its token ids."""
-    return finished.record.model, encoding_of(finished.record.fields)
+    """The version that ran a line, and what made its token ids."""
+    return finished.record.versioned_model, encoding_of(finished.record.fields)
 
 
 def _scored(finished: Finished) -> bool:

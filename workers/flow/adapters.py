@@ -137,10 +137,10 @@ class AdapterLoader(threading.Thread):
                     if error.nbytes > self._engine.adapter_bytes:
                         raise
                     with self._changed:
-                        if not self._unload_one():
-                            self._changed.wait_for(lambda: self._stopping, SOON_S)
-                        if self._stopping:
-                            return
+                        # Each try reads the whole files: not before there is more room.
+                        while not self._unload_one():
+                            if self._changed.wait_for(lambda: self._stopping, SOON_S):
+                                return
             size, seconds = adapter.nbytes / 1e6, time.monotonic() - began
             logger.info("Adapter %s is loaded: rank %d, %.1f MB, %.2f s", version, adapter.rank, size, seconds)
 

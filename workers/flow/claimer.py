@@ -262,6 +262,10 @@ class Claimer(threading.Thread):
         delivery.course = request.course
         if not self._deliveries.run(delivery):
             return False
+        # From here on it is not unloaded. The prompt may have taken long.
+        if adapter is not None and not self._adapters.ready(adapter):
+            self._finisher.let_go(delivery, self._adapters.delay(adapter), "adapter_loading")
+            return False
         if delivery.record is not None and "prompt_tokens" not in delivery.record.fields:
             # A task that runs alone may be a suspect, whose worker dies before it has made a step.
             self._publisher.count(delivery, soon=len(self._deliveries.running) == 1)

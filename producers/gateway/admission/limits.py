@@ -196,7 +196,10 @@ class Accounts:
             context = int((await resolve(connection, self._client, tasks[0])).card["context_length"])
         charge: Charge | None = state.get("charge")
         if charge is None:
-            state["charge"] = charge = charge_for(accounts, tasks[0], self._prices)
+            name = tasks[0].model
+            if any(account.limits.budget_money is not None for account in accounts):
+                name = (await resolve(connection, self._client, tasks[0])).card["name"]  # BASE:NAME is the adapter NAME
+            state["charge"] = charge = charge_for(accounts, name, tasks[0].tier, self._prices)
         if charge is not None and tasks[0].max_tokens is None:
             charge.shortens = True
         at_once = len(tasks) > 1 and idempotency.HEADER not in connection.headers  # else the next try completes them
@@ -247,15 +250,16 @@ def rates(prices: Prices | None, model: str, tier: str) -> tuple[tuple[int, ...]
     raise Problem(403, f"{message} (`penstock gateway --prices`).", code="model_not_priced", param="model")
 
 
-def charge_for(accounts: Sequence[Account], task: Task, prices: Prices | None) -> Charge | None:
-    """The charge of tasks like this one to those of the accounts whose limits count. Raises Problem as `rates` does."""
+def charge_for(accounts: Sequence[Account], model: str, tier: str, prices: Prices | None) -> Charge | None:
+    """The charge of tasks of a model, by its card's name, and a tier, to those of the accounts whose limits count.
+    Raises Problem as `rates` does."""
     counting = tuple([account for account in accounts if account.limits.counted])
     if not counting:
         return None
     charge = Charge(counting)
     for account in counting:
         if account.limits.budget_money is not None:
-            charge.rates, charge.currency = rates(prices, task.model, task.tier)
+            charge.rates, charge.currency = rates(prices, model, tier)
     return charge
 
 

@@ -116,7 +116,7 @@ class Foreground:
         self.resolved = await resolve(self._request, self._gateway.client, self._tasks[0])
         for task, name in zip(self._tasks, self.ids, strict=True):
             if name not in existing:
-                metrics.submitted(task.model, task.tier)
+                metrics.submitted(self.resolved.card["name"], task.tier)
 
     async def _admitted(self) -> list[str | BaseException]:
         """The answers to the submits. The first one decides which version all go to, and where they are taken together

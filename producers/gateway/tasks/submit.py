@@ -73,7 +73,8 @@ async def submitted(
             task_id = await gateway.admission.admit(request, task, entry.id, more, charge)
         except TaskExists:  # an equal request came at the same time
             return entry.id, await original(gateway, entry.id)
-    gateway.metrics.submitted(task.model, task.tier)
+    resolved = await idempotency.resolve(request, gateway.client, task, 1, tenant=task.tenant)
+    gateway.metrics.submitted(resolved.card["name"], task.tier)
     return task_id, None
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -96,6 +96,12 @@ def listed(entries: Mapping[Any, Any], cards: Mapping[str, Mapping[str, Any]]) -
     return [adapter.card(cards[adapter.base]) for adapter in adapters if adapter.base in cards]
 
 
+def names(entries: Mapping[Any, Any], bases: Container[str]) -> list[str]:
+    """The names, NAME and BASE:NAME, of all adapters of these bases. `entries`: HGETALL's answer."""
+    adapters = [adapter for adapter in read_all(entries).values() if adapter.base in bases]
+    return [name for adapter in adapters for name in (adapter.name, f"{adapter.base}{SEPARATOR}{adapter.name}")]
+
+
 def read_all(entries: Mapping[Any, Any]) -> dict[str, StoredAdapter]:
     """All adapters by name, from HGETALL's answer. Unreadable ones are left out."""
     parsed = {text(name): StoredAdapter.parse(raw) for name, raw in entries.items()}
@@ -144,7 +150,11 @@ def add(store: Redis, name: str, base: str, version: str, rank: int, folder: Pat
     entry = json.dumps(asdict(adapter))
     answer = run(store, swap(keys.ADAPTERS, name, "", entry, max_fields=MAX_ADAPTERS, audit=change))
     if answer != 1:
-        store.expire(keys.adapter(version), STALE_S)
+        others = all_of(store)
+        if all(other.version != version for other in others.values()):
+            store.expire(keys.adapter(version), STALE_S)
+        if (now := others.get(name)) is not None and (now.base, now.version) == (base, version):
+            return now  # somebody has added the same meanwhile
         why = f"has {MAX_ADAPTERS} adapters" if answer == -1 else f"got another adapter named {shown(name)} meanwhile"
         raise AdapterRefused(f"The store {why}; nothing was added")
     change.say()
@@ -153,12 +163,15 @@ def add(store: Redis, name: str, base: str, version: str, rank: int, folder: Pat
 
 def _put(store: Redis, version: str, folder: Path) -> None:
     key = keys.adapter(version)
+    new = not store.exists(key)
     for file in FILES:
         for number, piece in enumerate(_pieces(folder / file)):
             with store.pipeline() as pipe:
                 pipe.hset(key, f"{file}:{number}", piece)
-                pipe.expire(key, STALE_S)
+                # Pieces that do not expire belong to an entry: they stay, whatever becomes of this.
+                pipe.expire(key, STALE_S, xx=not new)
                 pipe.execute()
+            new = False
     store.persist(key)
 
 

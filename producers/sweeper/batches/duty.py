@@ -28,6 +28,7 @@ from producers.contract import keys, levels
 from producers.store import batches, files
 from producers.store.batches import Batch
 from producers.store.blobs import BlobNotFound, Blobs, Line, lines
+from producers.store.fleet import adapters
 from producers.sweeper.batches.endpoint import Endpoints
 from producers.sweeper.batches.expand import BLOCK, WINDOW, Expander
 from producers.sweeper.batches.input import BadLine, Reason, check
@@ -170,7 +171,8 @@ class Batches:
                 if await files.get(self._store, batch.input_file) is None:
                     raise BlobNotFound(batch.input_file)
                 names = listed(await self._store.hgetall(keys.MODELS))
-                models = [name for name in names if batch.principal.may_use(name)]
+                entries = await self._store.hgetall(keys.ADAPTERS)
+                models = [name for name in (*names, *adapters.names(entries, names)) if batch.principal.may_use(name)]
                 checked = await asyncio.to_thread(check, read, batch.endpoint, models, stop=stopped.is_set)
         finally:
             stopped.set()

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from redis import Redis
 
 from producers.contract import keys
 from producers.gateway.admission.limits import Admission
+from producers.store.fleet.adapters import StoredAdapter
 from tests.exhaustive import few
 from tests.producers.conftest import CARD
 from tests.producers.fake_worker import FakeWorker
@@ -240,6 +242,21 @@ def test_a_budget_in_money_counts_what_tasks_cost(
     assert (account[b"paid"], account[b"pledged"]) == (b"5000000", b"45000000")
     for refused in (submit(tier="flex"), submit(open_door(auth="keys").url)):
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "model_not_priced")
+
+
+def test_an_adapter_has_the_price_of_its_own_name_by_whichever_it_is_asked_for(
+    open_door: Open, make: Make, model: str, valkey: Redis, tmp_path: Path
+) -> None:
+    prices = PRICES + '["*"."*"]\nprompt = 1\noutput = 1\n["mine"."default"]\nprompt = 5000\noutput = 5000\n'
+    (tmp_path / "prices.toml").write_text(prices)
+    adapter = StoredAdapter("mine", model, "0123456789ab", 8, 1, 1)
+    valkey.hset(keys.ADAPTERS, "mine", json.dumps(asdict(adapter)))
+    door, headers = open_door(auth="keys", prices=str(tmp_path / "prices.toml")), as_caller(make(budget_money="1"))
+    for name in ("mine", f"{model}:mine"):
+        body = {"model": name, "prompt": [1], "max_tokens": 1}
+        assert httpx.post(f"{door.url}/v1/tasks", json=body, headers=headers).status_code == 202
+    account = valkey.hgetall(*valkey.keys(keys.account("*")))
+    assert account[b"pledged"] == b"20000000"
 
 
 def test_several_prompts_of_a_request_are_tasks_each_or_none_stays(

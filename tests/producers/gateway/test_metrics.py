@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from redis import Redis
 from producers.admin.roles import ROLES
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
+from producers.store.fleet.adapters import StoredAdapter
 from producers.store.measurements import INTER_TOKEN, Tally
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import POOL, QUEUE, Door, Open, Submit, until
@@ -185,6 +187,14 @@ def test_requests_are_counted_by_template_and_status(http: httpx.Client, submit:
     assert got["penstock_gateway_tasks_submitted_total", "tiny", "default"] == 1
     assert got["penstock_gateway_tasks_submitted_total", "tiny", "flex"] == 1
     assert got["penstock_gateway_request_seconds_count", "/v1/tasks"] == 3
+
+
+def test_tasks_of_an_adapter_are_counted_by_its_own_name(http: httpx.Client, submit: Submit, valkey: Redis) -> None:
+    adapter = StoredAdapter("mine", "tiny", "0123456789ab", 8, 1, 1)
+    valkey.hset(keys.ADAPTERS, "mine", json.dumps(asdict(adapter)))
+    for name in ("mine", "tiny:mine"):
+        submit(model=name)
+    assert figures(http)["penstock_gateway_tasks_submitted_total", "mine", "default"] == 2
 
 
 def refused(http: httpx.Client) -> dict[tuple[str, ...], float]:

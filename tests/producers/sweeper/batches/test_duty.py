@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from producers.gateway import batch_endpoints as line_endpoints
 from producers.gateway.batch_endpoints import LineEndpoints
 from producers.store import batches, files, protocol
 from producers.store.access.api_keys import Key, Limits
+from producers.store.fleet.adapters import StoredAdapter
+from producers.store.fleet.routing import Routing
 from producers.store.usage.prices import Prices
 from producers.sweeper.batches import expand
 from producers.sweeper.batches.duty import Batches, Turns
@@ -91,6 +94,26 @@ async def test_what_ran_is_in_the_output_of_a_cancelled_batch(
     assert job.read().status == "cancelled"
     assert list(job.lines("output")) == ["r0"]
     assert codes(job) == {"r1": "400"} | {f"r{k}": "batch_cancelled" for k in range(2, 10)}
+    assert job.faults() == []
+
+
+async def test_a_line_names_an_adapter_by_either_of_its_names(
+    valkey: Redis, valkey_url: str, tmp_path: Path, worker: FakeWorker
+) -> None:
+    adapter = StoredAdapter("mine", "tiny", "0123456789ab", 8, 1, 1)
+    valkey.hset(keys.ADAPTERS, "mine", json.dumps(asdict(adapter)))
+    state = Routing("tiny", 1, CARD["version"])
+    valkey.hset(keys.routing("tiny"), mapping={"generation": 1, "now": state.to_json()})
+    job = Job(valkey, tmp_path, [GOOD | {"model": name} for name in ("mine", "tiny:mine")])
+    async with sweeping(valkey_url, job):
+        await auntil(lambda: job.ended() or (job.read().count("line") == 2 and not valkey.zcard(keys.SUBMITTING)))
+        for line in range(2):
+            task = batches.task_id(job.id, line)
+            fields = valkey.hmget(keys.task(task), "adapter", "alias", "generation")
+            assert fields == [b"0123456789ab", b"default", b"1"]
+            worker.serve(task)
+        await auntil(job.ended)
+    assert {line["response"]["body"]["model"] for line in job.lines("output").values()} == {"mine"}
     assert job.faults() == []
 
 

@@ -1,0 +1,68 @@
+"""What becomes of an adapter's files in the store where two add the same, or one who adds it dies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from producers.contract import keys
+from producers.store.fleet import adapters
+
+VERSION = "0123456789ab"
+
+
+@pytest.fixture
+def store(valkey: Redis) -> Redis:
+    """A store with the model `m`."""
+    valkey.hset(keys.MODELS, "m", json.dumps({"name": "m", "version": "a", "capabilities": ["generate"]}))
+    return valkey
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in adapters.FILES:
+        (tmp_path / name).write_bytes(b"x" * 10)
+    return tmp_path
+
+
+def add(store: Redis, name: str, folder: Path) -> adapters.StoredAdapter:
+    return adapters.add(store, name, "m", VERSION, 8, folder)
+
+
+@pytest.mark.parametrize("other", ["mine", "yours"])
+def test_of_two_who_add_the_same_at_once_neither_takes_the_files_from_the_other(
+    store: Redis, folder: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    put = adapters._put
+
+    def put_behind_another(*args: object) -> None:
+        monkeypatch.setattr(adapters, "_put", put)
+        add(store, other, folder)
+        put(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(adapters, "_put", put_behind_another)
+    assert add(store, "mine", folder) == adapters.all_of(store)["mine"]
+    assert store.ttl(keys.adapter(VERSION)) == -1
+
+
+def test_who_dies_while_he_adds_it_under_another_name_lets_its_files_stay(
+    store: Redis, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(store, "mine", folder)
+
+    def died(path: Path) -> Iterator[bytes]:
+        yield path.read_bytes()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(adapters, "_pieces", died)
+    with pytest.raises(KeyboardInterrupt):
+        add(store, "yours", folder)
+    assert store.ttl(keys.adapter(VERSION)) == -1
+    store.unlink(keys.adapter(VERSION))
+    with pytest.raises(KeyboardInterrupt):
+        add(store, "yours", folder)
+    assert store.ttl(keys.adapter(VERSION)) > 0, "pieces that no entry names expire"
