@@ -100,11 +100,11 @@ async def listed(request: Request) -> views.ModelList:
     """List the models that the caller may use, and their aliases."""
     client = gateway_of(request).client
     usable = [card for card in await client.models() if principal_of(request).may_use(card["name"])]
-    aliases = await client.aliases([card["name"] for card in usable])
+    aliases = await client.aliases([card["name"] for card in usable if "parent" not in card])  # adapters have none
     data = []
     for card in usable:
         data.append(views.ModelView.of(card))
-        data += [views.ModelView.of(other, alias) for alias, other in aliases[card["name"]].items()]
+        data += [views.ModelView.of(other, alias) for alias, other in aliases.get(card["name"], {}).items()]
     return views.ModelList(data=data)
 
 

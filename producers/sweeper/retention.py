@@ -136,12 +136,13 @@ class Stale:
             *map(parsed, await self._store.hvals(keys.MODELS)),
         ]
         used = {(str(entry.get("model", entry.get("name"))), str(entry.get("version"))) for entry in entries}
+        standing = {*map(text, await self._store.hkeys(keys.MODELS))}
         models = sorted({text(field).rpartition("@")[0] for field in versions})
         states = await aexecute_many(self._store, [("HGET", keys.routing(model), "now") for model in models])
         for model, state in zip(models, states, strict=True):
             if (routing := Routing.of(model, state)) is not None:
                 used |= {(model, version) for version in routing.versions()}
-        for call in cards.unused_versions(versions, used):
+        for call in cards.unused_versions(versions, used, standing):
             await arun(self._store, call)
 
     async def _letters(self, removed: RemovedData) -> None:

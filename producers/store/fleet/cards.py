@@ -252,16 +252,21 @@ def versions_of(cards: Mapping[Any, Any], name: str) -> dict[str, Card]:
     return {card["version"]: card for card in found}
 
 
-def unused_versions(cards: Mapping[Any, Any], used: Container[tuple[str, str]]) -> list[Call]:
+def unused_versions(cards: Mapping[Any, Any], used: Container[tuple[str, str]], models: Container[str]) -> list[Call]:
     """SWAPs that remove the cards of versions that are not among the newest KEPT_VERSIONS of those of their model that
-    are not `used`: (model, version). `cards`: HGETALL's answer of VERSIONS."""
+    are not `used`: (model, version). Of a model that is none of `models` none is kept. `cards`: HGETALL's answer of
+    VERSIONS."""
     by_model: dict[str, list[tuple[int, str, str]]] = {}
     for field, raw in cards.items():
         name, _, version = text(field).rpartition("@")
         if (name, version) not in used:
             at = int((_parsed(raw) or {}).get("at", 0))
             by_model.setdefault(name, []).append((at, text(field), text(raw)))
-    old = [entry for entries in by_model.values() for entry in sorted(entries)[:-KEPT_VERSIONS]]
+    old = [
+        entry
+        for model, entries in by_model.items()
+        for entry in sorted(entries)[: -KEPT_VERSIONS if model in models else None]
+    ]
     return [swap(keys.VERSIONS, field, raw, "") for _, field, raw in old]
 
 

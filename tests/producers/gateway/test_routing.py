@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -82,6 +83,22 @@ def test_models_are_listed_with_their_aliases(routed: Redis, open_door: Open) ->
     ]
     one = httpx.get(f"{door.url}/v1/models/tiny@candidate").json()
     assert (one["id"], one["version"]) == ("tiny@candidate", OTHER.version)
+
+
+def test_a_list_of_thousands_of_adapters_asks_the_store_for_models_aliases_alone(
+    routed: Redis, open_door: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routed.hset(keys.ADAPTERS, "mine", json.dumps(asdict(StoredAdapter("mine", "tiny", "0123456789ab", 8, 1, 1))))
+    asked, aliases = list[str](), AsyncClient.aliases
+
+    async def noted(self: AsyncClient, models: Sequence[str]) -> Any:
+        asked.extend(models)
+        return await aliases(self, models)
+
+    monkeypatch.setattr(AsyncClient, "aliases", noted)
+    rows = httpx.get(f"{open_door().url}/v1/models").json()["data"]
+    assert [row["id"] for row in rows] == ["tiny", "tiny@candidate", "mine"]
+    assert asked == ["tiny"]
 
 
 def test_keys_stay_with_their_version(routed: Redis, open_door: Open) -> None:

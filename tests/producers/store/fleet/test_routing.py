@@ -192,6 +192,9 @@ async def test_the_sweeper_keeps_what_a_routing_names(two: Redis, aclient: Any) 
     for _ in range(2):
         await sweeper.sweep()
     assert "c" in {json.loads(entry)["version"] for entry in two.hvals(keys.POOLS)}
+    two.delete(keys.MODELS, keys.POOLS, keys.routing("m"))
+    await Stale(aclient, unneeded_s=0.0).sweep()
+    assert not two.exists(keys.VERSIONS), "the model was removed"
 
 
 class TestPlainCelery:
