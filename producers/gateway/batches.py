@@ -255,7 +255,7 @@ async def cancel(request: Request, batch_id: str) -> BatchView:
     accepted, status = await arun(gateway.client.store, batches.cancel(batch.id))
     if not accepted and text(status) != "cancelled":
         raise Problem(409, f"batch {batch.id} is {text(status)} already", code="batch_ended", headers=ONCE)
-    await audit_operator(request, "batch.cancel", batch.id, other)
+    await audit_operator(request, "batch.cancel", batch.id, other if accepted else None)
     return BatchView.of(await _batch(request, batch_id))
 
 

@@ -38,7 +38,7 @@ from producers.gateway.http.authorization import CANCELS, PARAMETER, READS, SUBM
 from producers.gateway.http.connection import cut
 from producers.gateway.http.edge import HEAD
 from producers.gateway.http.errors import Problem, gone, unavailable
-from producers.gateway.tasks.ownership import sees
+from producers.gateway.tasks.ownership import audit_operator, foreign_tenant, sees
 from producers.gateway.tasks.views import Named, Page, errors
 from producers.gateway.uploads import EXPIRES_AFTER, FileSettings, Upload
 from producers.store import files
@@ -334,11 +334,13 @@ async def delete(request: Request, file_id: str) -> FileDeleted:
     """Delete a file. A batch that still needs it fails."""
     gateway = gateway_of(request)
     await file_of(request, file_id)
+    other = await foreign_tenant(request, keys.file(file_id))
     with storage_errors():
         async with gateway.file_pieces.turn(gateway.settings.stall):
             removed = await files.remove(gateway.client.store, gateway.blobs, file_id)
         if not removed:
             raise _none(file_id)
+    await audit_operator(request, "file.delete", file_id, other)
     return FileDeleted(id=file_id, deleted=True)
 
 

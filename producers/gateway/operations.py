@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import aclosing
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
@@ -42,8 +42,8 @@ from producers.store.outbox import Row, State
 
 #: Decisions and deliveries that are shown, unless asked for otherwise, and the most.
 PAGE, MAX_PAGE = 50, 500
-#: Most characters of what a receiver answered.
-MAX_ANSWER: Final = 1024
+#: Decisions of all pools among which those of one are looked for.
+MAX_SCANNED = 2000
 router = APIRouter(prefix="/v1", tags=["fleet"])
 
 
@@ -122,13 +122,15 @@ class ScalingRetried(BaseModel):
 @router.get("/scaling/decisions", dependencies=MEASURES, response_model=ScalingDecisions)
 async def decisions(
     request: Request,
-    pool: Annotated[str | None, Query(max_length=500, description="of this pool alone")] = None,
+    pool: Annotated[
+        str | None, Query(max_length=500, description=f"of this pool alone, among the last {MAX_SCANNED} of all")
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="most decisions to answer with")] = PAGE,
 ) -> ScalingDecisions:
     """List the autoscaler's decisions that changed something, with what it saw and why; the latest first."""
     store = gateway_of(request).client.store
     now = seconds(await store.time())
-    rows = await scaling.latest(store, pool, limit)
+    rows = await scaling.latest(store, pool, limit, MAX_SCANNED)
     return ScalingDecisions(data=[ScalingDecision.of_entry(name, state, now) for name, state in rows])
 
 
@@ -374,7 +376,7 @@ class DeliveryView(BaseModel):
                     at=attempt.at,
                     latency_ms=attempt.latency_ms,
                     status=attempt.status,
-                    answer=text(attempt.answer)[:MAX_ANSWER],
+                    answer=text(attempt.answer),
                     error=text(attempt.error),
                 )
                 for attempt in row.attempts

@@ -335,7 +335,7 @@ async def cancel(request: Request, task_id: str) -> Response:
     handle = await task_of(request, task_id)
     other = await foreign_tenant(request, keys.task(task_id))
     accepted, record = await cancelled(handle)
-    await audit_operator(request, "task.cancel", task_id, other)
+    await audit_operator(request, "task.cancel", task_id, other if accepted else None)
     if record.final and principal_of(request).may("read"):
         return await outcome.answer(gateway, handle, record, accepted=accepted)
     view = Cancelled(accepted=accepted, **TaskView.of(record).model_dump())

@@ -94,12 +94,15 @@ async def decisions(store: Redis, pool: str, count: int) -> list[dict[str, Any]]
     return [decision for _, decision in await latest(store, pool, count)]
 
 
-async def latest(store: Redis, pool: str | None, count: int) -> list[tuple[str, dict[str, Any]]]:
-    """(pool, decision) of the last decisions that changed something, of one pool or of all; the newest first. Raises
-    redis.RedisError or OSError."""
+async def latest(
+    store: Redis, pool: str | None, count: int, scanned: int = 2 * MAX_DECISIONS
+) -> list[tuple[str, dict[str, Any]]]:
+    """(pool, decision) of the last decisions that changed something, of one pool or of all; the newest first.
+
+    `scanned`: of how many decisions of all pools, about: each has kilobytes. Raises redis.RedisError or OSError."""
     result: list[tuple[str, dict[str, Any]]] = []
     last = "+"
-    while len(result) < count:
+    while len(result) < count and scanned > 0:
         size = count if pool is None else 500
         entries: list[Any] = await store.xrevrange(keys.SCALE_DECISIONS, max=last, count=size) or []
         fields = [{text(k): text(v) for k, v in entry.items()} for _, entry in entries]
@@ -108,6 +111,7 @@ async def latest(store: Redis, pool: str | None, count: int) -> list[tuple[str, 
             for entry in fields
             if pool in (None, entry.get("pool"))
         ]
+        scanned -= size
         if len(entries) < size:
             break
         last = f"({text(entries[-1][0])}"

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from producers.client.aio import AsyncHandle
 from producers.client.submission import encoding_of
+from producers.contract import keys
 from producers.contract.record import Record
 from producers.contract.task import Task
 from producers.errors import TaskNotFound, UnknownModel, shown
@@ -49,7 +50,7 @@ from producers.gateway.openai.responses.view import (
 from producers.gateway.openai.tools import calling_of, variables_of
 from producers.gateway.tasks import outcome
 from producers.gateway.tasks.foreground import Foreground, answered
-from producers.gateway.tasks.ownership import cancelled
+from producers.gateway.tasks.ownership import audit_operator, cancelled, foreign_tenant
 from producers.gateway.tasks.submit import original, submitted
 from producers.gateway.tasks.views import errors
 
@@ -210,7 +211,9 @@ async def cancel(request: Request, response_id: str) -> Response:
     """Cancel a response, and answer with it. One that has ended stays as it is."""
     gateway = gateway_of(request)
     handle, _, metadata = await _stored_response(request, response_id)
-    _, record = await cancelled(handle)
+    other = await foreign_tenant(request, keys.task(handle.id))
+    accepted, record = await cancelled(handle)
+    await audit_operator(request, "task.cancel", handle.id, other if accepted else None)
     if record.final and not principal_of(request).may("read"):
         return JSONResponse(metadata.ended(record) | {"output": []})
     return await answer(gateway, handle, record, metadata)
@@ -226,8 +229,10 @@ async def cancel(request: Request, response_id: str) -> Response:
 async def delete(request: Request, response_id: str) -> Response:
     """Delete a response and all that is stored of it; one that has not ended is cancelled."""
     handle, _, _ = await _stored_response(request, response_id)
+    other = await foreign_tenant(request, keys.task(handle.id))
     with suppress(TaskNotFound):  # another request deletes it at the same time
         await handle.delete()
+        await audit_operator(request, "task.delete", handle.id, other)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
