@@ -13,8 +13,8 @@ import sys
 import time
 from contextlib import suppress
 from datetime import UTC, datetime
-from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Final
+from urllib.parse import urlencode
 
 import typer
 
@@ -38,6 +38,8 @@ WIDTH: Final = 200
 BESIDE: Final = 14
 #: Statuses of tasks that are shown, those that run first.
 STATUSES: Final = ("in_progress", "queued")
+#: Least time (s) between two lists of tasks: a gateway reads up to 2,000 records for each status.
+TASKS_S: Final = 15.0
 
 app = Commands("Operations", CALLER_STATUS)
 
@@ -47,7 +49,8 @@ def top(
     every: Annotated[float, typer.Option(min=0.5, max=3600, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one screen and end, as without a terminal.")] = False,
     tasks: Annotated[
-        bool, typer.Option("--tasks/--no-tasks", help="Show tasks, for which a key needs the scope read.")
+        bool,
+        typer.Option("--tasks/--no-tasks", help="Show tasks, every 15 s at most. For them a key needs the scope read."),
     ] = True,
     as_json: Json = False,
     url: Url = DEFAULT_URL,
@@ -70,13 +73,20 @@ def top(
     from rich.live import Live
 
     state, away = _look(gateway, tasks), ""  # what is refused is refused before the screen changes
+    listed_at = time.monotonic()
     with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             room = max(3, (console.height - BESIDE) // 4)
             live.update(screen(state, gateway.url, away, rows=room), refresh=True)
             time.sleep(every)
             try:
-                state, away = _look(gateway, tasks), ""
+                lists = tasks and time.monotonic() - listed_at >= TASKS_S
+                latest = _look(gateway, lists)
+                if lists:
+                    listed_at = time.monotonic()
+                else:
+                    latest["tasks"] = state["tasks"]
+                state, away = latest, ""
             except (Unreachable, Refused) as failure:
                 if isinstance(failure, Refused) and failure.http_status < 500 and failure.http_status != 429:
                     raise
@@ -100,8 +110,11 @@ def _look(gateway: Gateway, tasks: bool) -> dict[str, Any]:
 
 
 def _tasks(gateway: Gateway, status: str) -> list[dict[str, Any]]:
-    query = {"kind": "all", "status": status, "order": "asc", "limit": ROWS}
-    return list(islice(gateway.tasks(query), ROWS))
+    """The latest tasks of a status: one page, which the gateway finds among its latest 2,000. All pages are the whole
+    index of a system where few tasks match."""
+    query = urlencode({"kind": "all", "status": status, "limit": ROWS})
+    data: list[dict[str, Any]] = gateway.json("GET", f"/v1/tasks?{query}")["data"]
+    return data
 
 
 def screen(state: Mapping[str, Any], url: str, away: str = "", *, rows: int = ROWS) -> RenderableType:
@@ -168,7 +181,7 @@ def _queues(queues: list[dict[str, Any]], rows: int) -> Table:
 
 
 def _running(tasks: list[dict[str, Any]], now: float, rows: int) -> Table:
-    table = _table("tasks, oldest first", "task", "status", "age", "tier", "model", "kind")
+    table = _table("tasks, latest first", "task", "status", "age", "tier", "model", "kind")
     for task in tasks[:rows]:
         age = _age(now - task["created_at"]) if isinstance(task.get("created_at"), int | float) else "-"
         _row(

@@ -70,10 +70,27 @@ def test_a_key_that_may_not_read_tasks_sees_the_rest(
     monkeypatch.setenv("PENSTOCK_API_KEY", make(scopes=("metrics",)))
     state = json.loads(run("top", "--json", "--url", url).out)
     assert state["tasks"] is None
-    assert "tasks, oldest first" not in run("top", "--url", url).out
+    assert "tasks, latest first" not in run("top", "--url", url).out
     monkeypatch.setenv("PENSTOCK_API_KEY", make(scopes=("read",)))
     ran = run("top", "--url", url)
     assert (ran.status, "metrics" in ran.err) == (2, True), "that scope shows nothing of others"
+
+
+def test_tasks_are_one_page_of_each_status_however_many_tasks_there_are(
+    run: Run, penstock: Run, scripted: Scripted
+) -> None:
+    """A gateway looks through 2,000 records for a page, and says that there may be more."""
+    state = json.loads(penstock("top", "--json").out)
+    page = json.dumps({"object": "list", "data": [], "first_id": None, "last_id": "~5", "has_more": True}).encode()
+    answers = [json.dumps(state[name]).encode() for name in ("overview", "fleet")]
+    scripted.answers += [send(200, each) for each in (*answers, page, page)]
+    assert run("top", "--url", scripted.url).status == 0
+    assert [path.partition("?")[0] for path in scripted.paths] == [
+        "/v1/overview",
+        "/v1/fleet",
+        "/v1/tasks",
+        "/v1/tasks",
+    ]
 
 
 def test_a_gateway_that_is_away_is_an_exit_status(run: Run) -> None:
