@@ -224,7 +224,7 @@ function dialog(title, body, buttons) {
       h("div", { class: "buttons" }, h("button", { type: "button", class: "quiet", on: { click: () => done(null) } }, "Cancel"), buttons),
     );
     box.replaceChildren(form);
-    box.onclose = () => resolve(null);
+    box.onclose = () => box.open || resolve(null); // the event of the dialog before comes late
     if (!box.open) box.showModal();
   });
 }
@@ -256,6 +256,7 @@ let asking = false;
 async function askKey(problem) {
   if (asking) return;
   asking = true;
+  let key;
   leave();
   try {
     const body = [
@@ -267,10 +268,13 @@ async function askKey(problem) {
     ];
     const form = await dialog("Key", body, h("button", { type: "submit", class: "primary" }, "Use it"));
     if (form === null) return idle();
-    api.setKey(String(form.get("key")).trim());
+    key = String(form.get("key")).trim();
   } finally {
     asking = false;
   }
+  // No header can have another character, such as one without a width that was copied along.
+  if (/[^\x21-\x7e]/.test(key)) return askKey("This is no key: it has a character that no key has.");
+  api.setKey(key);
   await begin();
 }
 
