@@ -259,12 +259,10 @@ class Deliverer:
 
     async def _deliver(self, row: Row, holder: str, target: Target, visit: Visit) -> None:
         outcome: Outcome | None = None
+        begin = time.time()
         try:
             body = body_of(row)
-            begin = time.time()
             outcome = await self._sender.send(target.url, headers_of(row, body, target.secrets), body)
-            if self._spans is not None:
-                await self._spans.send(row, target.url, begin, outcome.attempt)
         except asyncio.CancelledError:  # the drain is over
             await self._store_end(outbox.retry(row, holder, 0))
             raise
@@ -278,6 +276,8 @@ class Deliverer:
         finally:
             visit.leave(None if outcome is None else outcome.well)
         await self._store_end(await self._ended(row, holder, target, outcome))
+        if self._spans is not None:  # last: no trace may make a delivery that arrived be sent again
+            await self._spans.send(row, target.url, begin, outcome.attempt)
 
     async def _ended(self, row: Row, holder: str, target: Target, outcome: Outcome) -> Call:
         """The call that stores the end of a try."""

@@ -7,13 +7,12 @@ import logging
 import secrets
 from typing import Final
 
-from yarl import URL
-
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import aexecute, text
 from producers.contract import keys
+from producers.contract.webhook import Destination
 from producers.store.outbox import Attempt, Row
 from producers.tracing.export import Tracer
 from producers.tracing.spans import TRACE_FIELDS, Span, TaskTrace, Value
@@ -21,6 +20,8 @@ from producers.tracing.spans import TRACE_FIELDS, Span, TaskTrace, Value
 log = logging.getLogger(__name__)
 #: Longest time (s) for which the task's trace is looked up; a try that took longer has no span.
 LOOK_UP_S: Final = 1.0
+#: Stands before the task's id in events of a background response.
+RESPONSE: Final = "resp_"
 
 
 class TrySpans:
@@ -31,20 +32,24 @@ class TrySpans:
 
     async def send(self, row: Row, url: str, begin: float, attempt: Attempt) -> None:
         """Send the span of a try that began then (unix s), if its task's trace is sent. Raises nothing."""
+        task_id, fields = row.object, {}
         try:
             async with asyncio.timeout(LOOK_UP_S):
-                values = await aexecute(self._client.store, "HMGET", keys.task(row.object), *TRACE_FIELDS)
-        except FAILURES as error:
+                fields = await self._trace_fields(task_id)
+                if not fields and task_id.startswith(RESPONSE):
+                    task_id = task_id.removeprefix(RESPONSE)
+                    fields = await self._trace_fields(task_id)
+            host = Destination.parse(url).host
+        except (*FAILURES, ValueError) as error:
             warn_throttled(log, "a delivery is not in its task's trace: %s", error)
             return
-        fields = {name: text(value) for name, value in zip(TRACE_FIELDS, values, strict=True) if value is not None}
-        trace = TaskTrace.of(row.object, fields)
+        trace = TaskTrace.of(task_id, fields)
         if not fields or not self._tracer.sampled(trace.trace_id, trace.parent):
             return
         attributes: dict[str, Value] = {
             "http.request.method": "POST",
-            "server.address": URL(url).host or "",  # not the URL: its path may be a secret
-            "penstock.task.id": row.object,
+            "server.address": host,  # not the URL: its path may be a secret
+            "penstock.task.id": task_id,
             "penstock.webhook.id": row.webhook_id,
             "penstock.webhook.type": row.type,
             "http.request.resend_count": row.tries,
@@ -72,3 +77,8 @@ class TrySpans:
                 error=fault,
             )
         )
+
+    async def _trace_fields(self, task_id: str) -> dict[str, str]:
+        """TRACE_FIELDS, as far as the task's record has them. Raises one of FAILURES, or ValueError."""
+        values = await aexecute(self._client.store, "HMGET", keys.task(task_id), *TRACE_FIELDS)
+        return {name: text(value) for name, value in zip(TRACE_FIELDS, values, strict=True) if value is not None}

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -286,3 +287,29 @@ def test_an_event_without_its_key_waits_unsent_until_the_key_is_there(
     for who in names:
         (event,) = [event for event in receiver.events if event.id == f"evt_{who}"]
         assert verified(event, secrets[who]).type == "response.completed"
+
+
+async def test_a_trace_changes_nothing_about_a_delivery(valkey_url: str, valkey: Redis, receiver: Receiver) -> None:
+    """A try's span is made once its end is stored, or not at all: what arrived is never sent again for its sake."""
+    states: list[str] = []
+    spans: list[Any] = []
+    good, bad = put(valkey, "good", f"{receiver.url}/ok"), put(valkey, "bad", f"{receiver.url}/ok")
+
+    def sampled(*_: Any) -> bool:
+        states.append(row_of(valkey, good).state)
+        return True
+
+    tracer: Any = SimpleNamespace(sampled=sampled, put=spans.append)
+    valkey.hset(keys.task("good"), "created", 1)  # its event is of the response resp_good
+    valkey.hset(keys.task("resp_bad"), "traceparent", b"\xff")
+    async with AsyncClient(valkey_url, valkey_url) as client, asyncio.timeout(60):
+        deliveries = Deliverer(client, WebhookSettings(valkey_url, allowed=("127.0.0.0/8",)), tracer)
+        running = asyncio.create_task(deliveries.run())
+        await asyncio.to_thread(
+            until, lambda: spans and {row_of(valkey, name).state for name in (good, bad)} == {"delivered"}
+        )
+        deliveries.stop()
+        await running
+    assert states == ["delivered"]
+    assert [(span.name, span.attributes["penstock.task.id"]) for span in spans] == [("webhook", "good")]
+    assert sorted(event.headers["webhook-id"] for event in receiver.events) == ["evt_bad", "evt_good"]
