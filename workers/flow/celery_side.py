@@ -44,8 +44,11 @@ logger = logging.getLogger(__name__)
 
 #: Between the results that a chord makes one prompt of.
 PARAGRAPH: Final = "\n\n"
-#: Signals of Celery's that tell of a task that begins or succeeds.
-TOLD: Final = (signals.task_received, signals.task_prerun, signals.task_postrun, signals.task_success)
+#: Signals of Celery's that tell of a task that begins or ends.
+TOLD: Final = (
+    *(signals.task_received, signals.task_prerun, signals.task_postrun),
+    *(signals.task_success, signals.task_failure),
+)
 
 
 @dataclass(slots=True)

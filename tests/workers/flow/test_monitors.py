@@ -8,12 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, signals
 from celery.worker import state
 
 from producers.contract import keys
 from producers.contract.message import Message
 from producers.contract.record import error_json
+from workers.flow.celery_side import CelerySide
 from workers.flow.deliveries import Acker, Deliveries, Size
 from workers.flow.monitors import WAITING, Monitors
 from workers.pool.app import register
@@ -143,3 +144,18 @@ def test_a_task_that_was_put_down_meanwhile_is_not_shown(
     monkeypatch.setattr(monitors, "job", ends_meanwhile)
     monitors.show()
     assert (delivery.job, list(state.active_requests), state.requests) == (None, [], {})
+
+
+def test_who_receives_celery_s_signals_gets_them_also_of_failures_alone() -> None:
+    payload = json.loads(Message("t", "queue", "flex", 1, 10).envelope())
+    assert CelerySide.is_apart(payload)
+
+    def receiver(**_: Any) -> None: ...
+
+    for signal in (signals.task_prerun, signals.task_failure):
+        signal.connect(receiver)
+        try:
+            assert not CelerySide.is_apart(payload)
+        finally:
+            signal.disconnect(receiver)
+    assert CelerySide.is_apart(payload)
