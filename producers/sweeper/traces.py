@@ -14,6 +14,7 @@ over, and counted (`traces_dropped` in `penstock:swept`).
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -37,6 +38,9 @@ PAGE: Final = 500
 RECORDS: Final = 50
 #: Lines of a batch whose tasks are sent, its first ones: they are all in the trace of the request that made the batch.
 BATCH_LINES: Final = 100
+#: Time (s) after which a sweep sends no more, and for which it waits for an answer: together less than it may take.
+SWEEP_S: Final = 15.0
+ANSWER_S: Final = 15.0
 #: The fields of a record that decide whether its task is sent.
 DECIDING: Final = (*TRACE_FIELDS, "line")
 
@@ -62,7 +66,7 @@ class TaskTraces:
         counts = {"traces_sent": 0, "traces_dropped": 0}
         if self._sending is not None and not self._sending.done():
             return counts  # the collector still has not answered the last call
-        mark_key = keys.metrics_mark(SOURCE)
+        mark_key, until = keys.metrics_mark(SOURCE), time.monotonic() + SWEEP_S
         while True:
             raw = await aexecute(self._store, "GET", mark_key)
             seconds, micros = await aexecute(self._store, "TIME")
@@ -75,35 +79,42 @@ class TaskTraces:
                 if not raw:
                     await aexecute(self._store, "SET", mark_key, mark, "EX", KEPT_S)
                 return counts
-            ids = []
+            behind_mark = dict(counts)  # other rows come again, and are counted then
+            ended = []
             for entry, fields in rows:
                 if int(text(entry).partition("-")[0]) < now - TOO_OLD_MS:
                     counts["traces_dropped"] += 1
                 else:
-                    ids.append(text(dict(zip(fields[::2], fields[1::2], strict=True))[b"id"]))
-            sampled = await self._sampled(ids)
+                    task_id = text(dict(zip(fields[::2], fields[1::2], strict=True))[b"id"])
+                    ended.append((text(entry), task_id))
+            sampled = await self._sampled(ended)
             for start in range(0, len(sampled), RECORDS):
-                spans, tasks = await self._spans(sampled[start : start + RECORDS])
+                part = sampled[start : start + RECORDS]
+                spans, tasks = await self._spans([task_id for _, task_id in part])
                 if spans and not await self._send(spans):
-                    return {"traces_sent": 0, "traces_dropped": 0}  # the same rows come again, and are counted then
+                    return behind_mark
                 counts["traces_sent"] += tasks
+                await aexecute(self._store, "SET", mark_key, part[-1][0], "EX", KEPT_S)
+                behind_mark = dict(counts)
+                if time.monotonic() > until:
+                    return counts
             await aexecute(self._store, "SET", mark_key, text(rows[-1][0]), "EX", KEPT_S)
             if len(rows) < PAGE:
                 return counts
 
-    async def _sampled(self, ids: list[str]) -> list[str]:
-        """Those of the tasks whose traces are sent. What was deleted since has none, and of a batch's lines the first
-        ones alone have."""
-        answers = await aexecute_many(self._store, [("HMGET", keys.task(name), *DECIDING) for name in ids])
+    async def _sampled(self, ended: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Those of the tasks (row, id) whose traces are sent. What was deleted since has none, and of a batch's lines
+        the first ones alone have."""
+        answers = await aexecute_many(self._store, [("HMGET", keys.task(name), *DECIDING) for _, name in ended])
         sampled = []
-        for task_id, values in zip(ids, answers, strict=True):
+        for (row, task_id), values in zip(ended, answers, strict=True):
             fields = _fields(DECIDING, values)
             trace = TaskTrace.of(task_id, fields)
             line = fields.get("line", "0")
             if not fields or (line.isdecimal() and int(line[:16]) >= BATCH_LINES):
                 continue
             if self._tracer.sampled(trace.trace_id, trace.parent):
-                sampled.append(task_id)
+                sampled.append((row, task_id))
         return sampled
 
     async def _spans(self, ids: list[str]) -> tuple[list[Span], int]:
@@ -123,8 +134,11 @@ class TaskTraces:
         return spans, tasks
 
     async def _send(self, spans: list[Span]) -> bool:
+        """Returns False if the collector does not take them, or does not answer soon: then its answer is not waited
+        for, as little as if the sweep is cancelled."""
         self._sending = asyncio.get_running_loop().run_in_executor(self._sender, self._tracer.export, spans)
-        return await asyncio.shield(self._sending)
+        await asyncio.wait((self._sending,), timeout=ANSWER_S)
+        return self._sending.done() and self._sending.result()
 
 
 def _fields(names: tuple[str, ...], values: Any) -> dict[str, str]:

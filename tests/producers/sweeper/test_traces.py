@@ -8,7 +8,9 @@ import pytest
 from redis import Redis
 
 from producers import AsyncClient
+from producers.connection.script import text
 from producers.contract import keys
+from producers.sweeper import traces
 from producers.sweeper.traces import BATCH_LINES, SOURCE, TaskTraces
 from producers.tracing.export import Tracer
 from tests.collector import Collector
@@ -71,18 +73,45 @@ async def test_a_sweep_returns_at_once_while_a_call_has_no_answer(
     assert valkey.get(MARK) == b"0-0"
 
 
+async def test_a_slow_collector_fails_no_sweep_and_gets_each_part_once(
+    aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    valkey.set(MARK, "0-0")
+    for task_id in ("t1", "t2", "t3"):
+        end_task(valkey, task_id)
+    await asyncio.sleep(0.002)
+    monkeypatch.setattr(traces, "RECORDS", 1)
+    with Collector() as collector:
+        sweeps = traces_to(aclient, collector, monkeypatch)
+        export, takes = sweeps._tracer.export, iter((True, False, True, True))
+        monkeypatch.setattr(sweeps._tracer, "export", lambda spans: next(takes) and export(spans))
+        assert await sweeps.sweep() == {"traces_sent": 1, "traces_dropped": 0}
+        assert text(valkey.get(MARK)) == text(valkey.xrange(keys.LEDGER)[0][0])
+        monkeypatch.setattr(traces, "SWEEP_S", -1.0)  # a part in each sweep
+        assert [(await sweeps.sweep())["traces_sent"] for _ in range(3)] == [1, 1, 0]
+        sweeps.close()
+        ids = [span.attributes["penstock.task.id"] for span in collector.spans if span.parent_id == ""]
+        assert ids == ["t1", "t2", "t3"]
+        end_task(valkey, "t4")
+        await asyncio.sleep(0.002)
+        monkeypatch.setattr(traces, "ANSWER_S", 0.0)
+        hanging = traces_to(aclient, collector, monkeypatch, "/hang")
+        assert await hanging.sweep() == {"traces_sent": 0, "traces_dropped": 0}
+        hanging.close()
+
+
 async def test_tasks_that_ended_before_traces_were_turned_on_are_not_sent(
     aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end_task(valkey, "before")
     await asyncio.sleep(0.002)
     with Collector() as collector:
-        traces = traces_to(aclient, collector, monkeypatch)
-        await traces.sweep()
+        sweeps = traces_to(aclient, collector, monkeypatch)
+        await sweeps.sweep()
         end_task(valkey, "after")
         await asyncio.sleep(0.002)
-        assert await traces.sweep() == {"traces_sent": 1, "traces_dropped": 0}
-        traces.close()
+        assert await sweeps.sweep() == {"traces_sent": 1, "traces_dropped": 0}
+        sweeps.close()
 
 
 async def test_of_a_batch_the_first_lines_are_sent(
@@ -95,8 +124,8 @@ async def test_of_a_batch_the_first_lines_are_sent(
         valkey.hset(keys.task(f"line-{line}"), mapping={"batch": "b", "line": line})
     await asyncio.sleep(0.002)
     with Collector() as collector:
-        traces = traces_to(aclient, collector, monkeypatch)
-        assert await traces.sweep() == {"traces_sent": 2, "traces_dropped": 0}
-        traces.close()
+        sweeps = traces_to(aclient, collector, monkeypatch)
+        assert await sweeps.sweep() == {"traces_sent": 2, "traces_dropped": 0}
+        sweeps.close()
         lines = {span.attributes["penstock.line"] for span in collector.spans if span.parent_id == ""}
     assert lines == {"0", str(BATCH_LINES - 1)}
