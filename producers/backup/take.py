@@ -4,7 +4,8 @@
 
 Nothing is read at one moment but what belongs together (a task; a batch): a restore finds the rest of the indexes and
 counts by itself. The order lets it do so. What ends a task writes its row of the ledger, and during the backup those
-rows are followed: each ended task has its row, as a row or in a sum. A batch is read after its lines, so that lines
+rows are followed: each ended task has its row, as a row or in a sum. A task's chunks are read after it, also where they
+were before, so that what its stream names has ended. A batch is read after its lines, so that lines
 that are missing are known by its cursor; files after batches, so that a batch's files are there; an event's row after
 its task, so that no task has ended whose event is missing; keys last, so that what is revoked meanwhile is revoked.
 
@@ -34,6 +35,7 @@ from producers.errors import PenstockError
 from producers.release import release
 from producers.store import epoch
 from producers.store.blobs import BlobNotFound, Blobs
+from producers.store.chunks import MAX_CHUNKS, chunk_id
 from producers.store.references import Reference
 
 log = logging.getLogger(__name__)
@@ -264,8 +266,13 @@ class Backup:
 
     async def _tasks(self, names: Sequence[str]) -> None:
         prefix = keys.task("")
-        for page in _pages([name.removeprefix(prefix) for name in names], TASKS):
+        await self._keep_tasks([name.removeprefix(prefix) for name in names])
+
+    async def _keep_tasks(self, ids: Sequence[str]) -> None:
+        for page in _pages(ids, TASKS):
+            chunks: list[str] = []
             for entry in await self._read_tasks(page):
+                chunks += _chunks(entry)
                 while (moved := _moved(entry)) is not None and not await self._copied(moved.name):
                     again = await self._read_tasks([entry["id"]])
                     if not again:
@@ -277,6 +284,10 @@ class Backup:
                     entry = again[0]
                 else:
                     self._put("task", entry)
+            for some in _pages(chunks, TASKS):
+                await self._keep_tasks(some)
+                if self._size > SEGMENT:  # a later run reads this page of names again
+                    await self._done(self._manifest.stage, self._manifest.cursor)
 
     async def _read_tasks(self, ids: Sequence[str]) -> list[Entry]:
         """The existing tasks among these, all read at one moment."""
@@ -463,6 +474,14 @@ def parsed_list(value: Any) -> list[dict[str, Any]]:
     """The parts that a field of a batch names: `[{kind, name, size}, ...]`."""
     wrapper = parsed(f'{{"parts": {value}}}')
     return list(wrapper.get("parts", ()))
+
+
+def _chunks(entry: Entry) -> list[str]:
+    """The ids of a task's chunks, as far as they were written."""
+    record, written = entry["record"], str(entry["record"].get("written", ""))
+    if "chunks" not in record or "parent" in record or not (written.isascii() and written.isdecimal()):
+        return []
+    return [chunk_id(entry["id"], number) for number in range(min(int(written[:4]), MAX_CHUNKS))]
 
 
 def _moved(entry: Entry) -> Reference | None:

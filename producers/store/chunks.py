@@ -30,6 +30,8 @@ INTERRUPTED_MS: Final = 60_000
 CANCELLED: Final = 32
 #: Time (s) for which a chunk is kept beside its parent's time to live, until that has ended: longer than it may take.
 MARGIN_S: Final = 14 * 24 * 3600
+#: Most chunks of a task, as `_chunks.lua` has it.
+MAX_CHUNKS: Final = 512
 #: Fields of a chunk's record that may differ between chunks.
 OWN_FIELDS: Final = ("task", "tokens", "result_bytes", "prompt_tokens", "offset", "texts")
 

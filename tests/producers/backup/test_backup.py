@@ -148,6 +148,33 @@ async def test_a_task_in_chunks_goes_on_and_a_deleted_one_is_gone_with_its_chunk
     assert [row.tolist() for row in rows or ()] == [[1.0]] * 256 + [[2.0]] * 44
 
 
+async def test_a_task_in_chunks_that_ends_during_the_backup_is_whole(
+    systems: Systems, worker: FakeWorker, valkey: Redis, elsewhere: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its chunks were read before they ended, or are not among the names; it is read afterwards."""
+    embedder = {**CARD, "capabilities": ["embed"], "pooling": {"dimensions": 1}}
+    valkey.hset(keys.MODELS, "tiny", json.dumps(embedder))
+    parent = await submit(systems, kind="embed", input=["x"] * 300, prompt=None, max_tokens=None)
+    first, second = (chunk_id(parent, number) for number in range(2))
+    scan = take.Backup._scan
+
+    async def with_work(self: take.Backup, pattern: str, keep: Any) -> None:
+        if pattern != keys.task("*"):
+            return await scan(self, pattern, keep)
+        await keep([keys.task(first)])
+        for number, name in enumerate((first, second)):
+            worker.claim(name)
+            worker.finish(name, [0], result=encode_rows([[1.0 + number]] * (256, 44)[number]))
+        await keep([keys.task(parent)])
+
+    monkeypatch.setattr(take.Backup, "_scan", with_work)
+    await systems.back_up()
+    await systems.restore()
+    result = await systems.new.get(parent).result()
+    assert [row.tolist() for row in result.rows or ()] == [[1.0]] * 256 + [[2.0]] * 44
+    assert {elsewhere.hget(keys.task(name), "status") for name in (first, second)} == {b"completed"}
+
+
 async def test_a_task_whose_caller_waited_is_cancelled(systems: Systems, elsewhere: Redis) -> None:
     task = Task.parse({"model": "tiny", "prompt": [1], "max_tokens": 4})
     waited_for = await systems.old.admit(task, str(uuid.uuid4()), {})
