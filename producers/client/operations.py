@@ -21,6 +21,7 @@ from producers.client.submission import (
     listed,
     selection_of,
     submit,
+    submit_rest,
 )
 from producers.connection.script import text
 from producers.contract import keys
@@ -229,6 +230,7 @@ def submit_as(
     if entry is None:
         return None
     if entry.state == "made":
+        yield from submit_rest(directory, task, entry.id, patience_s)
         return entry.id
     try:
         record_fields = {**more, "idempotency": entry.name}
@@ -240,6 +242,7 @@ def submit_as(
         (existing,) = yield from persistently(Read((("HGET", keys.task(entry.id), "idempotency"),)), patience_s)
         if existing is None or text(existing) != entry.name:
             raise
+        yield from submit_rest(directory, task, entry.id, patience_s)
     return entry.id
 
 

@@ -428,12 +428,12 @@ def _submit_chunks(
     fields: Mapping[str, str | int],
     texts: Sequence[range],
     patience_s: float,
+    number: int = 0,
 ) -> Steps[None]:
-    """Queue a parent's chunks, a portion at a time. Raises SubmitFailed."""
+    """Queue a parent's chunks from `number` on, a portion at a time. Raises SubmitFailed."""
     shared: dict[str, str | int] = {name: fields[name] for name in SHARED if name in fields}
     shared |= {"origin": "chunk", "ttl": int(fields.get("ttl", protocol.DEFAULT_TTL_S)) + chunks.MARGIN_S}
     unsent: Exception | None = None
-    number = 0
     while number < len(texts):
         portion: list[dict[str, str | int]] = []
         while number + len(portion) < len(texts) and sum(len(str(own["task"])) for own in portion) < PORTION:
@@ -448,11 +448,13 @@ def _submit_chunks(
             raise failed(
                 f"The store did not confirm all of task {task_id}; what it has not recorded fails it", error
             ) from error
-        number += len(portion)
         if text(status) == "gone" or text(status) in FINAL:  # cancelled meanwhile, or late
             return
-        if int(made) < number:
+        first, number = number, int(made)
+        if number <= first:
             raise SubmitFailed(f"The store has lost a part of task {task_id}, which fails; submit it again")
+        if number != first + len(portion):  # an equal call goes on with the task, too, and sends these
+            continue
         try:
             if unsent is None:
                 yield from _send_chunks(ids, portion, shared, model, patience_s)
@@ -462,6 +464,30 @@ def _submit_chunks(
         raise failed(
             f"Task {task_id} is recorded, and the sweeper will send it: the broker did not take its messages", unsent
         ) from unsent
+
+
+def submit_rest(directory: Directory, task: Task, task_id: str, patience_s: float) -> Steps[None]:
+    """Queue the chunks that an earlier, equal call left unwritten when it died, if there are any. `task`: as it was
+    given to that call. Raises SubmitFailed."""
+    if len(task.input) < 2:
+        return
+    names = ("status", "chunks", "written", "ttl", *SHARED)
+    try:
+        (values,) = yield from persistently(Read((("HMGET", keys.task(task_id), *names),)), patience_s)
+        fields = {name: text(value) for name, value in zip(names, values, strict=True) if value is not None}
+        count, written = int(fields.get("chunks", 0)), int(fields.get("written", 0))
+        if written >= count or fields["status"] in FINAL:
+            return
+        version = Selection(fields["version"])
+        model = yield from directory.find(fields["model"], patience_s, version, withdrawn=True)
+    except UnknownModel:  # nobody can make them any more; the sweeper ends the task
+        return
+    except FAILURES as error:
+        raise failed(f"The store did not say whether all of task {task_id} is written", error) from error
+    routed = task.resolved(model.card)
+    texts = routed.chunks(model.card)
+    if len(texts) == count:
+        yield from _submit_chunks(routed, task_id, model, fields, texts, patience_s, written)
 
 
 def _chunk_fields(task: Task, texts: range, model: ResolvedModel) -> dict[str, str | int]:

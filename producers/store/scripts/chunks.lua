@@ -30,6 +30,8 @@ for number = from, from + count - 1 do
       fields[#fields + 1] = ARGV[a + k]
     end
   end
+  wait_ends('penstock:task:' .. chunk) -- of an earlier task of its parent's id, which it outlives (_settle.lua)
+  redis.call('UNLINK', 'penstock:task:' .. chunk)
   admit('penstock:task:' .. chunk, KEYS[2], KEYS[3], chunk, now, fields)
   a = a + others
 end

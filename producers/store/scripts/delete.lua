@@ -10,7 +10,8 @@
 -- KEYS: task, stream   ARGV: id, nonce of this call, least time for which the id is kept (s), the same of plain tasks
 -- Answers: {the status before} | {mine} (this call came before, and its reply was lost) | {gone}
 --          {batch, its id} (a line of it: nothing is done)
--- A parent's chunks go with it. A chunk alone is none that could be deleted: {gone}.
+-- A parent's chunks go with it: each that has not ended is cancelled first, so that the ledger has its row. A chunk alone
+-- is none that could be deleted: {gone}.
 -- include: _final.lua
 -- include: _result.lua
 -- include: _kept.lua
@@ -60,16 +61,21 @@ if r[5] then
   end
 end
 chunks_each(id, 0, tonumber(r[8] or nil) or 0, function(chunk, name)
-  local owner = redis.call('HGET', chunk, 'owner')
+  local status, owner = unpack(redis.call('HMGET', chunk, 'status', 'owner'))
   if owner and redis.call('EXISTS', 'penstock:lease:' .. owner) == 1 then
     local control = 'penstock:control:' .. owner
     redis.call('PUBLISH', control, 'cancel ' .. name)
   end
-  wait_ends(chunk)
+  if status and not FINAL[status] then
+    finalise(chunk, 'penstock:stream:' .. name, name, 'cancelled', '[]', 'null', prompt_used(chunk), 0, true)
+  end
   redis.call('UNLINK', chunk, 'penstock:stream:' .. name)
   drop_result(name)
   for _, index in ipairs({ 'submitting', 'deadlines', 'settled', 'unsettled' }) do
     redis.call('ZREM', 'penstock:' .. index, name)
+  end
+  if status == 'failed' or owner then -- it may have left a dead letter, or leave one yet
+    redis.call('ZADD', 'penstock:erasing', now_ms(), name)
   end
 end)
 forget_rows(task)

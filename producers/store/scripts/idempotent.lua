@@ -4,6 +4,8 @@
 -- script (ADMIT), or calls MADE afterwards.
 -- With a second key, its tenant's keys are counted there by the hour in which they began; those of the last 24 hours,
 -- and of the hour before, may be `most`. Beyond, a new key stands for nothing.
+-- A task in chunks whose submitter died before the last of them was not accepted (PARENT): its key stands for this id from
+-- now on.
 -- KEYS: entry, and counts of the tenant   ARGV: digest, id, ttl (seconds), most
 -- Answers: {new | known | made, id, time of the first call (ms)} | {conflict} (the key stands for another digest)
 --          | {full, keys of the tenant}
@@ -14,7 +16,14 @@ if known[1] then
   if known[1] ~= ARGV[1] then
     return { 'conflict' }
   end
-  return { known[4] and 'made' or 'known', known[2], known[3] }
+  local task = known[4] and known[2] ~= ARGV[2] and redis.call('HMGET', 'penstock:task:' .. known[2], 'chunks', 'error')
+  if not (task and task[1] and string.find(task[2] or '', '"code":"submit_failed"', 1, true)) then
+    return { known[4] and 'made' or 'known', known[2], known[3] }
+  end
+  local now = now_ms()
+  redis.call('HDEL', entry, 'made')
+  redis.call('HSET', entry, 'id', ARGV[2], 'at', now)
+  return { 'new', ARGV[2], tostring(now) }
 end
 local now = now_ms()
 if KEYS[2] then

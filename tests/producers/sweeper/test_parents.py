@@ -76,6 +76,57 @@ async def test_what_its_submitter_did_not_write_to_the_end_is_ended(
     assert await aclient.run(advance_parents()) == 0
 
 
+async def test_an_equal_call_writes_what_a_dead_one_left(
+    aclient: AsyncClient, valkey: Redis, embedder: str, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a source does with a message that comes again."""
+    monkeypatch.setattr("producers.client.submission.PORTION", 1)
+    write = chunks.write
+
+    def dies(parent: str, first: int, *more: Any) -> Call:
+        if first:
+            raise Died
+        return write(parent, first, *more)
+
+    task: dict[str, Any] = {"kind": "embed", "model": embedder, "input": TEXTS, "idempotency_key": "k", "ttl": 60}
+    with monkeypatch.context() as patched:
+        patched.setattr(chunks, "write", dies)
+        with pytest.raises(Died):
+            await aclient.submit(**task)
+    handle = await aclient.submit(**task)
+    ids = [chunks.chunk_id(handle.id, number) for number in range(3)]
+    assert {worker.take(QUEUE) for _ in range(3)} == set(ids)
+    first, *others = (valkey.hgetall(keys.task(name)) for name in ids)
+    own = {name.encode() for name in ("chunk", "created", "queued", "waits", *chunks.OWN_FIELDS)}
+    assert all({**other, **{name: first[name] for name in own & first.keys()}} == first for other in others)
+    for number, name in enumerate(ids):
+        assert worker.claim(name).answer == "go"
+        worker.finish(name, [0], result=encode_rows([[float(number)]] * (256, 256, 88)[number]))
+    assert len((await handle.result()).rows or ()) == 600
+    assert (await aclient.submit(**task)).id == handle.id
+    assert worker.take(QUEUE) is None
+
+
+async def test_the_key_of_what_was_not_written_to_the_end_makes_a_new_task(
+    aclient: AsyncClient, valkey: Redis, embedder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(*_: Any) -> Call:
+        raise Died
+
+    task: dict[str, Any] = {"kind": "embed", "model": embedder, "input": TEXTS, "idempotency_key": "k"}
+    with monkeypatch.context() as patched:
+        patched.setattr(chunks, "write", dies)
+        with pytest.raises(Died):
+            await aclient.submit(**task)
+    (interrupted,) = (name.decode() for name in valkey.zrange(keys.PARENTS, 0, -1))
+    valkey.hincrby(keys.task(interrupted), "written_at", -chunks.INTERRUPTED_MS)
+    assert await aclient.run(advance_parents()) == 1
+    handle = await aclient.submit(**task)
+    assert (status(valkey, interrupted), status(valkey, handle.id)) == ("failed", "queued")
+    assert valkey.hget(keys.task(handle.id), "written") == b"3"
+    assert (await aclient.submit(**task)).id == handle.id
+
+
 async def test_what_a_release_before_has_ended_is_joined(
     aclient: AsyncClient, valkey: Redis, embedder: str, worker: FakeWorker
 ) -> None:
@@ -221,3 +272,46 @@ def test_chunks_are_of_a_workers_size() -> None:
     wide = {**CARD, **embed, "pooling": {"dimensions": 4096}}
     with pytest.raises(InvalidTask, match="with 4096 numbers each, at most 3072"):
         Task(model="m", kind="embed", input=["x"] * 3073).check(wide)
+
+
+async def test_a_task_of_an_earlier_ones_id_has_chunks_of_its_own(
+    aclient: AsyncClient, valkey: Redis, embedder: str, worker: FakeWorker
+) -> None:
+    """An earlier task's chunks outlive it by minutes, ended and settled, or still waiting."""
+    await aclient.submit(kind="embed", model=embedder, input=TEXTS, task_id="p", ttl=60)
+    ids = [chunks.chunk_id("p", number) for number in range(3)]
+    worker.claim(ids[0])
+    worker.finish(ids[0], [0], result=encode_rows([[0.0]] * 256))
+    worker.settle(ids[0])
+    assert run(valkey, protocol.cancel("p")) == [1, b"cancelled"]
+    assert run(valkey, protocol.orphan("p")) == b"settled"
+    valkey.delete(keys.task("p"))  # its time to live is over
+    handle = await aclient.submit(kind="embed", model=embedder, input=TEXTS, task_id="p")
+    assert valkey.hget(keys.WAITING, "default") == b"3"
+    assert [valkey.ttl(keys.task(name)) for name in ids] == [-1] * 3
+    for name in ids:
+        assert worker.claim(name).answer == "go"
+        worker.finish(name, [0], result=encode_rows([[1.0]] * 256))
+    assert (status(valkey, "p"), valkey.hgetall(keys.WAITING)) == ("completed", {})
+    assert [row.tolist() for row in (await handle.result()).rows or ()] == [[1.0]] * 768
+
+
+async def test_what_a_deleted_task_used_is_in_the_ledger_by_its_chunks(
+    aclient: AsyncClient, valkey: Redis, embedder: str, worker: FakeWorker
+) -> None:
+    handle = await aclient.submit(kind="embed", model=embedder, input=TEXTS)
+    ids = [chunks.chunk_id(handle.id, number) for number in range(3)]
+    worker.claim(ids[0])
+    worker.finish(ids[0], [0], prompt_tokens=100)
+    worker.settle(ids[0])
+    worker.claim(ids[1])
+    valkey.hset(keys.task(ids[1]), "prompt_tokens", 7)  # as its worker counted
+    await handle.delete()
+    rows = [row for _, row in valkey.xrange(keys.LEDGER)]
+    counts = {(row[b"id"].decode(), row[b"status"].decode(), int(row[b"prompt"])) for row in rows}
+    assert counts == {(ids[0], "completed", 100), (ids[1], "cancelled", 7), (ids[2], "cancelled", 0)}
+    assert len(rows) == 3
+    assert worker.finish(ids[1], [0]) == ["gone"]
+    left = [keys.task(handle.id), *map(keys.task, ids), *map(keys.stream, ids), keys.UNSETTLED, keys.WAITING]
+    assert not valkey.exists(*left)
+    assert {name.decode() for name in valkey.zrange(keys.ERASING, 0, -1)} == {handle.id, ids[1]}, "for dead letters"
