@@ -82,7 +82,7 @@ def plan(
         typer.Option(min=0, max=86_400, help="Time until a started worker takes tasks. Unset: the profile's, or 60."),
     ] = None,
     cool_down: Annotated[
-        float, typer.Option(min=0, max=86_400, help="Time for which a worker stays up with nothing to do.")
+        float, typer.Option(min=0.1, max=86_400, help="Time for which a worker stays up with nothing to do.")
     ] = 300.0,
     price: Annotated[
         list[str] | None,
@@ -116,7 +116,7 @@ def plan(
     if rate is not None and trace is not None:
         raise Failure("give one of --rate and --trace")
     gpus = [] if profile is not None and not gpu else _gpus(gpu)
-    prices = _prices(price or [], [each.name for each in gpus])
+    prices = _prices(price or [], [*(each.name for each in gpus), *([] if profile is None else [profile])])
     if (rate is not None or trace is not None) and not gpu and profile is None:
         raise Failure("say with --gpu NAME or --profile MODEL@VERSION whose workers to plan for --rate or --trace")
     kept = _profile(profile, broker, store, data_dir) if profile is not None else None
@@ -125,7 +125,7 @@ def plan(
         size = size_of(resolved.folder)
         need = Need.of(size, weights, kv_cache_dtype)
     context = size.settings.context_length
-    load = Load(prompt_tokens or min(1000, 4 * context // 5), output_tokens or min(250, context // 5))
+    load = Load(prompt_tokens or max(1, min(1000, 4 * context // 5)), output_tokens or max(1, min(250, context // 5)))
     margins = Margins(overhead, memory_line)
     if load.prompt + load.output > context:
         raise Failure(
@@ -179,7 +179,7 @@ def _prices(texts: list[str], names: list[str]) -> dict[str, float]:
             value = -1.0
         if not isfinite(value) or value < 0:
             raise Failure(f"--price is {text!r}; it must be a number from 0 on, or NAME=NUMBER")
-        if name and "@" not in name and name.lower() not in by_name:
+        if name and name.lower() not in by_name:
             raise Failure(f"--price names {name!r}; there are {', '.join(names) or 'no GPUs in this plan'}")
         prices[by_name.get(name.lower(), name)] = value
     return prices

@@ -181,6 +181,8 @@ def test_a_plan_by_what_real_workers_measured(run: Run, valkey: Redis, valkey_ur
         (["--gpu", "H300"], "--gpu is 'H300'; the table has"),
         (["--price", "nan"], "--price is 'nan'; it must be a number from 0 on"),
         (["--price", "H300=2"], "--price names 'H300'; there are"),
+        (["--price", "tiny@v9=2"], "--price names 'tiny@v9'; there are"),
+        (["--cool-down", "0", "--rate", "2", "--gpu", "L4"], "Invalid value for '--cool-down'"),
         (["--weights", "int3"], "--weights is 'int3'; it must be one of auto, fp8, int8, int4"),
         (["--kv-cache-dtype", "int3"], "--kv-cache-dtype is 'int3'"),
         (["--rate", "2"], "say with --gpu NAME or --profile MODEL@VERSION"),
@@ -192,6 +194,13 @@ def test_bad_input_is_refused_by_name(run: Run, more: list[str], why: str) -> No
     ran = run("plan", "tiny", *more)
     assert (ran.status, ran.out) == (2, "")
     assert why in ran.err
+
+
+def test_a_model_of_a_few_tokens_of_context_has_a_plan(run: Run, tmp_path: Path) -> None:
+    for context, status in ((2, 0), (1, 2)):
+        (tmp_path / "config.json").write_text(json.dumps(SHAPES["llama-1b"] | {"max_position_embeddings": context}))
+        ran = run("plan", str(tmp_path), "--gpu", "L4")
+        assert (ran.status, "are more than the model's context of 1 tokens" in ran.err) == (status, context == 1)
 
 
 def test_the_page_has_the_table_of_gpus() -> None:
