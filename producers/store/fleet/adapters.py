@@ -182,15 +182,17 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def remove(store: Redis, name: str) -> StoredAdapter:
-    """Remove an adapter. Tasks that run with it go on. Raises AdapterRefused if there is none of this name."""
+    """Remove an adapter. Tasks that run with it go on. Raises AdapterRefused if there is none of this name, or
+    it is another by now."""
     raw: Any = store.hget(keys.ADAPTERS, name)
     adapter = StoredAdapter.parse(raw)
     if adapter is None:
         names = ", ".join(sorted(all_of(store))[:20])
         raise AdapterRefused(f"There is no adapter {shown(name)}" + (f"; there are {names}" if names else ""))
     change = Change(operator(), "adapter.remove", f"{adapter.base}{SEPARATOR}{name}@{adapter.version}")
-    if run(store, swap(keys.ADAPTERS, name, text(raw), "", audit=change)):
-        change.say()
+    if not run(store, swap(keys.ADAPTERS, name, text(raw), "", audit=change)):
+        raise AdapterRefused(f"The adapter {shown(name)} was changed meanwhile; nothing was removed")
+    change.say()
     if all(other.version != adapter.version for other in all_of(store).values()):
         store.unlink(keys.adapter(adapter.version))
     return adapter

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from redis import Redis
 
+from producers.connection.script import Call
 from producers.contract import keys
 from producers.store.fleet import adapters
+from producers.store.protocol import swap
 
 VERSION = "0123456789ab"
 
@@ -37,7 +41,8 @@ def add(store: Redis, name: str, folder: Path) -> adapters.StoredAdapter:
 def test_of_two_who_add_the_same_at_once_neither_takes_the_files_from_the_other(
     store: Redis, folder: Path, monkeypatch: pytest.MonkeyPatch, other: str
 ) -> None:
-    put = adapters._put
+    put, seconds = adapters._put, iter(range(100))
+    monkeypatch.setattr(adapters, "time", SimpleNamespace(time=lambda: next(seconds)))
 
     def put_behind_another(*args: object) -> None:
         monkeypatch.setattr(adapters, "_put", put)
@@ -66,3 +71,18 @@ def test_who_dies_while_he_adds_it_under_another_name_lets_its_files_stay(
     with pytest.raises(KeyboardInterrupt):
         add(store, "yours", folder)
     assert store.ttl(keys.adapter(VERSION)) > 0, "pieces that no entry names expire"
+
+
+def test_one_that_was_replaced_meanwhile_is_not_called_removed(
+    store: Redis, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(store, "mine", folder)
+
+    def swapped_behind_another(*args: Any, **more: Any) -> Call:
+        store.hset(keys.ADAPTERS, "mine", "{}")
+        return swap(*args, **more)
+
+    monkeypatch.setattr(adapters, "swap", swapped_behind_another)
+    with pytest.raises(adapters.AdapterRefused, match="changed meanwhile; nothing was removed"):
+        adapters.remove(store, "mine")
+    assert store.exists(keys.adapter(VERSION))
