@@ -85,11 +85,12 @@ class LineEndpoints:
         principal: Principal = LOCAL,
         tenant: str | None = None,
         prices: Prices | None = None,
+        sticky: str | None = None,
     ) -> list[PlannedTask | Answer]:
         models: dict[str, ResolvedModel | UnknownModel] = {}
         for model in {str(body["model"]) for body in bodies}:
             try:
-                named = Selection(tenant=tenant, tier="batch")
+                named = Selection(sticky=sticky, tenant=tenant, tier="batch")
                 models[model] = await self._client.resolve(model, named, withdrawn=True)  # the batch was begun
             except UnknownModel as error:
                 models[model] = error

@@ -74,6 +74,7 @@ class Endpoints(Protocol):
         principal: Principal = LOCAL,
         tenant: str | None = None,
         prices: Prices | None = None,
+        sticky: str | None = None,
     ) -> list[PlannedTask | Answer]:
         """The task for each request, or its refusal; for the first requests alone if they take long, for one at least.
 
@@ -81,6 +82,7 @@ class Endpoints(Protocol):
         names another.
 
         `principal`: whose key made the batch. `tenant`: that of the tasks. `prices`: what they cost.
+        `sticky`: tasks with equal ones go to one version where a model's are split.
         """
 
     async def charge_refused(self, requests: int, principal: Principal, tenant: str | None) -> None:

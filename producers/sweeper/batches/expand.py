@@ -149,7 +149,8 @@ class Expander:
         bodies = [request.body for request in page.requests]
         kept = batch.fields.get("prices")
         prices = None if kept is None else Prices.parse(kept)
-        planned = await self._endpoints.tasks(batch.endpoint, bodies, batch.principal, batch.tenant or None, prices)
+        tenant = batch.tenant or None
+        planned = await self._endpoints.tasks(batch.endpoint, bodies, batch.principal, tenant, prices, batch.id)
         return await asyncio.to_thread(_block, batch, page, planned, self._endpoints.spent.to_json())
 
     async def _make(self, batch: Batch, ready: _Ready, max_lines: int) -> int:

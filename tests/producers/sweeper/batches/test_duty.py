@@ -19,12 +19,14 @@ from redis import Redis
 
 from engine.grammar.trial import Trials, stopped
 from producers import AsyncClient
+from producers.admin import routes
 from producers.connection.script import run
 from producers.contract import keys
 from producers.gateway import batch_endpoints as line_endpoints
 from producers.gateway.batch_endpoints import LineEndpoints
 from producers.store import batches, files, protocol
 from producers.store.access.api_keys import Key, Limits
+from producers.store.fleet import cards
 from producers.store.fleet.adapters import StoredAdapter
 from producers.store.fleet.routing import Routing
 from producers.store.usage.prices import Prices
@@ -115,6 +117,16 @@ async def test_a_line_names_an_adapter_by_either_of_its_names(
         await auntil(job.ended)
     assert {line["response"]["body"]["model"] for line in job.lines("output").values()} == {"mine"}
     assert job.faults() == []
+
+
+async def test_all_lines_of_a_batch_go_to_one_version(valkey: Redis, valkey_url: str, tmp_path: Path) -> None:
+    """Vectors of two versions cannot be compared."""
+    cards.add_version(valkey, CARD | {"version": "f" * 12}, {})
+    routes.set_split(valkey, "tiny", {"f" * 12: 50})
+    job = Job(valkey, tmp_path, [GOOD] * 12)
+    async with sweeping(valkey_url, job, block=1):
+        await auntil(lambda: job.read().count("line") == 12)
+    assert len({valkey.hget(keys.task(batches.task_id(job.id, line)), "version") for line in range(12)}) == 1
 
 
 async def test_batches_pause_while_the_store_has_no_room_and_no_line_is_refused(
