@@ -38,6 +38,7 @@ TINY = {
     "tests.bench.compressed_kv": ["--sequences 1 --length 64 --chunk 16 --layers 1 --rounds 1"],
     "tests.bench.llama_cpp": ["MODEL --requests 1 --tokens 4 --rounds 1 --threads 1"],
     "tests.bench.looks": ["--workers 10 --calls 100"],
+    "tests.bench.routing": ["--tasks 40 --changes 2 --rounds 1"],
     "tests.bench.consoles": ["--consoles 2 --workers 3 --seconds 1"],
     "tests.bench.failover": [
         *("--kills 1 --workers 2 --streams 2", "--soak 1 --workers 1 --streams 2"),

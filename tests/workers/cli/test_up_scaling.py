@@ -19,9 +19,9 @@ from workers.cli.client import Gateway
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 #: Streams at a time: far more than one worker runs, and more than it does in the 2 s that a task may wait.
-STREAMS = 12
+STREAMS = 24
 #: Tokens of short and of long tasks.
-SHORT, LONG = 40, 400
+SHORT, LONG = 40, 900
 
 
 def stream(gateway: Gateway, seed: int, tokens: int) -> list[dict[str, Any]]:
