@@ -106,7 +106,7 @@ def split(
 ) -> None:
     """Send parts of a model's new tasks to other versions; the default gets the rest. Without arguments: show it.
 
-    Tasks with equal keys go to the same version, and a change of a percentage moves few others than it has to.
+    Tasks with equal keys go to the same version, and a change of a percentage moves few more of them than it has to.
     """
     from producers.admin import routes
 

@@ -103,7 +103,7 @@ class Rule:
         if self.header is not None:
             name, _, value = self.header.partition(":")
             return selection.headers.get(name.strip().lower()) == value.strip()
-        return (self.tenant or self.tier) == (selection.tier if self.tenant is None else selection.tenant)
+        return self.tier == selection.tier if self.tenant is None else self.tenant == selection.tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ def checked(routing: Routing) -> Routing:
     if routing.sticky not in STICKY:
         raise RoutingError(f"sticky is {routing.sticky!r}; it is {' or '.join(STICKY)}")
     for rule in routing.rules:
-        if [rule.tenant, rule.tier, rule.header].count(None) != len(RULED) - 1:
+        if sum(map(bool, (rule.tenant, rule.tier, rule.header))) != 1:
             raise RoutingError(f"a rule looks at one of {', '.join(RULED)}")
         if rule.header is not None and not all(map(str.strip, rule.header.partition(":"))):
             raise RoutingError(f"a rule's header is {rule.header!r}; write it as `Name: value`")

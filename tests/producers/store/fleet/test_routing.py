@@ -136,6 +136,7 @@ class TestChanges:
             (lambda store: routes.set_aliases(store, "m", {"b": "a"}), "'b' is a version of m"),
             (lambda store: routes.set_aliases(store, "m", {}, ["gone"]), "has no alias 'gone'"),
             (lambda store: routes.add_rule(store, "m", Rule("b")), "looks at one of"),
+            (lambda store: routes.add_rule(store, "m", Rule("b", tenant="")), "looks at one of"),
             (lambda store: routes.add_rule(store, "m", Rule("b", header="X")), "`Name: value`"),
             (lambda store: routes.add_rule(store, "m", Rule("zzz", tenant="t")), "'zzz' is no alias"),
             (lambda store: routes.restore(store, "m", 9), "generation 9 of m is not kept"),
