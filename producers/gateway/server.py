@@ -8,13 +8,13 @@ import signal
 import socket
 from collections.abc import Callable
 from types import FrameType
-from typing import Final
+from typing import Final, cast
 
 import uvicorn
 from fastapi import FastAPI
 
 from producers.gateway.app import create_app
-from producers.gateway.http.connection import limited
+from producers.gateway.http.connection import Connection, limited
 from producers.gateway.http.peers import SHARE, Peers
 from producers.gateway.http.sse import Streams
 from producers.gateway.http.websocket import MAX_MESSAGE, Socket
@@ -53,6 +53,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._loop.call_later(self._drain, self._streams.end)
+        cast("type[Connection]", self.config.http_protocol_class).stops = True
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -9,6 +9,7 @@
   503 or 429.
 - A reader that takes nothing is cut off (`abort`): closed, a socket would wait for it, with all that it was sent.
 - A caller who speaks HTTP/1.0 is sent no chunks.
+- When the gateway stops, a request that has begun to come in, or is about to on a new connection, is still answered.
 - A request may be sent before the answer to the one before; MAX_PIPELINED may wait for theirs.
 - A head that a proxy may read otherwise is refused, so that a proxy before the gateway reads no other requests in a
   connection's bytes. llhttp refuses most of what is doubtful: Content-Length beside Transfer-Encoding or twice, a bare
@@ -91,6 +92,8 @@ COPIED_S: Final = 5e-10
 SENT_S: Final = 4e-9
 #: The SO_LINGER value that makes close discard unsent data.
 _NOW: Final = struct.pack("ii", 1, 0)
+#: Seconds for which a connection that was just made is waited for when the gateway stops: its request is under way.
+FIRST_S: Final = 2.0
 #: Requests of a connection that may wait for their answers: one read of 256 KiB could hold 8,000, each kept whole.
 MAX_PIPELINED: Final = 64
 _LARGE_HEAD: Final = Problem(
@@ -301,6 +304,8 @@ class Connection(HttpToolsProtocol):
     peers: ClassVar[Peers]
     fair_share: ClassVar[FairShare]
     refused: ClassVar[Callable[[str], None]]
+    stops: ClassVar[bool] = False
+    """Whether the gateway stops: each connection ends with its next answer."""
     _late: asyncio.TimerHandle | None = None
     _received = 0
     """Bytes of the body since `_wait`."""
@@ -343,6 +348,19 @@ class Connection(HttpToolsProtocol):
             type(self).refused(problem.code)
         else:
             self._wait()
+            if self.stops:  # it was taken before, and made after
+                self.shutdown()
+
+    def shutdown(self) -> None:
+        """End it once what it has begun is answered. uvicorn would close one whose first request is still coming."""
+        if self.cycle is None and not self._unread:
+            self.loop.call_later(FIRST_S, self._end_unused)
+        elif not self._unread:
+            super().shutdown()
+
+    def _end_unused(self) -> None:
+        if self.cycle is None and not self._unread:
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
@@ -478,6 +496,8 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         if self.parser.should_upgrade() and self._should_upgrade():
             return  # without a cycle: a `Socket` answers
+        if self.stops:
+            self.cycle.keep_alive = False
         if self.scope["http_version"] == "1.0":
             _end_by_closing(self.cycle)
         self.headers = []  # the scope has the request's; a trailer is none of them (RFC 9110, 6.5.1)
@@ -500,6 +520,7 @@ class Connection(HttpToolsProtocol):
             return  # llhttp says so behind the head; `data_received` goes on with the body
         self._stop_timer()
         self._coming = None
+        self._unread = 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:

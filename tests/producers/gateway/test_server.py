@@ -64,6 +64,23 @@ def test_sigterm_stops_listening_lets_streams_finish_and_exits_0(
         assert process.exitcode == 0
 
 
+def test_a_request_that_has_begun_to_come_in_is_answered_after_sigterm(valkey_url: str) -> None:
+    with gateway(valkey_url, drain=60) as (address, process):
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as caller:
+            caller.sendall(b"GET /livez HTTP/1.1\r\n")
+            with httpx.Client(base_url=address) as http:  # so that the gateway has seen the first
+                assert http.get("/livez").status_code == 200
+            process.terminate()
+            until(lambda: refuses(address))
+            caller.sendall(b"host: x\r\n\r\n")
+            answer = caller.makefile("rb").read()
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n"), answer
+        assert b"\r\nconnection: close\r\n" in answer.lower()
+        process.join(60)
+        assert process.exitcode == 0
+
+
 @pytest.mark.parametrize("drain", [0.2, 60])
 def test_streams_are_ended_after_the_drain_time_or_at_a_second_signal(
     valkey_url: str, valkey: Redis, model: str, drain: float
