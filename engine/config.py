@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from engine.declared import Flag, Integer, Number, OneOf, Text, checked, declare
-from engine.errors import EngineError, RequestError
+from engine.errors import EngineError, ErrorText, FieldName, RequestError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -148,20 +148,30 @@ class EngineConfig:
         try:
             checked(self)
         except RequestError as error:  # a setting is the operator's, not a request's
-            raise EngineError(str(error)) from None
+            raise EngineError(error.message) from None
         if self.speculate is None:
             object.__setattr__(self, "speculate", "none" if self.draft_model is None else "draft")
         if (self.speculate == "draft") != (self.draft_model is not None):
             raise EngineError(
-                "speculate='draft' needs draft_model: the model that guesses, such as tiny-draft for tiny-v2"
+                ErrorText.of(
+                    "{speculate}='draft' needs {draft_model}: the model that guesses, such as tiny-draft for tiny-v2"
+                )
                 if self.draft_model is None
-                else f"speculate={self.speculate!r} with draft_model={self.draft_model!r}: a draft model goes with "
-                f"speculate='draft' alone"
+                else ErrorText.of(
+                    "{speculate}={} with {draft_model}={}: a draft model goes with {speculate}='draft' alone",
+                    repr(self.speculate),
+                    repr(self.draft_model),
+                )
             )
         for name in ("max_num_batched_tokens", "max_non_priority_step_tokens"):
             tokens = getattr(self, name)
             if tokens is not None and self.max_num_seqs is not None and tokens < self.max_num_seqs:
                 raise EngineError(
-                    f"{name}={tokens} is less than max_num_seqs={self.max_num_seqs}: a step must hold one token of "
-                    f"every sequence; raise the first or lower the second"
+                    ErrorText.of(
+                        "{}={} is less than {max_num_seqs}={}: a step must hold one token of every sequence; raise the "
+                        "first or lower the second",
+                        FieldName(name),
+                        tokens,
+                        self.max_num_seqs,
+                    )
                 )

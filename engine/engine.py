@@ -17,7 +17,7 @@ import torch
 
 from engine.adapters import Adapter, load_adapter
 from engine.config import EngineConfig
-from engine.errors import DeviceLostError, EngineError, RequestError, brief
+from engine.errors import DeviceLostError, EngineError, ErrorText, RequestError, brief
 from engine.execution.loop import StepLoop
 from engine.execution.placement import REHEARSED, plan_capacity, runner_for, speculation_for, while_idle
 from engine.execution.threads import threads_for
@@ -293,7 +293,7 @@ class _Collector:
 def device_named(requested: str) -> torch.device:
     """The torch device for a value of EngineConfig.device. Raises EngineError if there is no such device."""
     if requested == "cuda" and not torch.cuda.is_available():
-        raise EngineError("device='cuda', but torch finds no CUDA device; use 'cpu' or 'auto'")
+        raise EngineError(ErrorText.of("{device}='cuda', but torch finds no CUDA device; use 'cpu' or 'auto'"))
     return torch.device("cuda" if requested != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -303,13 +303,21 @@ def check_same_tokens(tokenizer: Tokenizer | None, model: Model, folder: Path, d
     theirs = Tokenizer.from_folder(folder) if has_tokenizer(folder) else None
     if draft.vocab_size != model.vocab_size:
         raise EngineError(
-            f"draft_model={str(folder)!r} has a vocabulary of {draft.vocab_size} tokens, and the model one of "
-            f"{model.vocab_size}; a draft model must have the model's own"
+            ErrorText.of(
+                "{draft_model}={} has a vocabulary of {} tokens, and the model one of {}; a draft model must have the "
+                "model's own",
+                repr(str(folder)),
+                draft.vocab_size,
+                model.vocab_size,
+            )
         )
     if tokenizer is not None and theirs is not None and not tokenizer.same_tokens(theirs):
         raise EngineError(
-            f"draft_model={str(folder)!r} has another tokenizer: the same token ids stand for other tokens; "
-            f"a draft model must have the model's own"
+            ErrorText.of(
+                "{draft_model}={} has another tokenizer: the same token ids stand for other tokens; a draft model "
+                "must have the model's own",
+                repr(str(folder)),
+            )
         )
 
 

@@ -82,6 +82,12 @@ class ErrorText(str):
         return ErrorText, (str(self), self.fields)
 
 
+def message_of(error: BaseException) -> str:
+    """An error's message; an ErrorText where it was raised with one."""
+    first = error.args[0] if len(error.args) == 1 else None
+    return first if isinstance(first, ErrorText) else str(error)
+
+
 def fields_of(message: str) -> list[list[int | str]]:
     """The fields that a message names, for JSON: [index in the text, field] of each."""
     return [[at, name] for at, name in message.fields] if isinstance(message, ErrorText) else []

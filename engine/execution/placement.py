@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from engine.config import EngineConfig
-from engine.errors import EngineError
+from engine.errors import EngineError, ErrorText
 from engine.execution.device import DeviceRunner, rehearse, step_bytes
 from engine.execution.runner import Runner
 from engine.kv import Capacity, KvSpace
@@ -41,7 +41,11 @@ def plan_capacity(model: Model, config: EngineConfig, draft: Model | None = None
     step_tokens = config.max_num_batched_tokens or max(_STEP_TOKENS[model.device.type], sequences)
     length = model.context_length if config.max_model_len is None else config.max_model_len
     if length > model.context_length:
-        raise EngineError(f"max_model_len={length} is more than the model's context of {model.context_length} tokens")
+        raise EngineError(
+            ErrorText.of(
+                "{max_model_len}={} is more than the model's context of {} tokens", length, model.context_length
+            )
+        )
     capacity = Capacity((), config.block_size, sequences, step_tokens, length, config.max_non_priority_step_tokens)
     return replace(capacity, spaces=_spaces(model, config, capacity, draft))
 
@@ -81,8 +85,11 @@ def whole_group(model: Model) -> int:
     if index is None:
         windows = ", ".join(str(group.window) for group in model.kv_groups)
         raise EngineError(
-            f"speculate='draft' needs a model of which some layers see all of a sequence, and all of this one's see "
-            f"{windows} tokens back; use 'lookup' or 'none'"
+            ErrorText.of(
+                "{speculate}='draft' needs a model of which some layers see all of a sequence, and all of this one's "
+                "see {} tokens back; use 'lookup' or 'none'",
+                windows,
+            )
         )
     return index
 
@@ -101,7 +108,7 @@ def speculation_for(
     if config.speculate == "lookup":
         proposer = Lookup(capacity.max_num_seqs, model.vocab_size)
     elif draft is None:
-        raise EngineError("speculate='draft' is without its model: it comes with Engine.load")
+        raise EngineError(ErrorText.of("{speculate}='draft' is without its model: it comes with Engine.load"))
     else:
         whole = whole_group(model)
         # A draft model catches up with a sequence by whole blocks.
@@ -160,6 +167,10 @@ def runner_for(model: Model, config: EngineConfig, capacity: Capacity) -> Runner
             raise
         blocks = " and ".join(str(space.num_blocks) for space in capacity.spaces)
         raise EngineError(
-            f"{model.device.type} has no memory for a KV cache of {blocks} blocks; lower kv_cache_bytes or "
-            f"memory_share: {error}"
+            ErrorText.of(
+                "{} has no memory for a KV cache of {} blocks; lower {kv_cache_bytes} or {memory_share}: {}",
+                model.device.type,
+                blocks,
+                error,
+            )
         ) from error

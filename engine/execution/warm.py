@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.errors import EngineError
+from engine.errors import EngineError, ErrorText
 from engine.execution.device import DeviceRunner, rehearse
 from engine.execution.device.rehearsal import CONTEXTS, PROMPTS
 from engine.execution.placement import SEQUENCES
+from engine.kernels.choice import narrow_and_deterministic
 from engine.kernels.fp8 import CAPABILITY
 from engine.kv import KvSpace
 from engine.models import Model, shape_of
@@ -77,10 +78,14 @@ def warm(
     if interpreted():
         raise EngineError("TRITON_INTERPRET is set: kernels are interpreted then, not compiled; unset it")
     if kv_cache_dtype != "auto" and deterministic:
-        raise EngineError(f"kv_cache_dtype={kv_cache_dtype!r} with deterministic=True is for CPUs; use one of the two")
+        raise narrow_and_deterministic(kv_cache_dtype)
     least = 10 * CAPABILITY[0] + CAPABILITY[1]
     if "fp8" in (quantization, kv_cache_dtype) and target_of(arch).arch < least:
-        raise EngineError(f"{arch} has no 8-bit floats: quantization='fp8' and kv_cache_dtype='fp8' need sm_{least}")
+        raise EngineError(
+            ErrorText.of(
+                "{} has no 8-bit floats: {quantization}='fp8' and {kv_cache_dtype}='fp8' need sm_{}", arch, least
+            )
+        )
     began, slots = time.perf_counter(), max_num_seqs or SEQUENCES["cuda"]
     sets: tuple[type[Gpu], type[Gpu]] = (DeterministicGpu, DeterministicFp8Gpu) if deterministic else (Gpu, Fp8Gpu)
     chosen = sets[quantization == "fp8"]

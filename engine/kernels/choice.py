@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from engine.errors import EngineError
+from engine.errors import EngineError, ErrorText, FieldName
 from engine.kernels.fallback import Cpu, Sdpa, computes_natively
 from engine.kernels.fp8 import CAPABILITY
 from engine.kernels.native import Native, load_library
@@ -83,40 +83,60 @@ def _check(device: torch.device, name: str, deterministic: bool, kv_cache_dtype:
     """Raises EngineError if the set cannot do what is asked."""
     able = SETS[name]
     if able.device == "cpu" and device.type != "cpu":
-        raise EngineError(f"kernels={name!r} are for CPUs, and the device is {device.type}; use 'auto'")
+        raise EngineError(
+            ErrorText.of("{kernels}={} are for CPUs, and the device is {}; use 'auto'", repr(name), device.type)
+        )
     narrow = kv_cache_dtype != "auto"
     if narrow and not able.narrow_kv:
-        raise _lacking(f"kv_cache_dtype={kv_cache_dtype!r}", device, name)
+        raise _lacking(ErrorText.of("{kv_cache_dtype}={}", repr(kv_cache_dtype)), device, name)
     if deterministic and not able.deterministic:
-        raise _lacking("deterministic=True", device, name)
+        raise _lacking(FieldName("deterministic"), device, name)
     if narrow and deterministic and not able.both:
-        raise EngineError(f"kv_cache_dtype={kv_cache_dtype!r} with deterministic=True is for CPUs; use one of the two")
+        raise narrow_and_deterministic(kv_cache_dtype)
 
 
-def _lacking(option: str, device: torch.device, name: str) -> EngineError:
+def narrow_and_deterministic(kv_cache_dtype: str) -> EngineError:
+    """The error for a KV cache of 8 bits with deterministic mode where no kernel set has both."""
+    return EngineError(
+        ErrorText.of("{kv_cache_dtype}={} with {deterministic} is for CPUs; use one of the two", repr(kv_cache_dtype))
+    )
+
+
+def _lacking(setting: ErrorText | FieldName, device: torch.device, name: str) -> EngineError:
     unbuilt = device.type == "cpu" and load_library() is None
     return EngineError(
-        f"{option} needs native kernels on a CPU, and kernels='triton' on a CUDA device, and on {device.type} they are "
-        f"{name!r}; {'install penstock where a C++ compiler is' if unbuilt else 'use kernels=' + repr('auto')}"
+        ErrorText.of(
+            "{} needs native kernels on a CPU, and {kernels}='triton' on a CUDA device, and on {} they are {}; {}",
+            setting,
+            device.type,
+            repr(name),
+            "install penstock where a C++ compiler is" if unbuilt else ErrorText.of("use {kernels}='auto'"),
+        )
     )
 
 
 def _check_fp8(device: torch.device, dtype: torch.dtype, name: str) -> None:
     """Raises EngineError if weights cannot be quantised to 8-bit floats."""
     if device.type != "cuda":
-        raise EngineError(f"quantization='fp8' needs a CUDA device, and the device is {device.type}; use 'none'")
+        raise EngineError(
+            ErrorText.of("{quantization}='fp8' needs a CUDA device, and the device is {}; use 'none'", device.type)
+        )
     capability = torch.cuda.get_device_capability(device)
     if capability < CAPABILITY:
         raise EngineError(
-            f"quantization='fp8' needs {_ada()}, and this one has {capability[0]}.{capability[1]}; use 'none'"
+            ErrorText.of("{quantization}='fp8' needs {}, and this one has {}.{}; use 'none'", _ada(), *capability)
         )
     if dtype != torch.bfloat16:
         raise EngineError(
-            f"quantization='fp8' computes in bfloat16, and dtype is {str(dtype).removeprefix('torch.')}; "
-            f"use dtype='bfloat16'"
+            ErrorText.of(
+                "{quantization}='fp8' computes in bfloat16, and {dtype} is {}; use {dtype}='bfloat16'",
+                str(dtype).removeprefix("torch."),
+            )
         )
     if not SETS[name].fp8:
-        raise EngineError(f"quantization='fp8' goes with kernels='triton', not with {name!r}; use 'auto'")
+        raise EngineError(
+            ErrorText.of("{quantization}='fp8' goes with {kernels}='triton', not with {}; use 'auto'", repr(name))
+        )
 
 
 def _ada() -> str:
@@ -127,7 +147,9 @@ def _native(dtype: torch.dtype, deterministic: bool, kv_cache_dtype: str) -> Nat
     built = load_library()
     if built is None:
         raise EngineError(
-            "kernels='native' are not built for this CPU: install penstock where a C++ compiler is, or use 'auto'"
+            ErrorText.of(
+                "{kernels}='native' are not built for this CPU: install penstock where a C++ compiler is, or use 'auto'"
+            )
         )
     return Native(dtype, built, deterministic=deterministic, kv_cache_dtype=kv_cache_dtype)
 
@@ -138,14 +160,16 @@ def _has_triton() -> bool:
 
 def _triton(device: torch.device, dtype: torch.dtype, fp8: bool, deterministic: bool, kv_cache_dtype: str) -> Gpu:
     if not _has_triton():
-        raise EngineError("kernels='triton' need triton, which is not installed: pip install 'penstock[gpu]'")
+        raise EngineError(
+            ErrorText.of("{kernels}='triton' need triton, which is not installed: pip install 'penstock[gpu]'")
+        )
     from engine.kernels.deterministic import DeterministicFp8Gpu, DeterministicGpu
     from engine.kernels.gpu import Fp8Gpu, Gpu, interpreted
 
     if device.type == "cpu" and not interpreted():
-        raise EngineError("kernels='triton' are for CUDA devices, and the device is cpu; use 'auto'")
+        raise EngineError(ErrorText.of("{kernels}='triton' are for CUDA devices, and the device is cpu; use 'auto'"))
     if kv_cache_dtype == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
-        raise EngineError(f"kv_cache_dtype='fp8' needs {_ada()}; use 'int8'")
+        raise EngineError(ErrorText.of("{kv_cache_dtype}='fp8' needs {}; use 'int8'", _ada()))
     if deterministic:
         return DeterministicFp8Gpu(dtype) if fp8 else DeterministicGpu(dtype)
     return (Fp8Gpu if fp8 else Gpu)(dtype, kv_cache_dtype=kv_cache_dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from engine.errors import EngineError
+from engine.errors import EngineError, ErrorText
 from engine.kernels.fp8 import CAPABILITY, fp8_bytes, fp8_linear, fp8_product, multiplies_fp8, padded
 from engine.kernels.layer import DenseProduct, ExpertParts, PreparedExperts, PreparedLinear
 from engine.kernels.packed import Int4Weight, Int8Weight
@@ -127,8 +127,11 @@ class Gpu(Reference):
         dense = [product.weight for product in products if isinstance(product, DenseProduct) and product.bias is None]
         if len(dense) < len(products):
             raise EngineError(
-                f"experts with quantised weights or biases are not served by {self.name}: serve this model on a CPU "
-                "(--device cpu), with kernels='sdpa', or from a checkpoint that is not quantised"
+                ErrorText.of(
+                    "experts with quantised weights or biases are not served by {}: serve this model with "
+                    "{device}='cpu', with {kernels}='sdpa', or from a checkpoint that is not quantised",
+                    self.name,
+                )
             )
         return dense
 
@@ -161,8 +164,13 @@ class Gpu(Reference):
     def prepare_attention(self, heads: int, kv_heads: int, head_dim: int, softcap: float | None) -> None:
         if self._kind == INT8 and head_dim % SCALE_BYTES:
             raise EngineError(
-                f"kv_cache_dtype='int8' on {self.name} goes with heads of a multiple of {SCALE_BYTES}, and the model "
-                f"has heads of {head_dim}; use 'fp8'"
+                ErrorText.of(
+                    "{kv_cache_dtype}='int8' on {} goes with heads of a multiple of {}, and the model has heads of {}; "
+                    "use 'fp8'",
+                    self.name,
+                    SCALE_BYTES,
+                    head_dim,
+                )
             )
 
     def rope_and_write(self, heads: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, batch: RaggedBatch) -> Tensor:

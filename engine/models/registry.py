@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.declared import shown
-from engine.errors import ModelError
+from engine.errors import ErrorText, ModelError
 from engine.kernels import Kernels, RaggedBatch, select
 from engine.kernels.reference import Reference
 from engine.kv import KvGroup
@@ -276,7 +276,11 @@ def _scheme(path: Path, config: Config, quantization: str, device: torch.device)
         experts = any(config.get(name) for name in _PARTS if _PARTS[name] == "experts")
         return None if quantization != "none" or (device.type == "cuda" and experts) else scheme
     if scheme is not None and quantization != "none":
-        raise ModelError(f"{path}: the checkpoint is quantised already; leave quantization={quantization!r} out")
+        raise ModelError(
+            ErrorText.of(
+                "{}: the checkpoint is quantised already; leave {quantization}={} out", path, repr(quantization)
+            )
+        )
     return scheme
 
 

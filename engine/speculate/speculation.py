@@ -9,7 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Each
 from typing import Protocol
 
-from engine.errors import EngineError
+from engine.errors import EngineError, ErrorText
 from engine.plan import ScheduledSeq, StepPlan
 from engine.sequence import Sequence
 from engine.speculate.policy import Policy
@@ -154,8 +154,12 @@ class Lookup:
         """Raises EngineError if the vocabulary has more tokens than Unicode has characters."""
         if vocab_size > _MOST_TOKENS:
             raise EngineError(
-                f"speculate='lookup' is for vocabularies of up to {_MOST_TOKENS} tokens, and the model's has "
-                f"{vocab_size}; use 'draft' or 'none'"
+                ErrorText.of(
+                    "{speculate}='lookup' is for vocabularies of up to {} tokens, and the model's has {}; use 'draft' "
+                    "or 'none'",
+                    _MOST_TOKENS,
+                    vocab_size,
+                )
             )
         self._owners: list[Sequence | None] = [None] * slots
         self._texts = [""] * slots

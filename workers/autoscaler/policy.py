@@ -35,6 +35,7 @@ from typing import Annotated, Any, Final, Self, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
+from engine.errors import ErrorText, FieldName
 from producers.contract import keys
 from producers.contract.profile import Profile
 
@@ -102,17 +103,23 @@ class Rules:
     def __post_init__(self) -> None:
         """Raises ValueError, which names the bad setting."""
         if not 0 <= self.min <= self.max:
-            raise ValueError(f"min is {self.min} and max is {self.max}; they must be 0 <= min <= max")
+            raise ValueError(
+                ErrorText.of("{min} is {} and {max} is {}; they must be 0 <= {min} <= {max}", self.min, self.max)
+            )
         if self.max < 1:
-            raise ValueError(f"max is {self.max}; it must be at least 1")
+            raise ValueError(ErrorText.of("{max} is {}; it must be at least 1", self.max))
         if self.growth <= 1:
-            raise ValueError(f"growth is {self.growth:g}; it must be above 1")
+            raise ValueError(ErrorText.of("{growth} is {}; it must be above 1", f"{self.growth:g}"))
         for name in _ABOVE_ZERO:
             if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} is {getattr(self, name):g}; it must be above 0")
+                raise ValueError(_out_of_range(name, getattr(self, name), "above 0"))
         for name in ("step", "patience", "cheap_start", "duty_for"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} is {getattr(self, name):g}; it must be 0 or more")
+                raise ValueError(_out_of_range(name, getattr(self, name), "0 or more"))
+
+
+def _out_of_range(name: str, value: float, range: str) -> ErrorText:
+    return ErrorText.of("{} is {}; it must be {}", FieldName(name), f"{value:g}", range)
 
 
 @cache

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from engine.errors import message_of
 from workers import errors
 
 
@@ -58,7 +59,7 @@ def refusing(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        raise Failure(str(error)) from error
+        raise Failure(message_of(error)) from error
 
 
 @contextmanager

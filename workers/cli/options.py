@@ -19,7 +19,7 @@ import typer
 
 from engine.config import EngineConfig
 from engine.declared import Biases, Bound, Declared, Flag, Integer, Number, Strings, TokenIds, declared, shown
-from engine.errors import RequestError
+from engine.errors import RequestError, message_of, renamed
 from engine.params import SamplingParams
 from workers.cli.exits import Failure, needs
 from workers.cli.terminal import note
@@ -278,10 +278,12 @@ def takes(**groups: Collection[Option]) -> Callable[[Callable[..., None]], Calla
 
     def taking(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
+        declared_here = (field for group in groups.values() for field in group if isinstance(field, Declared))
+        options = {field.name: _option_of(field) for field in declared_here}
         every: list[inspect.Parameter] = []
         for parameter in signature.parameters.values():
-            options = map(_parameter, groups[parameter.name]) if parameter.name in groups else [parameter]
-            every += [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options]
+            taken = map(_parameter, groups[parameter.name]) if parameter.name in groups else [parameter]
+            every += [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in taken]
 
         @wraps(command)
         def called(**arguments: Any) -> None:
@@ -293,7 +295,7 @@ def takes(**groups: Collection[Option]) -> Callable[[Callable[..., None]], Calla
             try:
                 command(**arguments)
             except Refused as refused:
-                raise Failure(_as_written(str(refused), groups.values()), refused.status) from refused
+                raise Failure(renamed(message_of(refused), options), refused.status) from refused
 
         called.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
         called.__annotations__ = {parameter.name: parameter.annotation for parameter in every}
@@ -306,16 +308,6 @@ def options_of(command: Callable[..., None], names: Iterable[str]) -> list[inspe
     """These options of another command, for one that passes them on."""
     parameters = inspect.signature(command, eval_str=True).parameters
     return [parameters[name] for name in names]
-
-
-def _as_written(message: str, groups: Iterable[Collection[Option]]) -> str:
-    """A message with the options in place of fields' names: words with `_`, or before `=`. Paths stay as they are."""
-    fields = [field for group in groups for field in group if isinstance(field, Declared)]
-    options = {field.name: _option_of(field) for field in fields}
-    if not options:
-        return message
-    names = "|".join(name if "_" in name else f"{name}(?==)" for name in options)
-    return re.sub(rf"(?<![\w/.-])({names})(?![\w/-])(?:=True)?", lambda match: options[match[1]], message)
 
 
 def _option_of(field: Declared) -> str:

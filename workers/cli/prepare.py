@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from engine.errors import ErrorText, message_of
 from workers.cli.commands import Commands
 from workers.cli.exits import PROCESS_STATUS, Exit, Failure, needs
 from workers.cli.options import ENGINE, Model, find_models, takes
@@ -356,7 +357,7 @@ def warm(
             **engine,
         )
     except EngineError as error:
-        raise Failure(f"cannot compile the kernels of {model}: {error}") from error
+        raise Failure(ErrorText.of("cannot compile the kernels of {}: {}", model, message_of(error))) from error
     except OSError as error:
         raise Failure(f"cannot write {cache_dir or default_cache()}: {error}") from error
     if as_json:

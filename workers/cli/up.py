@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from engine.errors import message_of, renamed
 from producers.connection.local import DATA_DIR
 from workers.cli.commands import Commands
 from workers.cli.exits import CALLER_STATUS, PROCESS_STATUS, Failure, check_extras, refusing
@@ -376,10 +377,8 @@ def _rules(
         rules = Rules(min=min_workers or 0, max=max_workers)
         return replace(rules, **given, **more)
     except ValueError as error:
-        message = f"--min is {min_workers} and --max is {max_workers}; --min must not be larger"
-        raise Failure(
-            message if (min_workers or 0) > max_workers else f"--{str(error).split()[0].replace('_', '-')}: {error}"
-        ) from error
+        options = {name: f"--{name.replace('_', '-')}" for name in ("min", "max", *scaling)}
+        raise Failure(renamed(message_of(error), options)) from error
 
 
 def _standby_s(standby: bool | None, idle: float | None, rules: Rules) -> float | None:

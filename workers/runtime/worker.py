@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from redis import Redis
 
+from engine.errors import ErrorText, message_of
 from producers.connection import logs
 from producers.connection.log_throttle import Throttle, warn_throttled
 from producers.connection.trouble import trouble
@@ -241,7 +242,7 @@ def load_engine(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, byt
         reading = _Reading().notify
         engine = kind.load(folder, EngineConfig(**options), loaded=COLD_START.mark, progress=reading)
     except EngineError as exc:
-        raise Refused(f"cannot serve {folder}: {exc}") from exc
+        raise Refused(ErrorText.of("cannot serve {}: {}", folder, message_of(exc))) from exc
     if engine.card is None:
         raise Refused(f"cannot serve {folder}: it has no tokenizer.json")
     engine.card = replace(engine.card, name=model_files.name)

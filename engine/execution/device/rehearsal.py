@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
-from engine.errors import EngineError
+from engine.errors import EngineError, ErrorText
 from engine.execution.device.graphs import FEWEST_PLACES, batch_sizes
 from engine.execution.device.runner import DeviceRunner
 from engine.kv import KvSpace, Table, first_block
@@ -77,8 +77,13 @@ def step_bytes(model: Model, *, block_size: int, max_num_seqs: int, max_num_batc
             peaks.append(torch.cuda.max_memory_allocated(model.device) - before - runner.kv_bytes)
     except torch.OutOfMemoryError as error:
         raise EngineError(
-            f"the device has no memory for a step of {max_num_batched_tokens} tokens or of {max_num_seqs} sequences; "
-            f"lower max_num_batched_tokens or max_num_seqs: {error}"
+            ErrorText.of(
+                "the device has no memory for a step of {} tokens or of {} sequences; lower {max_num_batched_tokens} "
+                "or {max_num_seqs}: {}",
+                max_num_batched_tokens,
+                max_num_seqs,
+                error,
+            )
         ) from error
     del runner
     torch.cuda.empty_cache()

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.errors import EngineError
+from engine.errors import EngineError, ErrorText
 from engine.kv import KvSpace, Table
 from engine.plan import ScheduledSeq
 
@@ -61,8 +61,15 @@ class DeviceRows:
         entries = slots * (sum(table_lengths) + len(table_lengths))
         if entries > _MAX_ENTRIES:
             raise EngineError(
-                f"the block tables of {slots} sequences of {length} tokens in blocks of {block_size} have {entries} "
-                f"entries, more than {_MAX_ENTRIES}; raise block_size, or lower max_num_seqs or max_model_len"
+                ErrorText.of(
+                    "the block tables of {} sequences of {} tokens in blocks of {} have {} entries, more than {}; "
+                    "raise {block_size}, or lower {max_num_seqs} or {max_model_len}",
+                    slots,
+                    length,
+                    block_size,
+                    entries,
+                    _MAX_ENTRIES,
+                )
             )
         whole = entries <= _MOST_AT_ONCE
         self._groups = [

@@ -178,12 +178,12 @@ def test_a_standby_is_kept_where_workers_come_and_go(
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (("--min", "3", "--max", "2"), "--min is 3 and --max is 2; --min must not be larger"),
+        (("--min", "3", "--max", "2"), "--min is 3 and --max is 2; they must be 0 <= --min <= --max"),
         (("--min", "1"), "--min 1 needs --max"),
         (("--workers", "2", "--max", "4"), "--workers 2 is a fixed number of workers"),
         (("--cool-down", "5"), "--cool-down needs --min or --max"),
         (("--worth", "5"), "--worth needs --min or --max"),
-        (("--max", "2", "--cool-down", "0"), "--cool-down: cool_down is 0; it must be above 0"),
+        (("--max", "2", "--cool-down", "0"), "--cool-down is 0; it must be above 0"),
         (("--standby-idle", "5"), "add --standby"),
         (("--max", "2", "--no-standby", "--standby-idle", "5"), "add --standby"),
         (("--port", "8001", "--health-port", "8000", "--workers", "2"), "port 8001 is the gateway's"),

@@ -112,7 +112,7 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(monkeypatch: pytest
     assert type(select(cuda, torch.bfloat16, kv_cache_dtype="int8")) is Gpu
     with pytest.raises(EngineError, match=r"kv_cache_dtype='fp8' needs a GPU of compute capability 8\.9"):
         select(cuda, torch.bfloat16, kv_cache_dtype="fp8")
-    with pytest.raises(EngineError, match="kv_cache_dtype='int8' with deterministic=True is for CPUs"):
+    with pytest.raises(EngineError, match="kv_cache_dtype='int8' with deterministic is for CPUs"):
         select(cuda, torch.bfloat16, kv_cache_dtype="int8", deterministic=True)
     with pytest.raises(EngineError, match=r"kernels='triton' on a CUDA device, .*'sdpa'"):
         select(cuda, torch.bfloat16, "sdpa", kv_cache_dtype="int8")
