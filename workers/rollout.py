@@ -28,6 +28,7 @@ from producers.contract import keys
 from producers.contract.profile import sane
 from producers.store.fleet import cards, rollouts
 from producers.store.fleet.rollouts import Rollout
+from producers.store.fleet.routing import RoutingError
 from producers.store.fleet.scaling import is_fresh
 from workers.autoscaler import watch
 from workers.autoscaler.pools import PoolSettings
@@ -67,6 +68,10 @@ def begin(store: Redis, new: New, workers: int | None, ready: int) -> Rollout:
     card = cards.read(store, name)
     _check(new, card)
     assert card is not None
+    try:
+        cards.check_default(store, name, new.version)
+    except RoutingError as error:
+        raise Refused(str(error)) from error
     cards.pin(store, name, card["version"])  # else the first new worker would take the new tasks
     now = rollouts.now(store)
     requested = Rollout(name, new.model.reference, new.version, card["version"], workers or max(1, ready), now, now)
@@ -236,9 +241,12 @@ class Carrier:
             waits = f"ready workers of version {record.version}: {view.ready} of {record.workers}{unready}"
             if view.ready >= record.workers:
                 publisher = cards.rollout_publisher(cards.read(self.store, rollout.model))
-                await asyncio.to_thread(
-                    cards.publish, self.store, self.new.card, self.new.files, rollout.before, publisher
-                )
+                try:
+                    await asyncio.to_thread(
+                        cards.publish, self.store, self.new.card, self.new.files, rollout.before, publisher
+                    )
+                except RoutingError as error:  # somebody has changed its stage meanwhile
+                    return self._to(record, "failed", f"nothing was switched; {error}")
                 self._tell_once(f"new tasks go to version {rollout.version}")
                 switched = True
                 continue

@@ -20,13 +20,12 @@ from redis.exceptions import ResponseError
 
 from producers.broker.base import NoSuchList
 from producers.client.aio import AsyncClient
-from producers.client.operations import repeated_fields
+from producers.client.operations import repeated_fields, task_of_record
 from producers.connection.script import parsed
 from producers.connection.trouble import trouble
 from producers.contract import keys
 from producers.contract.message import id_of, is_plain
 from producers.contract.record import Record
-from producers.contract.task import Task
 from producers.errors import PenstockError, TaskExists, TokenizerChanged
 
 #: Dead letters read at a time, unless they are large.
@@ -167,7 +166,7 @@ async def replay(client: AsyncClient, letter: Letter) -> Replayed:
         )
     again = str(uuid.uuid5(_SPACE, f"{record.id} {record.fields.get('created')}"))  # of two letters, too
     if not record.plain:
-        task = Task.parse(record.json("task") or {})
+        task = task_of_record(record)
         try:
             with suppress(TaskExists):  # an interrupted replay submitted it before
                 await client.admit(task, again, {**repeated_fields(record, task), "retried_from": record.id})

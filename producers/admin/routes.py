@@ -18,7 +18,7 @@ from producers.connection.script import parsed, text
 from producers.contract import keys
 from producers.store.access.audit import Change, operator
 from producers.store.fleet import cards, routing
-from producers.store.fleet.routing import DEFAULT, Routing, RoutingError, Rule
+from producers.store.fleet.routing import DEFAULT, NO_STAGE, Routing, RoutingError, Rule
 
 
 def current(store: Redis, model: str) -> Routing:
@@ -71,6 +71,31 @@ def add_rule(store: Redis, model: str, rule: Rule) -> Routing:
     return _change(store, model, f"rule to {rule.to}", lambda before: replace(before, rules=(*before.rules, rule)))
 
 
+def set_stages(store: Redis, model: str, stages: Mapping[str, str], reason: str = "") -> Routing:
+    """Give versions, or what aliases name, stages. `reason`: for the audit log. Raises as `set_aliases`, also where the
+    routing leads to a version in a way that its new stage does not allow."""
+
+    def change(before: Routing) -> Routing:
+        new = {before.version_at(target): stage for target, stage in stages.items()}
+        known = {before.default, *cards.versions_of(store.hgetall(keys.VERSIONS), model)}
+        for version in new:
+            if version not in known and version not in before.stages:
+                raise RoutingError(_unknown(store, model, version))
+        kept = {version: stage for version, stage in before.stages.items() if version in known}
+        after = {version: stage for version, stage in {**kept, **new}.items() if stage != NO_STAGE}
+        return replace(before, stages=after)
+
+    what = ", ".join(f"{version} {stage}" for version, stage in stages.items())
+    return _change(store, model, what + (f": {reason}" if reason else ""), change, "model.stage")
+
+
+def set_approval(store: Redis, model: str, *, required: bool) -> Routing:
+    """Let the default, the split and rules lead to approved versions alone, or to any. Raises as `set_aliases`, also
+    where one of them leads to a version that is not approved."""
+    what = f"approval {'required' if required else 'not required'}"
+    return _change(store, model, what, lambda before: replace(before, approval=required), "model.policy")
+
+
 def restore(store: Redis, model: str, generation: int) -> Routing:
     """Go back to what an earlier generation said, in a new one. Raises as `set_aliases`, also for a generation that is
     not kept."""
@@ -80,14 +105,17 @@ def restore(store: Redis, model: str, generation: int) -> Routing:
         if generation not in states:
             kept = ", ".join(map(str, sorted(states))) or "none"
             raise RoutingError(f"generation {generation} of {model} is not kept; kept are {kept}")
-        return replace(states[generation], generation=before.generation)
+        state = states[generation]
+        return replace(state, generation=before.generation, stages=before.stages, approval=before.approval)
 
     return _change(store, model, f"as of generation {generation}", change)
 
 
-def _change(store: Redis, model: str, what: str, change: Callable[[Routing], Routing]) -> Routing:
+def _change(
+    store: Redis, model: str, what: str, change: Callable[[Routing], Routing], did: str = "model.route"
+) -> Routing:
     by = operator()
-    audit = Change(by, "model.route", f"{model}: {what}"[:500])
+    audit = Change(by, did, f"{model}: {what}"[:500])
     while True:
         before = current(store, model)
         raw: Any = store.hget(keys.MODELS, model)
@@ -115,11 +143,15 @@ def _check_targets(store: Redis, new: Routing) -> None:
             raise RoutingError(f"{alias!r} is a version of {new.model}: call the alias otherwise")
     for version in sorted(new.versions()):
         if cards.of_version(store, new.model, version) is None:
-            known = ", ".join(cards.versions_of(store.hgetall(keys.VERSIONS), new.model)) or "none"
-            raise RoutingError(
-                f"{version!r} is no alias of {new.model}, and no version of it that is known here: a worker announces "
-                f"its version, and `penstock models publish FOLDER --as {new.model}@ALIAS` adds one; known are {known}"
-            )
+            raise RoutingError(_unknown(store, new.model, version))
+
+
+def _unknown(store: Redis, model: str, version: str) -> str:
+    known = ", ".join(cards.versions_of(store.hgetall(keys.VERSIONS), model)) or "none"
+    return (
+        f"{version!r} is no alias of {model}, and no version of it that is known here: a worker announces its version, "
+        f"and `penstock models publish FOLDER --as {model}@ALIAS` adds one; known are {known}"
+    )
 
 
 def _default_card(store: Redis, card: dict[str, Any], new: Routing) -> dict[str, Any] | None:

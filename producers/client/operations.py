@@ -7,6 +7,7 @@ import uuid
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, Final
 
 from producers.client.steps import FAILURES, Read, Steps, lost, persistently
@@ -254,13 +255,19 @@ def repeated(record: Record, chunks: Sequence[str] = ()) -> tuple[Task, dict[str
     """
     if not record.final:
         raise TaskNotFinal(f"Task {record.id} is {record.status}; only a task that has ended can be retried")
-    fields = record.json("task")
-    if chunks:
-        fields = {**fields, "input": [item for chunk in chunks for item in json.loads(chunk)["input"]]}
-    task = Task.parse(fields)
+    texts = {"input": [item for chunk in chunks for item in json.loads(chunk)["input"]]} if chunks else {}
+    task = task_of_record(record, texts)
     if (cut := record.json("shortened")) is not None:  # as it was requested
         task = task.model_copy(update={"max_tokens": cut["from"]})
     return task, {**repeated_fields(record, task), "retried_from": record.id}
+
+
+def task_of_record(record: Record, texts: Mapping[str, Any] = MappingProxyType({})) -> Task:
+    """The task of a record, with the alias or version that it named. `texts`: a parent's, which its record lacks.
+    Raises InvalidTask, and BrokenRecord."""
+    fields: Any = record.json("task") or {}
+    named = record.fields.get("named")
+    return Task.parse({**fields, **texts, **({} if named is None else {"version": named})})
 
 
 def chunk_tasks(record: Record, patience_s: float) -> Steps[list[str]]:

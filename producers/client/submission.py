@@ -176,6 +176,18 @@ class Directory:
                 param="model",
                 code="model_not_found",
             )
+        if (
+            routing is not None
+            and selection.version is not None
+            and not withdrawn
+            and routing.stage(version) == "archived"
+        ):
+            raise UnknownModel(
+                f"The version {version} of the model {shown(name)} is archived and gets no new tasks: name another "
+                f"one, or `penstock models stage {name} {version}=staging`",
+                param="model",
+                code="model_not_found",
+            )
         if routing is None and selection.version is None:
             return replace(resolved, selection=selection)
         aliases = () if routing is None else routing.aliases
@@ -388,6 +400,8 @@ def record_fields(task: Task, model: ResolvedModel, *, whole: bool = True) -> di
         "n": task.n,
         "tokens": task.kv_tokens(int(model.card["context_length"])),
     }
+    if task.version is not None:
+        fields["named"] = task.version
     if task.adapter is not None:
         fields["adapter"] = task.adapter
     if task.kind != "generate":

@@ -201,6 +201,8 @@ class RoutingView(BaseModel):
     split: dict[str, float] = Field(description="alias or version -> percent of the tasks; the default gets the rest")
     rules: list[RuleView] = Field(description="the first that fits goes before the split")
     sticky: str = Field(description="what stays with its target: caller or tenant")
+    stages: dict[str, str] = Field(description="version -> staging, approved or archived; others have none")
+    approval: bool = Field(description="whether the default, the split and rules lead to approved versions alone")
     changed_at: float = Field(description="unix seconds")
     by: str = Field(description="who changed it")
 
@@ -217,6 +219,8 @@ class RoutingView(BaseModel):
                 for rule in routing.rules
             ],
             sticky=text(routing.sticky),
+            stages={text(version): text(stage) for version, stage in routing.stages.items()},
+            approval=bool(routing.approval),
             changed_at=(sane(routing.at) or 0.0) / 1000,
             by=text(routing.by),
         )

@@ -1,4 +1,4 @@
-"""`penstock models alias`, `split`, `rule`, `routing` and `versions`: which version of a model new tasks go to."""
+"""`penstock models alias`, `split`, `rule`, `stage`, `routing`, `versions`: which version new tasks go to."""
 
 from __future__ import annotations
 
@@ -155,6 +155,47 @@ def rule(
         _show(state, as_json)
 
 
+@app.shown(
+    "penstock models stage tiny 34b1e3f2=approved --reason 'passed evaluation' --data-dir data", status=OPERATOR_STATUS
+)
+def stage(
+    name: Name,
+    stages: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[VERSION=STAGE...]",
+            help="A version, or an alias of it, and its stage: none, staging, approved or archived.",
+        ),
+    ] = None,
+    reason: Annotated[str, typer.Option(help="Why; for the audit log.")] = "",
+    require: Annotated[
+        bool | None,
+        typer.Option(
+            "--require-approval/--no-require-approval",
+            help="Whether the default, the split and rules may lead to approved versions alone.",
+        ),
+    ] = None,
+    broker: Broker = None,
+    store: Store = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Say how far versions of a model have come. Without arguments: show it.
+
+    An archived version gets no new tasks, and no alias, split or rule may lead to it. With --require-approval, what
+    decides where tasks go by itself may lead to approved versions alone; an alias may lead to any, for those who name
+    it. Who changed which stage, when and why stands in the audit log.
+    """
+    from producers.admin import routes
+
+    changes = _parted(stages or (), "VERSION=STAGE")
+    with _records(broker, store, data_dir) as records:
+        state = routes.set_stages(records, name, changes, reason) if changes else None
+        if require is not None:
+            state = routes.set_approval(records, name, required=require)
+        _show(state or routes.current(records, name), as_json)
+
+
 @app.shown("penstock models routing tiny --history --data-dir data", status=OPERATOR_STATUS)
 def routing(
     name: Name,
@@ -193,9 +234,10 @@ def versions(
     for version, card in found.items():
         aliases = sorted(at for at, named in {"default": state.default, **state.aliases}.items() if named == version)
         if as_json:
-            typer.echo(json.dumps({"name": name, "version": version, "aliases": aliases, "at": card.get("at")}))
+            row = {"name": name, "version": version, "aliases": aliases, "stage": state.stage(version)}
+            typer.echo(json.dumps({**row, "at": card.get("at")}))
             continue
-        say(f"{version}  {_when(card.get('at', 0))}  {', '.join(aliases)}".rstrip())
+        say(f"{version}  {_when(card.get('at', 0))}  {state.stage(version):8}  {', '.join(aliases)}".rstrip())
 
 
 def _percent(target: str, value: str) -> float:
@@ -220,6 +262,10 @@ def _show(state: Routing, as_json: bool) -> None:
         say(line)
     for number, each in enumerate(state.rules, 1):
         say(f"  rule {number}: {_condition(each)} go to {each.to}")
+    for version, its_stage in sorted(state.stages.items()):
+        say(f"  {version} is {its_stage}")
+    if state.approval:
+        say("  the default, the split and rules lead to approved versions alone")
     if state.split:
         say(f"  tasks stay together by their {'key' if state.sticky == 'caller' else 'tenant'}")
 

@@ -58,7 +58,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Container, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from redis import Redis, WatchError
@@ -122,7 +122,7 @@ def announce(store: Redis, card: Card, pool: keys.Pool, files: Mapping[str, byte
     pool_entry = {**asdict(pool), **worker_fields, "announced": _now_ms()}
 
     def change(before: Card | None) -> Card | None:
-        if not takes_new(before, card["version"]):
+        if not takes_new(before, card["version"]) or not _may_be_default(store, card, before):
             return None
         kept = before if before is not None and before["version"] == card["version"] else {}
         return _learnt(card, before) | {name: kept[name] for name in ("published", "publisher") if name in kept}
@@ -142,7 +142,8 @@ def publish(
     """Write a model's card and files, with no worker up. Returns the current card.
 
     `over`: only if the current version is this one, or the card's own. `publisher`: an `up` or a rollout; None: the
-    operator. What an operator has published of the same version stays the operator's. Errors as of `announce`.
+    operator. What an operator has published of the same version stays the operator's. Errors as of `announce`, and
+    RoutingError for a version whose stage does not let it be the default.
     """
 
     def change(before: Card | None) -> Card | None:
@@ -169,6 +170,13 @@ def pin(store: Redis, name: str, version: str) -> Card:
         return before | {"published": _now_ms(), "served": True, "publisher": rollout_publisher()}
 
     return _write(store, name, change, _published(name, version))
+
+
+def check_default(store: Redis, name: str, version: str) -> None:
+    """Raise RoutingError if the version's stage does not let it be the default."""
+    current = routing.read(store, name)
+    if current is not None:
+        routing.staged(replace(current, default=version))
 
 
 def rollout_publisher(before: Card | None = None) -> str | None:
@@ -430,7 +438,17 @@ def _replacing(store: Redis, name: str, raw: Any, after: Card, audit: Change | N
     if current is None or current.default == after["version"]:
         return swap(keys.MODELS, name, raw, json.dumps(after), audit=audit)
     changed = current.changed(operator(), default=after["version"])
-    return routing.route(changed, audit, text(raw), json.dumps(after))
+    return routing.route(routing.staged(changed), audit, text(raw), json.dumps(after))
+
+
+def _may_be_default(store: Redis, card: Card, before: Card | None) -> bool:
+    if before is None or before["version"] == card["version"]:
+        return True
+    try:
+        check_default(store, card["name"], card["version"])
+    except routing.RoutingError:
+        return False
+    return True
 
 
 def _parsed(raw: str | bytes | None) -> Card | None:

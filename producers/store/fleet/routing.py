@@ -13,6 +13,8 @@ it at once, one is told to look again, and nothing remains half done whoever die
 | `split` | target -> percent of the tasks; the default gets the rest |
 | `rules` | of `{"to": target, "tenant" or "tier" or "header": value}`; the first that fits goes before the split |
 | `sticky` | `caller`: tasks with equal `sticky` go to the same target; `tenant`: those of a tenant do |
+| `stages` | version -> its stage: `staging`, `approved`, `archived`; of any other `none` |
+| `approval` | whether only approved versions may be the default, or the target of a split or rule |
 | `at`, `by` | when (unix ms), and who |
 
 A **target** is an alias or a version. What decides, in this order: the alias or version that the task names, as
@@ -23,6 +25,10 @@ and the least wins. So a key stays with its target, and a change of a target's p
 it, and few between others: none where the split has one target.
 A task without a key draws by a random one. CLAIM draws by the task's id for plain Celery messages, which their senders
 address to the model alone.
+
+Stages stand here, so that no change of a stage and of a target can pass each other. An archived version gets no new
+task, also none that names it. Restoring an earlier generation leaves stages and `approval` as they are. A release
+before this one drops both when it changes the routing.
 
 `default` is what the card says. Releases before this one know the card alone, and all write it, so a model without a
 routing needs none. A card that one of them changes keeps its generation, whose `default` is not looked at then.
@@ -60,6 +66,11 @@ DEFAULT: Final = "default"
 KEPT: Final = 50
 #: Most aliases, targets of a split, and rules of a model.
 MOST: Final = 16
+#: Stages of a version, beside NO_STAGE, which is not written.
+STAGES: Final = ("staging", "approved", "archived")
+NO_STAGE: Final = "none"
+#: Most versions of a model that have a stage.
+MOST_STAGES: Final = 100
 ALIAS: Final = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
 STICKY: Final = ("caller", "tenant")
 #: What a rule may look at.
@@ -119,6 +130,8 @@ class Routing:
     sticky: str = "caller"
     at: int = 0
     by: str = ""
+    stages: Mapping[str, str] = field(default_factory=dict)
+    approval: bool = False
 
     @classmethod
     def of(cls, model: str, raw: str | bytes | None) -> Self | None:
@@ -127,7 +140,8 @@ class Routing:
         try:
             rules = tuple(Rule(**rule) for rule in fields["rules"])
             names = ("generation", "default", "aliases", "split", "sticky", "at", "by")
-            return cls(model, rules=rules, **{name: fields[name] for name in names})
+            later = {name: fields[name] for name in ("stages", "approval") if name in fields}
+            return cls(model, rules=rules, **{name: fields[name] for name in names}, **later)
         except (KeyError, TypeError):
             return None
 
@@ -136,6 +150,9 @@ class Routing:
         rules = [{name: value for name, value in asdict(rule).items() if value is not None} for rule in self.rules]
         state = asdict(replace(self, rules=())) | {"rules": rules}
         del state["model"]
+        for name in ("stages", "approval"):
+            if not state[name]:
+                del state[name]
         return json.dumps(state)
 
     def changed(self, by: str, **fields: Any) -> Routing:
@@ -154,6 +171,10 @@ class Routing:
         """All versions that it names."""
         targets = {*self.split, *(rule.to for rule in self.rules), *self.aliases, DEFAULT}
         return {self.version_at(target) for target in targets}
+
+    def stage(self, version: str) -> str:
+        """The stage of a version."""
+        return self.stages.get(version, NO_STAGE)
 
     def target(self, selection: Selection) -> str:
         """Which target a task goes to."""
@@ -208,6 +229,35 @@ def checked(routing: Routing) -> Routing:
             raise RoutingError(f"a rule looks at one of {', '.join(RULED)}")
         if rule.header is not None and not all(map(str.strip, rule.header.partition(":"))):
             raise RoutingError(f"a rule's header is {rule.header!r}; write it as `Name: value`")
+    for stage in routing.stages.values():
+        if stage not in STAGES:
+            raise RoutingError(f"{stage!r} is no stage; stages are {', '.join((NO_STAGE, *STAGES))}")
+    if len(routing.stages) > MOST_STAGES:
+        raise RoutingError(
+            f"{len(routing.stages)} versions of {routing.model} have a stage; at most {MOST_STAGES} may: give some "
+            f"the stage {NO_STAGE}"
+        )
+    return staged(routing)
+
+
+def staged(routing: Routing) -> Routing:
+    """The routing, if the stages of the versions that it leads to allow it. Raises RoutingError."""
+    deciding = {DEFAULT: "the default", **dict.fromkeys(routing.split, "the split")}
+    deciding |= {rule.to: "a rule" for rule in routing.rules if rule.to not in deciding}
+    leads = {**{name: f"the alias {name!r}" for name in routing.aliases}, **deciding}
+    for target, what in leads.items():
+        version = routing.version_at(target)
+        stage = routing.stage(version)
+        if stage == "archived":
+            raise RoutingError(
+                f"{version} of {routing.model} is archived, and {what} leads to it: let that lead elsewhere, or give "
+                f"the version another stage (`penstock models stage {routing.model} {version}=staging`)"
+            )
+        if routing.approval and target in deciding and stage != "approved":
+            raise RoutingError(
+                f"{version} of {routing.model} is not approved (its stage is {stage}), and {what} leads to it: the "
+                f"model demands approval before traffic (`penstock models stage {routing.model} {version}=approved`)"
+            )
     return routing
 
 

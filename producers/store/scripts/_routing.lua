@@ -33,6 +33,11 @@ local function drawn(routing, id, fields)
   return best
 end
 
+-- Whether a version is archived: no new task may go there.
+local function archived(routing, version)
+  return routing.stages and routing.stages[version] == 'archived'
+end
+
 -- Whether new tasks may go to a version: the default, one that an alias names, or one that has a part of the split or
 -- a rule.
 local function routable(routing, version)

@@ -78,13 +78,16 @@ if not r[1] then
   local target = given.alias or routing and drawn(routing, id, given) or 'default'
   if target ~= 'default' then
     local to = routing and version_at(routing, target) or target
-    if to ~= version and lives(pools_of(home .. to), needs) then
-      return { 'elsewhere', beside(home .. to, needs) }
-    end
-    unknown = to ~= version and given.alias and (redis.call('HEXISTS', 'penstock:versions', model .. '@' .. to) == 0
-      or not (routing and routable(routing, to)) and #pools_of(home .. to) == 0)
-    if to ~= version and given.alias and not unknown then
-      return { 'elsewhere', beside(home .. to, needs) }
+    unknown = given.alias and routing and archived(routing, to)
+    if to ~= version and not unknown then
+      if lives(pools_of(home .. to), needs) then
+        return { 'elsewhere', beside(home .. to, needs) }
+      end
+      unknown = given.alias and (redis.call('HEXISTS', 'penstock:versions', model .. '@' .. to) == 0
+        or not (routing and routable(routing, to)) and #pools_of(home .. to) == 0)
+      if given.alias and not unknown then
+        return { 'elsewhere', beside(home .. to, needs) }
+      end
     end
   end
   if routing then

@@ -11,7 +11,7 @@ from producers.admin import dead_letters
 from producers.admin.dead_letters import Letter, NotReplayed
 from producers.broker.redis import keys as broker_keys
 from producers.client import submission
-from producers.connection.script import run
+from producers.connection.script import run, text
 from producers.contract import keys
 from producers.contract.message import Message
 from producers.store import protocol
@@ -29,10 +29,10 @@ def bury(valkey: Redis, message: str | bytes, reason: str = "not JSON", at: int 
     return letter
 
 
-async def given_up(client: AsyncClient, valkey: Redis, deaths: int = 3) -> str:
+async def given_up(client: AsyncClient, valkey: Redis, deaths: int = 3, model: str = "tiny") -> str:
     """A client's task that lost all its workers, with its letter."""
-    task_id = (await client.submit(model="tiny", prompt=[1, 2, 3], max_tokens=7, timeout=600)).id
-    message = valkey.rpop(LIST)
+    task_id = (await client.submit(model=model, prompt=[1, 2, 3], max_tokens=7, timeout=600)).id
+    message = valkey.rpop(broker_keys.tier_list(text(valkey.hget(keys.task(task_id), "queue")), "default"))
     for k in range(deaths + 1):
         worker = FakeWorker(valkey, f"fake{k}")
         worker.claim(task_id)
@@ -96,6 +96,14 @@ async def test_a_task_that_was_given_up_is_asked_for_anew(aclient: AsyncClient, 
     worker.serve(str(done.task_id))
     assert (await aclient.get(str(done.task_id)).result(5)).text == "Hello, world"
     assert not valkey.exists(broker_keys.DEAD)
+
+
+async def test_what_named_its_version_is_replayed_there(aclient: AsyncClient, valkey: Redis) -> None:
+    valkey.hset(keys.VERSIONS, "tiny@other", json.dumps({**CARD, "version": "other"}))
+    valkey.hset(keys.POOLS, "penstock:queue:tiny@other.f", '{"model": "tiny", "version": "other"}')
+    await given_up(aclient, valkey, model="tiny@other")
+    done = await dead_letters.replay(aclient, await only(aclient))
+    assert valkey.hget(keys.task(str(done.task_id)), "version") == b"other"
 
 
 async def test_token_ids_are_not_replayed_for_another_tokenizer(

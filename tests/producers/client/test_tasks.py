@@ -25,7 +25,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.client.operations import submit_once
 from producers.client.steps import Step, Steps
 from producers.contract import keys
-from tests.producers.conftest import QUEUE
+from tests.producers.conftest import CARD, QUEUE
 from tests.producers.faces import Face
 from tests.producers.fake_worker import FakeWorker
 
@@ -91,6 +91,17 @@ class TestRetry:
         assert client.tasks.retry(old.id, idempotency_key="k").id == new.id != client.tasks.retry(old.id).id
         with pytest.raises(TaskNotFound):
             client.tasks.retry("nobody")
+
+    def test_of_a_task_that_named_its_version_goes_to_that_version(
+        self, client: Face, worker: FakeWorker, valkey: Redis
+    ) -> None:
+        other = {**CARD, "version": "other"}
+        valkey.hset(keys.VERSIONS, "tiny@other", json.dumps(other))
+        valkey.hset(keys.POOLS, "penstock:queue:tiny@other.f", '{"model": "tiny", "version": "other"}')
+        for model in ("tiny@other", "tiny"):
+            old = client.submit(model=model, prompt=[1])
+            worker.serve(old.id)
+            assert client.tasks.retry(old.id).status().fields["version"] == old.status().fields["version"]
 
 
 class TestIdempotencyKey:

@@ -186,6 +186,19 @@ def test_a_version_that_nobody_looks_after_is_refused(routed: Redis, valkey_url:
         client.submit(model=f"tiny@{old['version']}", prompt="x")
 
 
+def test_an_archived_version_is_refused_by_name(routed: Redis, open_door: Open) -> None:
+    routes.set_aliases(routed, "tiny", {}, ["candidate"])
+    routes.set_stages(routed, "tiny", {OTHER.version: "archived"})
+    door = open_door()
+    answer = httpx.post(f"{door.url}/v1/tasks", json={"model": f"tiny@{OTHER.version}", "prompt": "x"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (404, "model_not_found")
+    assert f"{OTHER.version} of the model" in error["message"]
+    assert "is archived" in error["message"]
+    (row,) = httpx.get(f"{door.url}/v1/routing").json()["data"]
+    assert (row["stages"], row["approval"]) == ({OTHER.version: "archived"}, False)
+
+
 def test_a_prompt_of_another_tokenizer_is_not_moved(
     routed: Redis, open_door: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,18 @@ def test_a_candidate_gets_a_part_then_all_and_everything_goes_back(operate: Run,
     assert "candidate" in listed
 
 
+def test_stages_are_set_and_shown(operate: Run, routed: list[str]) -> None:
+    old, new = routed
+    operate("models", "stage", "tiny", "default=approved", "candidate=staging", "--reason", "evaluated")
+    shown = operate("models", "stage", "tiny", "--require-approval").out
+    assert f"{old} is approved" in shown
+    assert f"{new} is staging" in shown
+    assert "lead to approved versions alone" in shown
+    assert "is not approved" in " ".join(operate("models", "split", "tiny", "candidate=5").err.split())
+    rows = map(json.loads, operate("models", "versions", "tiny", "--json").out.splitlines())
+    assert {row["version"]: row["stage"] for row in rows} == {old: "approved", new: "staging"}
+
+
 def test_what_is_replaced_is_replaced_at_once_or_not_at_all(operate: Run, routed: list[str]) -> None:
     operate("models", "rule", "tiny", "--to", "candidate", "--tenant", "acme")
     assert operate("models", "rule", "tiny", "--clear", "--to", "typo", "--tenant", "acme").status != 0
@@ -62,6 +74,8 @@ def test_what_is_replaced_is_replaced_at_once_or_not_at_all(operate: Run, routed
         (("split", "tiny", "candidate=5", "--off"), "give no parts with it"),
         (("alias", "tiny", "x=nowhere"), "publish FOLDER --as tiny@ALIAS"),
         (("rule", "tiny", "--tenant", "acme"), "a rule needs --to TARGET"),
+        (("stage", "tiny", "candidate=archived"), "the alias 'candidate' leads to it"),
+        (("stage", "tiny", "--require-approval"), "is not approved"),
         (("alias", "other"), "there is no model 'other'; there are tiny"),
         (("publish", "tiny-v2", "--as", "other@candidate"), "publish its first version without an alias"),
     ],

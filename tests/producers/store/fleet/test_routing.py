@@ -175,6 +175,64 @@ class TestChanges:
         assert not run(two, routing.route(replace(state, at=1), None)), "another one of the same generation"
 
 
+class TestStages:
+    def test_each_has_who_and_why_in_the_audit_log_and_outlives_a_way_back(self, two: Redis) -> None:
+        routes.set_aliases(two, "m", {"candidate": "b"})
+        state = routes.set_stages(two, "m", {"candidate": "approved", "a": "staging"}, "evaluated")
+        assert (state.stages, state.stage("c")) == ({"b": "approved", "a": "staging"}, "none")
+        assert routes.restore(two, "m", 1).stages == state.stages
+        assert routes.set_stages(two, "m", {"a": "none"}).stages == {"b": "approved"}
+        audit = [json.loads(fields[b"e"]) for _, fields in two.xrange(keys.AUDIT)]
+        (entry, _) = [change for change in audit if change["did"] == "model.stage"]
+        assert entry["what"] == "m: candidate approved, a staging: evaluated"
+        assert entry["by"].startswith("cli:")
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda store: routes.set_stages(store, "m", {"a": "archived"}), "the default leads to it"),
+            (lambda store: routes.set_stages(store, "m", {"b": "done"}), "'done' is no stage"),
+            (lambda store: routes.set_stages(store, "m", {"zzz": "staging"}), "'zzz' is no alias of m"),
+            (lambda store: routes.set_aliases(store, "m", {"old": "x"}), "x of m is archived, and the alias 'old'"),
+            (lambda store: routes.set_aliases(store, "m", {"default": "x"}), "x of m is archived, and the default"),
+            (lambda store: routes.set_split(store, "m", {"x": 5}), "x of m is archived, and the split"),
+            (lambda store: routes.add_rule(store, "m", Rule("x", tenant="t")), "x of m is archived, and a rule"),
+            (lambda store: cards.publish(store, card("x"), FILES), "x of m is archived, and the default"),
+            (lambda store: cards.check_default(store, "m", "x"), "x of m is archived"),
+        ],
+    )
+    def test_nothing_leads_to_an_archived_version(self, two: Redis, change: Any, message: str) -> None:
+        cards.add_version(two, card("x"), FILES)
+        before = routes.set_stages(two, "m", {"x": "archived"})
+        with pytest.raises(RoutingError, match=message):
+            change(two)
+        assert routes.current(two, "m") == before
+
+    def test_where_approval_is_demanded_only_approved_versions_get_what_names_none(self, two: Redis) -> None:
+        with pytest.raises(RoutingError, match="a of m is not approved"):
+            routes.set_approval(two, "m", required=True)
+        routes.set_stages(two, "m", {"a": "approved", "b": "staging"})
+        routes.set_approval(two, "m", required=True)
+        assert routes.set_aliases(two, "m", {"candidate": "b"}).aliases == {"candidate": "b"}
+        for change in (
+            lambda: routes.set_split(two, "m", {"candidate": 5}),
+            lambda: cards.publish(two, card("b"), FILES),
+            lambda: routes.set_stages(two, "m", {"a": "none"}),
+        ):
+            with pytest.raises(RoutingError, match="is not approved"):
+                change()
+        routes.set_stages(two, "m", {"b": "approved"})
+        assert routes.set_split(two, "m", {"candidate": 5}).split == {"candidate": 5}
+
+    def test_a_worker_does_not_take_an_approved_default_over(self, two: Redis) -> None:
+        routes.set_stages(two, "m", {"a": "approved"})
+        routes.set_approval(two, "m", required=True)
+        current = cards.all_of(two)["m"]
+        assert run(two, cards.withdraw(*current))
+        cards.announce(two, card("b"), keys.Pool("m", "b", "f"), FILES)
+        assert routes.current(two, "m").default == "a"
+
+
 async def test_the_sweeper_keeps_what_a_routing_names(two: Redis, aclient: Any) -> None:
     for version in "cdefghijklmnop":
         cards.add_version(two, card(version), FILES)
@@ -231,6 +289,13 @@ class TestPlainCelery:
         claimed = self.claim(two, "t", "a", alias="candidate")
         assert (claimed.answer, claimed.queue) == ("elsewhere", "penstock:queue:m@b")
         assert self.claim(two, "t", "b", alias="candidate").answer == "go"
+
+    @pytest.mark.parametrize("worker", ["a", "b"])
+    def test_a_message_that_names_an_archived_version_fails(self, two: Redis, worker: str) -> None:
+        routes.set_stages(two, "m", {"b": "archived"})
+        claimed = self.claim(two, "t", worker, alias="b")
+        assert claimed.record is not None
+        assert (claimed.answer, claimed.record.json("error")["code"]) == ("settle", "model_not_found")
 
     @pytest.mark.parametrize("alias", ["nothing", "b"])
     def test_one_that_names_nothing_or_what_nobody_looks_after_fails(self, two: Redis, alias: str) -> None:
