@@ -22,6 +22,7 @@ from engine.kernels.layer import (
 )
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import RaggedBatch, ragged_attention
+from engine.kernels.unmasked import ACTIVATIONS, TextBatch, attend_both_ways
 from engine.kv import KvGroup
 
 #: The numbers dequantised at one time, few enough to stay in a processor's cache until they are multiplied.
@@ -220,6 +221,17 @@ class Reference:
         total = residual + x
         return self.rms_norm(total, weight, eps), total
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Layer normalisation over the last dimension (arXiv 1607.06450)."""
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Returns (layer_norm(x + residual), x + residual). Either input may be overwritten."""
+        total = residual + x
+        return self.layer_norm(total, weight, bias, eps), total
+
     def norm_heads(self, heads: Tensor, query_weight: Tensor, key_weight: Tensor, kv_heads: int, eps: float) -> Tensor:
         """Apply `rms_norm` to each query and each key of `heads`, with one weight [head_dim] for queries and one for
         keys.
@@ -242,8 +254,23 @@ class Reference:
         return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
     def gate(self, activation: str) -> Callable[[Tensor], Tensor]:
-        """The operation of an activation, "silu" or "gelu_tanh"."""
-        return {"silu": self.silu_mul, "gelu_tanh": self.gelu_tanh_mul}[activation]
+        """The operation that multiplies the activation of a row's first half with its second, [tokens, 2 * width] ->
+        [tokens, width]. `activation`: a key of ACTIVATIONS."""
+        if activation in ("silu", "gelu_tanh"):
+            return {"silu": self.silu_mul, "gelu_tanh": self.gelu_tanh_mul}[activation]
+        activate = self.activation(activation)
+
+        def gated(x: Tensor) -> Tensor:
+            # Contiguous: what lies apart, as of more rows than one, is computed by another routine, with other last
+            # bits.
+            half = x.shape[-1] // 2
+            return activate(x[:, :half].contiguous()) * x[:, half:]
+
+        return gated
+
+    def activation(self, name: str) -> Callable[[Tensor], Tensor]:
+        """The operation of an activation, a key of ACTIVATIONS, on a tensor of two dimensions."""
+        return ACTIVATIONS[name]
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up of `gate_up`, [tokens, 2 * width] -> [tokens, width] (SwiGLU, arXiv 2002.05202)."""
@@ -287,6 +314,13 @@ class Reference:
         become softcap * tanh(score / softcap). Returns [tokens, heads, head_dim].
         """
         return ragged_attention(query, cache, batch, scale, softcap)
+
+    def attend_both_ways(self, rows: Tensor, batch: TextBatch, reach: int | None) -> Tensor:
+        """Attention in which a token sees those of its sequence on both sides, up to `reach` away; None for all.
+
+        `rows`: [tokens, 3, heads, head_dim], queries, keys and values. Returns [tokens, heads * head_dim].
+        """
+        return attend_both_ways(rows, batch, reach)
 
 
 class Ragged(Reference):

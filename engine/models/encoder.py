@@ -13,46 +13,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels import Kernels
+from engine.kernels.unmasked import ACTIVATIONS, SPARE_DISTANCES, TextBatch
 from engine.layers import Embedding, Linear, Rope
 from engine.models.loader import Fill
 from engine.models.settings import RopeSettings
 from engine.text.config import Config
 
-#: The queries of one call of attention with a window. Its mask has that many rows, whatever the sequence's length.
-_WINDOW_QUERIES: Final = 256
 #: The distance from which MPNet's bias is the same for all distances.
-_FARTHEST: Final = 128  #: The gates that kernel sets compute in one pass.
-_KERNEL_GATES: Final = frozenset({"silu", "gelu_tanh"})
-
-
-# torch's own GELU of tanh, SiLU and sigmoid are of other bits at the end of a tensor than elsewhere; its tanh is not.
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
-
-
-def _silu(x: Tensor) -> Tensor:
-    return 0.5 * x * (1 + torch.tanh(0.5 * x))
-
-
-#: Activations, each of whose results depends, to the bit, on its input alone.
-ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
-    "relu": F.relu,
-    "silu": _silu,
-    "tanh": torch.tanh,
-    "": lambda x: x,
-}
+_FARTHEST: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +100,7 @@ class _Norm:
     """Layer normalisation (arXiv 1607.06450)."""
 
     def __init__(self, kernels: Kernels, c: EncoderSettings, device: torch.device) -> None:
-        self._eps = c.norm_eps
-        self._shape = (c.hidden_size,)
+        self._kernels, self._eps = kernels, c.norm_eps
         self._weight = torch.empty(c.hidden_size, dtype=kernels.compute_dtype, device=device)
         self._bias = torch.empty_like(self._weight) if c.norm_bias else None
 
@@ -136,7 +109,11 @@ class _Norm:
         return {f"{prefix}.weight": self._weight} | bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self._shape, self._weight, self._bias, self._eps)
+        return self._kernels.layer_norm(x, self._weight, self._bias, self._eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """See Reference.add_layer_norm."""
+        return self._kernels.add_layer_norm(x, residual, self._weight, self._bias, self._eps)
 
 
 class _Layer:
@@ -156,9 +133,8 @@ class _Layer:
         self.heads, self.head_dim = c.heads, c.head_dim
         self.reach = c.reaches[i] if c.reaches else None
         self.rope = c.rope_of[i] if c.rope_of else None
-        self._activation = ACTIVATIONS[c.activation]
-        self._pre_norm, self._gated = c.pre_norm, c.gated
-        self._gate = kernels.gate(c.activation) if c.gated and c.activation in _KERNEL_GATES else None
+        self._pre_norm = c.pre_norm
+        self._activate = kernels.gate(c.activation) if c.gated else kernels.activation(c.activation)
 
     def linears(self, prefix: str) -> list[tuple[str, Linear]]:
         return [(prefix, linear) for linear in (self.qkv, self.output, self.up, self.down)]
@@ -179,24 +155,17 @@ class _Layer:
         """`attend`: attention of rows [tokens, 3, heads, head_dim] -> [tokens, hidden_size]."""
         norm = self.attention_norm
         if self._pre_norm:
-            x = x + self._attention(x if norm is None else norm(x), attend)
-            return x + self._feed(self.mlp_norm(x))
+            inside, x = self.mlp_norm.add(self._attention(x if norm is None else norm(x), attend), x)
+            return x + self._feed(inside)
         assert norm is not None
-        x = norm(x + self._attention(x, attend))
-        return self.mlp_norm(x + self._feed(x))
+        x, _ = norm.add(self._attention(x, attend), x)
+        return self.mlp_norm.add(self._feed(x), x)[0]
 
     def _attention(self, x: Tensor, attend: Callable[[Tensor, _Layer], Tensor]) -> Tensor:
         return self.output(attend(self.qkv(x).view(len(x), 3, self.heads, self.head_dim), self))
 
     def _feed(self, x: Tensor) -> Tensor:
-        inside = self.up(x)
-        if self._gate is not None:
-            return self.down(self._gate(inside))
-        if not self._gated:
-            return self.down(self._activation(inside))
-        gate, up = inside.chunk(2, dim=-1)
-        # Contiguous: what lies apart, as of more rows than one, is computed by another routine, with other last bits.
-        return self.down(self._activation(gate.contiguous()) * up)
+        return self.down(self._activate(self.up(x)))
 
 
 class Encoder:
@@ -300,47 +269,24 @@ class Encoder:
             x = x + self._types(types)
         x = self._norm(x)
         rotations = [rope(places, None) for rope in self._ropes]
-        groups = [(length, len(list(equal))) for length, equal in groupby(lengths)]
+        batch = TextBatch.of(lengths, self.device, self._biases_of(max(lengths)))
 
-        def attend(qkv: Tensor, layer: _Layer) -> Tensor:
-            return self._attend(qkv, layer, None if layer.rope is None else rotations[layer.rope], groups)
+        def attend(rows: Tensor, layer: _Layer) -> Tensor:
+            if layer.rope is not None:
+                turned = rows[:, :2].flatten(1, 2)
+                rows[:, :2] = self.kernels.rope(turned, *rotations[layer.rope]).view_as(rows[:, :2])
+            return self.kernels.attend_both_ways(rows, batch, layer.reach)
 
         for layer in self._layers:
             x = layer(x, attend)
         return x if self._last_norm is None else self._last_norm(x)
 
-    def _attend(
-        self,
-        qkv: Tensor,
-        layer: _Layer,
-        rotation: tuple[Tensor, Tensor] | None,
-        groups: Sequence[tuple[int, int]],
-    ) -> Tensor:
-        query, key, value = qkv.unbind(1)
-        if rotation is not None:
-            query, key = self.kernels.rope(query, *rotation), self.kernels.rope(key, *rotation)
-        out = torch.empty(len(qkv), layer.heads, layer.head_dim, dtype=qkv.dtype, device=qkv.device)
-        start = 0
-        for length, count in groups:
-            rows = slice(start, start := start + length * count)
-            q, k, v = (
-                part[rows].view(count, length, layer.heads, layer.head_dim).transpose(1, 2)
-                for part in (query, key, value)
-            )
-            attended = out[rows].view(count, length, layer.heads, layer.head_dim).transpose(1, 2)
-            if layer.reach is not None and length > layer.reach + 1:
-                _attend_near(q, k, v, layer.reach, attended)
-            else:
-                attended.copy_(F.scaled_dot_product_attention(q, k, v, self._bias_of(length)))
-        return out.view(len(qkv), -1)
-
-    def _bias_of(self, length: int) -> Tensor | None:
-        """Position biases of the attention scores of `length` tokens: [1, heads, length, length]."""
+    def _biases_of(self, farthest: int) -> Tensor | None:
+        """The biases of a TextBatch whose longest sequence has so many tokens."""
         if self._biases is None:
             return None
-        index = torch.arange(length, device=self.device)
-        buckets = distance_buckets(index[None, :] - index[:, None], len(self._biases))
-        return F.embedding(buckets, self._biases).permute(2, 0, 1).unsqueeze(0)
+        distances = torch.arange(-farthest, farthest + SPARE_DISTANCES, device=self.device)
+        return self._biases[distance_buckets(distances, len(self._biases))].T.contiguous()
 
     def classify(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
         """The logits of the labels, [sequences, labels], of hidden states from `forward`."""
@@ -350,19 +296,6 @@ class Encoder:
         rows = means(hidden, lengths) if self.head.mean else hidden[firsts(lengths, self.device)]
         dense = ACTIVATIONS[self.head.activation](self._dense(rows))
         return self._labels(dense if self._head_norm is None else self._head_norm(dense))
-
-
-def _attend_near(query: Tensor, key: Tensor, value: Tensor, reach: int, out: Tensor) -> None:
-    """Attention to tokens at most `reach` away, into `out`; all are [sequences, heads, length, head_dim]."""
-    length = query.shape[2]
-    for start in range(0, length, _WINDOW_QUERIES):
-        end = min(start + _WINDOW_QUERIES, length)
-        low, high = max(0, start - reach), min(length, end + reach)
-        distance = torch.arange(start, end, device=query.device)[:, None] - torch.arange(low, high, device=query.device)
-        near = F.scaled_dot_product_attention(
-            query[:, :, start:end], key[:, :, low:high], value[:, :, low:high], distance.abs() <= reach
-        )
-        out[:, :, start:end].copy_(near)
 
 
 def distance_buckets(distances: Tensor, buckets: int) -> Tensor:

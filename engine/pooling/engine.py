@@ -21,9 +21,10 @@ from engine.errors import EngineError, ModelError, RequestError
 from engine.execution.loop import StepLoop
 from engine.execution.placement import SEQUENCES
 from engine.execution.threads import threads_for
+from engine.kernels.unmasked import ACTIVATIONS
 from engine.memory import release
 from engine.models import load_encoder, load_model
-from engine.models.encoder import ACTIVATIONS, Encoder
+from engine.models.encoder import Encoder
 from engine.models.encoders import ENCODERS
 from engine.pooling.runner import AskedText, DecoderRows, Pooler, PoolingRunner
 from engine.pooling.scheduler import PoolingScheduler, TextLimits

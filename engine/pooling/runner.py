@@ -24,8 +24,8 @@ from torch import Tensor
 
 from engine.errors import NOT_FINITE, ModelError
 from engine.kernels import RaggedBatch
+from engine.kernels.unmasked import ACTIVATIONS
 from engine.models import Model
-from engine.models.encoder import ACTIVATIONS
 from engine.plan import Sampled, ScheduledSeq, StepPlan
 from engine.request import Pooling
 from engine.sequence import Sequence as Text

@@ -11,12 +11,12 @@ SMALL: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 48,
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
+    "num_attention_heads": 3,
     "intermediate_size": 80,
     "max_position_embeddings": 96,
     "pad_token_id": 0,
 }
-_DISTILBERT = {"dim": 48, "n_layers": 3, "n_heads": 4, "hidden_dim": 80}
+_DISTILBERT = {"dim": 48, "n_layers": 3, "n_heads": 3, "hidden_dim": 80}
 _MODERN = {
     "local_attention": 12,
     "global_attn_every_n_layers": 2,
@@ -27,11 +27,12 @@ _MODERN = {
 }
 #: Name -> the prefix of transformers' classes, and what differs from SMALL.
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bert": ("Bert", {"hidden_act": "gelu_new"}),
+    # Heads of 12, which no native kernel attends to.
+    "bert": ("Bert", {"hidden_act": "gelu_new", "num_attention_heads": 4}),
     "distilbert": ("DistilBert", _DISTILBERT),
     "roberta": ("Roberta", {"pad_token_id": 1, "type_vocab_size": 1}),
     "xlm-roberta": ("XLMRoberta", {"pad_token_id": 1, "type_vocab_size": 1, "hidden_act": "relu"}),
-    "mpnet": ("MPNet", {"pad_token_id": 1}),
+    "mpnet": ("MPNet", {"pad_token_id": 1, "num_attention_heads": 6}),
     "modernbert": ("ModernBert", _MODERN),
     "modernbert-mean": ("ModernBert", _MODERN | {"classifier_pooling": "mean", "norm_bias": True, "mlp_bias": True}),
     "nomic": ("NomicBert", {}),

@@ -176,7 +176,7 @@ static void run_experts(Pool& pool, const Step& s, const Mixture& m, const float
         starts = sort_rows(pool, m, experts, x, rows, width, sorted, places);
     });
     timed(s, kLinear, [&] { multiply_each(pool, m, &Expert::gate_up, sorted, both, starts); });
-    timed(s, kGate, [&] { activate(pool, both, gated, m.gelu, all, inner); });
+    timed(s, kGate, [&] { gate(pool, both, gated, m.gelu, all, inner); });
     timed(s, kLinear, [&] { multiply_each(pool, m, &Expert::down, gated, sorted, starts); });
     timed(s, kRoute, [&] { add_shares(pool, m, sorted, places.data(), shares.data(), rows, width, out); });
 }

@@ -4,6 +4,8 @@ bits."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -19,9 +21,12 @@ from engine.kernels.native.quantised import quantised_product
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import RaggedBatch
 from engine.kernels.reference import Reference, stored_width
+from engine.kernels.unmasked import TextBatch
 
 #: Attention needs a head size that is a multiple of this.
 _HEAD_MULTIPLE = 8
+#: Activations by the numbers that rows.h gives them.
+_ACTIVATIONS: Final = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 #: The most candidates of a sampled row. More are that close to each other only if logits are huge.
 _MOST_CANDIDATES = 64
 
@@ -196,18 +201,61 @@ class Native(Reference):
         )
         return heads
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._layer_norm(x, None, weight, bias, eps, out)
+        return out
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = x.contiguous(), residual.contiguous()
+        self._layer_norm(x, residual, weight, bias, eps, x)
+        return x, residual
+
+    def _layer_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor
+    ) -> None:
+        self._library.layer_norm(
+            self._pool,
+            x.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            *x.shape,
+            eps,
+        )
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gate(gate_up, gelu=0)
+        return self._gate(gate_up, "silu")
 
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gate(gate_up, gelu=1)
+        return self._gate(gate_up, "gelu_tanh")
 
-    def _gate(self, gate_up: Tensor, gelu: int) -> Tensor:
+    def gate(self, activation: str) -> Callable[[Tensor], Tensor]:
+        return partial(self._gate, name=activation) if activation in _ACTIVATIONS else super().gate(activation)
+
+    def _gate(self, gate_up: Tensor, name: str) -> Tensor:
         gate_up = gate_up.contiguous()
         rows, both = gate_up.shape
         out = torch.empty(rows, both // 2)
-        self._library.gate(self._pool, gate_up.data_ptr(), out.data_ptr(), gelu, rows, both // 2)
+        self._library.gate(self._pool, gate_up.data_ptr(), out.data_ptr(), _ACTIVATIONS[name], rows, both // 2)
         return out
+
+    def activation(self, name: str) -> Callable[[Tensor], Tensor]:
+        if name not in _ACTIVATIONS:
+            return super().activation(name)
+        kind = _ACTIVATIONS[name]
+
+        def activate(x: Tensor) -> Tensor:
+            x = x.contiguous()
+            out = torch.empty_like(x)
+            self._library.activate(self._pool, x.data_ptr(), out.data_ptr(), kind, *x.shape)
+            return out
+
+        return activate
 
     def rope_and_write(self, heads: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, batch: RaggedBatch) -> Tensor:
         heads, cos, sin = heads.contiguous(), cos.contiguous(), sin.contiguous()
@@ -266,6 +314,31 @@ class Native(Reference):
             batch.window or 0,
             scale,
             softcap or 0.0,
+            out.data_ptr(),
+        )
+        return out
+
+    def attend_both_ways(self, rows: Tensor, batch: TextBatch, reach: int | None) -> Tensor:
+        tokens, _, heads, head_dim = rows.shape
+        if head_dim % _HEAD_MULTIPLE:
+            return super().attend_both_ways(rows, batch, reach)
+        rows, scale = rows.contiguous(), head_dim**-0.5
+        # The kernel scales a bias with its score.
+        biases = None if batch.biases is None else batch.biases / scale
+        out = torch.empty(tokens, heads * head_dim)
+        self._library.attend_both_ways(
+            self._pool,
+            rows.data_ptr(),
+            batch.starts.data_ptr(),
+            batch.sizes.data_ptr(),
+            batch.zeros.data_ptr(),
+            len(batch.lengths),
+            heads,
+            head_dim,
+            -1 if reach is None else reach,
+            None if biases is None else biases.data_ptr(),
+            batch.farthest,
+            scale,
             out.data_ptr(),
         )
         return out

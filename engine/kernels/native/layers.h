@@ -79,7 +79,7 @@ static void feed_forward_block(Pool& pool, const Layer& l, int64_t i, const Step
         return;
     }
     step_multiply(pool, s, l.gate_up, i, kGateUp, s.out, both);
-    timed(s, kGate, [&] { activate(pool, both, gated, l.gelu, s.tokens, l.down.inputs); });
+    timed(s, kGate, [&] { gate(pool, both, gated, l.gelu, s.tokens, l.down.inputs); });
     step_multiply(pool, s, l.down, i, kDown, gated, out);
     if (l.fed_norm) step_norm(pool, s, l, out, nullptr, l.fed_norm, out);
 }

@@ -23,7 +23,7 @@ logger = logging.getLogger("penstock.engine")
 
 _FOLDER = Path(__file__).parent
 #: The penstock_version() that this file expects.
-VERSION = 19
+VERSION = 20
 #: The kinds of numbers, by the name of their type.
 _KINDS: Final = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8": 3}
 _PAIRED: Final = 4
@@ -61,6 +61,9 @@ _SIGNATURES: dict[str, list[type]] = {
     "penstock_norm_heads": [_P, _P, _P, _P, _L, _L, _L, _L, _F],
     "penstock_rope_and_write": [_P, _P, _P, _P, _P, _P, _I, _P, _L, _L, _L, _L, _L],
     "penstock_gate": [_P, _P, _P, _I, _L, _L],
+    "penstock_activate": [_P, _P, _P, _I, _L, _L],
+    "penstock_layer_norm": [_P, _P, _P, _P, _P, _P, _L, _L, _F],
+    "penstock_attend_both_ways": [_P, _P, _P, _P, _P, _L, _L, _L, _L, _P, _L, _F, _P],
     "penstock_attention": [_P, _P, _L, _P, _P, _I, _P, _P, _P, _P, _L, _P, *[_L] * 6, _F, _F, _P],
     "penstock_route": [_P, _P, _P, _L, _P, _P],
     "penstock_experts": [_P, _P, _P, _P, _L, _P],
@@ -115,6 +118,9 @@ class Library:
         self.norm_heads = library.penstock_norm_heads
         self.rope_and_write = library.penstock_rope_and_write
         self.gate = library.penstock_gate
+        self.activate = library.penstock_activate
+        self.layer_norm = library.penstock_layer_norm
+        self.attend_both_ways = library.penstock_attend_both_ways
         self.attention = library.penstock_attention
         self.route = library.penstock_route
         self.experts = library.penstock_experts

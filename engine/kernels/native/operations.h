@@ -83,6 +83,14 @@ INLINE void norm(Pool& pool, const float* x, float* residual, const float* weigh
     });
 }
 
+INLINE void layer_norm(Pool& pool, const float* x, float* residual, const float* weight, const float* bias, float* out,
+                       int64_t rows, int64_t width, float eps) {
+    each_row(pool, rows, width, [&](int64_t row) {
+        layer_norm_row(x + row * width, residual ? residual + row * width : nullptr, weight, bias, out + row * width,
+                       width, eps);
+    });
+}
+
 INLINE void norm_heads(Pool& pool, float* heads, const float* query_weight, const float* key_weight, int64_t tokens,
                        int64_t all_heads, int64_t kv_heads, int64_t head_dim, float eps) {
     each_row(pool, tokens, all_heads * head_dim, [&](int64_t token) {
@@ -109,7 +117,6 @@ INLINE void attend(Pool& pool, const Attention& a) {
     else attend<Walk<LANES>>(pool, a);
 }
 
-INLINE void activate(Pool& pool, const float* x, float* out, bool gelu, int64_t rows, int64_t width) {
-    if (gelu) gate<true>(pool, x, out, rows, width);
-    else gate<false>(pool, x, out, rows, width);
+INLINE void gate(Pool& pool, const float* x, float* out, int64_t kind, int64_t rows, int64_t width) {
+    activate<true>(pool, (int)kind, x, out, rows, width);
 }

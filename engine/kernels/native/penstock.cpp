@@ -9,7 +9,7 @@
 extern "C" {
 
 // Increased with every change of the functions below.
-int penstock_version() { return 19; }
+int penstock_version() { return 20; }
 // Returns 0 if the system lets this process use the build's instructions, else errno.
 int penstock_refused() {
 #ifdef TILES
@@ -102,8 +102,19 @@ void penstock_rope_and_write(void* pool, float* heads, const float* cos, const f
                    kind);
 }
 
-void penstock_gate(void* pool, const float* x, float* out, int gelu, int64_t rows, int64_t width) {
-    activate(*(Pool*)pool, x, out, gelu, rows, width);
+// `kind`: of Activation (rows.h).
+void penstock_gate(void* pool, const float* x, float* out, int kind, int64_t rows, int64_t width) {
+    gate(*(Pool*)pool, x, out, kind, rows, width);
+}
+
+void penstock_activate(void* pool, const float* x, float* out, int kind, int64_t rows, int64_t width) {
+    activate<false>(*(Pool*)pool, kind, x, out, rows, width);
+}
+
+// `residual` may be null, for no sum, and so may `bias`. `out` may be `x`.
+void penstock_layer_norm(void* pool, const float* x, float* residual, const float* weight, const float* bias,
+                         float* out, int64_t rows, int64_t width, float eps) {
+    layer_norm(*(Pool*)pool, x, residual, weight, bias, out, rows, width, eps);
 }
 
 void penstock_attention(void* pool, const float* query, int64_t query_stride, const void* keys, const void* values,
@@ -113,6 +124,21 @@ void penstock_attention(void* pool, const float* query, int64_t query_stride, co
                         float* out) {
     Attention a{query, query_stride, keys, values, starts, lengths, leads, tables, table_stride, table_rows, sequences,
                 heads, kv_heads, head_dim, block, kind, window, scale, cap, out};
+    attend(*(Pool*)pool, a);
+}
+
+// Attention of encoders. `rows`: [tokens, 3, heads, head_dim], queries, keys, values. `reach`: the distance of the
+// farthest tokens that a token sees; -1 for all. `biases`: see walk.h, may be null.
+void penstock_attend_both_ways(void* pool, const float* rows, const int32_t* starts, const int32_t* lengths,
+                               const int32_t* leads, int64_t sequences, int64_t heads, int64_t head_dim, int64_t reach,
+                               const float* biases, int64_t farthest, float scale, float* out) {
+    int64_t width = heads * head_dim;
+    Attention a{rows, 3 * width, rows + width, rows + 2 * width, starts, lengths, leads, nullptr, 0, nullptr, sequences,
+                heads, heads, head_dim, 1, 0, reach < 0 ? 0 : reach + 1, scale, 0, out};
+    a.pitch = 3 * width * sizeof(float);
+    a.ahead = reach < 0 ? INT32_MAX : reach;
+    a.biases = biases;
+    a.farthest = farthest;
     attend(*(Pool*)pool, a);
 }
 

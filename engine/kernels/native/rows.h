@@ -89,27 +89,99 @@ template <class T> static void rotate_and_write(Pool& pool, const Rotation& r) {
     });
 }
 
-// SiLU: x / (1 + e^-x) * up. GELU in its tanh approximation is the same with another exponent.
-template <int W, bool GELU> INLINE F<W> gated(F<W> gate, F<W> up) {
-    F<W> inner = gate;
-    // 0.5 (1 + tanh u) = 1 / (1 + e^-2u), with u = sqrt(2 / pi) (x + 0.044715 x^3).
-    if constexpr (GELU) inner = gate * 1.5957691216f * (1.0f + 0.044715f * gate * gate);
-    return gate / (1.0f + exponential<W>(-inner)) * up;
+// Writes (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias to `out`, which may be x (arXiv 1607.06450). `bias`
+// may be null. With `residual`, x is first added to it, and the sum is normed.
+INLINE void layer_norm_row(const float* x, float* residual, const float* weight, const float* bias, float* out,
+                           int64_t width, float eps) {
+    F<LANES> some{};
+    float rest = 0;
+    int64_t i = 0;
+    const float* from = residual ? residual : x;
+    for (; i + LANES <= width; i += LANES) {
+        F<LANES> value = load<LANES>(x + i);
+        if (residual) {
+            value += load<LANES>(residual + i);
+            store<LANES>(residual + i, value);
+        }
+        some += value;
+    }
+    for (; i < width; i++) {
+        float value = x[i];
+        if (residual) residual[i] = value += residual[i];
+        rest += value;
+    }
+    float mean = (sum<LANES>(some) + rest) / (float)width;
+    some = F<LANES>{};
+    rest = 0;
+    for (i = 0; i + LANES <= width; i += LANES) {
+        F<LANES> value = load<LANES>(from + i) - mean;
+        some += value * value;
+    }
+    for (; i < width; i++) rest += (from[i] - mean) * (from[i] - mean);
+    float factor = 1.0f / std::sqrt((sum<LANES>(some) + rest) / (float)width + eps);
+    for (i = 0; i + LANES <= width; i += LANES) {
+        F<LANES> value = (load<LANES>(from + i) - mean) * factor * load<LANES>(weight + i);
+        store<LANES>(out + i, bias ? value + load<LANES>(bias + i) : value);
+    }
+    for (; i < width; i++) out[i] = (from[i] - mean) * factor * weight[i] + (bias ? bias[i] : 0.0f);
 }
 
-template <bool GELU> static void gate(Pool& pool, const float* x, float* out, int64_t rows, int64_t width) {
+// The error function within 3e-7 (the rational polynomial of Eigen's float erf). NaN stays NaN.
+template <int W> INLINE F<W> error_function(F<W> x) {
+    F<W> y = larger<W>(splat<W>(-4.0f), x);
+    y = y > splat<W>(4.0f) ? splat<W>(4.0f) : y;
+    F<W> s = y * y;
+    F<W> p = s * -2.72614225801306e-10f + 2.77068142495902e-08f;
+    p = p * s - 2.10102402082508e-06f;
+    p = p * s - 5.69250639462346e-05f;
+    p = p * s - 7.34990630326855e-04f;
+    p = p * s - 2.95459980854025e-03f;
+    p = p * s - 1.60960333262415e-02f;
+    F<W> q = s * -1.45660718464996e-05f - 2.13374055278905e-04f;
+    q = q * s - 1.68282697438203e-03f;
+    q = q * s - 7.37332916720468e-03f;
+    q = q * s - 1.42647390514189e-02f;
+    return y * p / q;
+}
+
+// kernels.py repeats these numbers.
+enum Activation { kSilu, kGeluTanh, kGelu, kRelu };
+
+template <int W, int KIND> INLINE F<W> activated(F<W> x) {
+    if constexpr (KIND == kRelu) return larger<W>(F<W>{}, x);
+    if constexpr (KIND == kGelu) return 0.5f * x * (1.0f + error_function<W>(x * 0.70710678f));
+    F<W> inner = x;
+    // 0.5 (1 + tanh u) = 1 / (1 + e^-2u), with u = sqrt(2 / pi) (x + 0.044715 x^3).
+    if constexpr (KIND == kGeluTanh) inner = x * 1.5957691216f * (1.0f + 0.044715f * x * x);
+    return x / (1.0f + exponential<W>(-inner));
+}
+
+// The activation of each row, [width]. GATED: of the first half of a row, [2 * width], times the second.
+template <int KIND, bool GATED>
+static void activate_rows(Pool& pool, const float* x, float* out, int64_t rows, int64_t width) {
     each_row(pool, rows, 4 * width, [&](int64_t row) {
-        const float *gates = x + row * 2 * width, *ups = gates + width;
+        const float *from = x + row * (GATED ? 2 : 1) * width, *ups = from + width;
         float* to = out + row * width;
         int64_t i = 0;
-        for (; i + LANES <= width; i += LANES)
-            store<LANES>(to + i, gated<LANES, GELU>(load<LANES>(gates + i), load<LANES>(ups + i)));
+        for (; i + LANES <= width; i += LANES) {
+            F<LANES> value = activated<LANES, KIND>(load<LANES>(from + i));
+            store<LANES>(to + i, GATED ? value * load<LANES>(ups + i) : value);
+        }
         if (i == width) return;
         // The last few numbers are padded to a vector like all others, so that all go through the same code.
         float tail[3][LANES] = {};
-        std::copy(gates + i, gates + width, tail[0]);
-        std::copy(ups + i, ups + width, tail[1]);
-        store<LANES>(tail[2], gated<LANES, GELU>(load<LANES>(tail[0]), load<LANES>(tail[1])));
+        std::copy(from + i, from + width, tail[0]);
+        if (GATED) std::copy(ups + i, ups + width, tail[1]);
+        F<LANES> value = activated<LANES, KIND>(load<LANES>(tail[0]));
+        store<LANES>(tail[2], GATED ? value * load<LANES>(tail[1]) : value);
         std::copy(tail[2], tail[2] + width - i, to + i);
     });
+}
+
+template <bool GATED>
+static void activate(Pool& pool, int kind, const float* x, float* out, int64_t rows, int64_t width) {
+    if (kind == kSilu) activate_rows<kSilu, GATED>(pool, x, out, rows, width);
+    else if (kind == kGeluTanh) activate_rows<kGeluTanh, GATED>(pool, x, out, rows, width);
+    else if (kind == kGelu) activate_rows<kGelu, GATED>(pool, x, out, rows, width);
+    else activate_rows<kRelu, GATED>(pool, x, out, rows, width);
 }
