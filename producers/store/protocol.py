@@ -200,9 +200,10 @@ def append(batch: Sequence[Append]) -> Call:
     args: list[str | int] = []
     for a in batch:
         names += (keys.task(a.task_id), keys.stream(a.task_id))
-        args += (a.task_id, a.claim_id, a.choice, a.index, int(a.scored), a.discarded, a.prompt_tokens, a.run)
-        args.append(len(a.entries))
-        args += a.entries
+        count, more = len(a.entries), ""
+        if a.scored or a.discarded or a.prompt_tokens or a.run:
+            more = f"{int(a.scored)} {a.discarded} {a.prompt_tokens} {a.run}"
+        args += (a.task_id, a.claim_id, f"next:{a.choice}", a.index, a.index + count, more, count, *a.entries)
     return Call(script(PACKAGE, "append"), names, args)
 
 

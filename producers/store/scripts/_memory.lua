@@ -64,8 +64,11 @@ local function reserve(kind, fields, tokens, now)
   end
 end
 
--- Whether tokens of a tier may still be written.
-local function may_write(tier, now)
+-- Whether tokens of a task may still be written: those of all tiers up to the lowest bound.
+local function may_write(task, now)
   local m = look(now)
-  return m.limit == 0 or m.used <= m.limit * (WRITTEN[tier] or WRITTEN.default)
+  if m.limit == 0 or m.used <= m.limit * WRITTEN.batch then
+    return true
+  end
+  return m.used <= m.limit * (WRITTEN[redis.call('HGET', task, 'tier')] or WRITTEN.default)
 end

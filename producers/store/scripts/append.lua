@@ -5,65 +5,81 @@
 -- appended. Else append + publish. A text prompt's length is stored in the record, for the usage of a task
 -- that ends without its worker.
 -- One call carries a whole engine step, and the prompt lengths of newly started tasks.
+-- It runs for every token of every stream. What is nearly always so is compared and written as the strings that it came
+-- in: a number that goes into a command is printed for that, which takes as long as a command on a short hash.
 -- KEYS: task, stream for each sequence
--- ARGV: for each sequence: id, claim, choice, i, scored (1: PROMPT came before), discarded (tokens of best_of's
---       candidates that are not among its choices), prompt (its length in tokens, 0: no news), run (_run.lua), count,
---       entry * count (stream entries, JSON arrays)
+-- ARGV: for each sequence: id, claim, field (`next:<choice>`), i, next (i + count), more, count, entry * count (stream
+--       entries, JSON arrays). more: empty, or: scored (1: PROMPT came before), discarded (tokens of best_of's
+--       candidates that are not among its choices), prompt (its length in tokens, 0: no news), run (_run.lua)
 -- Answers: for each sequence: ok | gone | other | cancel | resend | full | error, and a number: the choice's next index
 -- include: producers.connection/_now.lua
 -- include: _run.lua
 -- include: _memory.lua
+local call, concat = redis.call, table.concat
 local out, a = {}, 1
 local now
 
-local function append(task, stream, id, claim, choice, i, scored, discarded, prompt, run, first, last)
-  local field = 'next:' .. choice
-  local r = redis.call('HMGET', task, 'claim', 'end', 'cancel', field, 'first', 'prompt', 'tier')
+local function append(task, stream, id, claim, field, i, after, more, first, last)
+  local r = call('HMGET', task, 'claim', 'end', 'cancel', field, 'n', 'prompt')
   if r[1] ~= claim or r[2] then
-    return redis.call('EXISTS', task) == 1 and 'other' or 'gone', 0
+    return call('EXISTS', task) == 1 and 'other' or 'gone', 0
   end
-  if prompt ~= '0' then
-    redis.call('HSETNX', task, 'prompt_tokens', prompt)
+  local scored, discarded = '0', '0'
+  if more ~= '' then
+    local prompt, run
+    scored, discarded, prompt, run = string.match(more, '^(%d) (%d+) (%d+) (.*)$')
+    if prompt ~= '0' then
+      call('HSETNX', task, 'prompt_tokens', prompt)
+    end
+    note_run(task, run)
   end
-  note_run(task, run)
-  local next = tonumber(r[4] or '0')
+  local next = r[4] or '0'
   if r[3] then
     return 'cancel', next
   end
-  if i > next or (scored == '1' and not r[6]) then
+  if next ~= i and tonumber(i) > tonumber(next) or scored == '1' and not r[6] then
     return 'resend', next
   end
-  first = first + (next - i)
+  if next ~= i then
+    first = first + tonumber(next) - tonumber(i)
+  end
   if first > last then
     return 'ok', next
   end
   now = now or now_ms()
-  if not may_write(r[7], now) then
+  if not may_write(task, now) then
     return 'full', next
   end
-  local at = redis.call('XLEN', stream)
-  for k = first, last do
-    redis.call('XADD', stream, (at + 1 + k - first) .. '-0', 'e', ARGV[k])
-  end
-  next = next + last - first + 1
-  if not r[5] then
-    redis.call('HSET', task, field, next, 'first', now)
+  -- Of a task with one choice and no entries of its prompt, the stream has its tokens alone.
+  local at = (r[5] or '1') == '1' and not r[6] and next or call('XLEN', stream)
+  local message
+  if first == last and at == i then
+    call('XADD', stream, after .. '-0', 'e', ARGV[last])
+    message = '[' .. i .. ',' .. ARGV[last] .. ']'
   else
-    redis.call('HSET', task, field, next)
+    for k = first, last do
+      call('XADD', stream, (at + 1 + k - first) .. '-0', 'e', ARGV[k])
+    end
+    message = '[' .. at .. ',' .. concat(ARGV, ',', first, last) .. ']'
   end
   if discarded ~= '0' then
-    redis.call('HSET', task, 'discarded', discarded)
+    call('HSET', task, field, after, 'discarded', discarded)
+  else
+    call('HSET', task, field, after)
   end
-  redis.call('PUBLISH', 'penstock:tokens:' .. id, '[' .. at .. ',' .. table.concat(ARGV, ',', first, last) .. ']')
-  return 'ok', next
+  if next == '0' then
+    call('HSETNX', task, 'first', now)
+  end
+  call('PUBLISH', 'penstock:tokens:' .. id, message)
+  return 'ok', after
 end
 
 for s = 1, #KEYS / 2 do
-  local count = tonumber(ARGV[a + 8])
-  local fine, answer, next = pcall(append, KEYS[2 * s - 1], KEYS[2 * s], ARGV[a], ARGV[a + 1], ARGV[a + 2],
-    tonumber(ARGV[a + 3]), ARGV[a + 4], ARGV[a + 5], ARGV[a + 6], ARGV[a + 7], a + 9, a + 8 + count)
-  out[#out + 1] = fine and answer or 'error'
-  out[#out + 1] = fine and next or 0
-  a = a + 9 + count
+  local count = tonumber(ARGV[a + 6])
+  local fine, answer, next = pcall(append, KEYS[2 * s - 1], KEYS[2 * s], ARGV[a], ARGV[a + 1], ARGV[a + 2], ARGV[a + 3],
+    ARGV[a + 4], ARGV[a + 5], a + 7, a + 6 + count)
+  out[2 * s - 1] = fine and answer or 'error'
+  out[2 * s] = fine and next or 0
+  a = a + 7 + count
 end
 return out

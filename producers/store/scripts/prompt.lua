@@ -9,7 +9,7 @@
 -- include: producers.connection/_now.lua
 -- include: _memory.lua
 local task, stream, id = KEYS[1], KEYS[2], ARGV[1]
-local r = redis.call('HMGET', task, 'claim', 'end', 'cancel', 'prompt', 'tier')
+local r = redis.call('HMGET', task, 'claim', 'end', 'cancel', 'prompt')
 if r[1] ~= ARGV[2] or r[2] then
   return redis.call('EXISTS', task) == 1 and 'other' or 'gone'
 end
@@ -19,7 +19,7 @@ end
 if r[4] then
   return 'ok'
 end
-if not may_write(r[5], now_ms()) then
+if not may_write(task, now_ms()) then
   return 'full'
 end
 local at = redis.call('XLEN', stream)
