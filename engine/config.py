@@ -116,6 +116,15 @@ class EngineConfig:
     """The number of CPU threads. None means one for each core, within a container's limit of processor time. After each
     call the threads poll for work for a tenth of a millisecond and then sleep. If another process keeps a core busy,
     one thread less may be faster."""
+    tensor_parallel: int = declare(
+        1,
+        Integer(1, 16),
+        "Processes on this machine that compute the model together, each with its share of the weights and of the "
+        "cores. It must divide the model's heads. Unset: 1.",
+    )
+    """The number of ranks. Each holds 1 / tensor_parallel of every matrix and of the KV cache. Only on CPUs with native
+    kernels, and for models that are neither quantised nor GGUF files, without adapters. `threads` is for all together.
+    It is a part of the engine's fingerprint: sums over another number of ranks round differently."""
     adapter_bytes: int = declare(
         1 << 30,
         Integer(0, 1 << 50),

@@ -20,12 +20,14 @@ from engine.config import EngineConfig
 from engine.errors import DeviceLostError, EngineError, ErrorText, RequestError, brief
 from engine.execution.loop import StepLoop
 from engine.execution.placement import REHEARSED, plan_capacity, runner_for, speculation_for, while_idle
+from engine.execution.ranks import Group, LeadModel
 from engine.execution.threads import threads_for
 from engine.grammar.source import parser_version
 from engine.kernels import Kernels
 from engine.kv import Capacity
 from engine.memory import release
 from engine.models import Model, load_model
+from engine.models.registry import check_ranks_of
 from engine.params import SamplingParams
 from engine.request import Choice, Event, Output, Request, TokenLogprobs
 from engine.scheduling.adapters import AdapterTable
@@ -61,9 +63,17 @@ class Engine(StepLoop):
     manager it closes itself."""
 
     def __init__(
-        self, model: Model, config: EngineConfig, *, folder: Path, version: str, draft: Model | None = None
+        self,
+        model: Model,
+        config: EngineConfig,
+        *,
+        folder: Path,
+        version: str,
+        draft: Model | None = None,
+        group: Group | None = None,
     ) -> None:
-        """`draft`: the loaded model of `config.draft_model`."""
+        """`draft`: the loaded model of `config.draft_model`. `group`: the other ranks of a model that is this rank's
+        share; the engine closes it."""
         self.card: ModelCard | None = None
         self.tokenizer: Tokenizer | None = None
         # A folder without a tokenizer still serves token ids.
@@ -73,6 +83,7 @@ class Engine(StepLoop):
         if draft is not None:
             check_same_tokens(self.tokenizer, model, Path(str(config.draft_model)), draft)
         self._model = model
+        self._group = group
         #: The bytes that loaded adapters may take together.
         self.adapter_bytes = config.adapter_bytes
         self._adapters: AdapterTable[Adapter] = AdapterTable()
@@ -90,9 +101,11 @@ class Engine(StepLoop):
             partial(model.kernels.use_threads, config.threads),
             overlap=int(model.device.type == "cuda") if config.overlap is None else config.overlap,
             release=release,
-            check=lambda: check_alive(model.device),
+            check=partial(check_alive, model.device) if group is None else group.check,
             on_idle=while_idle(runner),
         )
+        if group is not None:
+            group.on_lost = self.look
 
     def _publish(self, capacity: Capacity) -> None:
         self.max_num_seqs = capacity.max_num_seqs
@@ -131,9 +144,36 @@ class Engine(StepLoop):
         """
         config = config or EngineConfig()
         if device_named(config.device).type == "cpu":
-            torch.set_num_threads(threads_for(config.threads, torch.get_num_threads()))
+            threads = threads_for(config.threads, torch.get_num_threads())
+            torch.set_num_threads(max(1, threads // config.tensor_parallel))
+        elif config.tensor_parallel > 1:
+            raise EngineError(
+                ErrorText.of(
+                    "{tensor_parallel}={} is for CPUs, and the device is {}; several GPUs cannot compute one model yet",
+                    *(config.tensor_parallel, device_named(config.device).type),
+                )
+            )
         folder = Path(path)
-        model = load_model(
+        if config.tensor_parallel == 1:
+            return cls._load(folder, config, None, loaded, progress)
+        check_ranks_of(folder, config.tensor_parallel)
+        group = Group(folder, config, torch.get_num_threads())
+        try:
+            return cls._load(folder, config, group, loaded, progress)
+        except BaseException:
+            group.close()
+            raise
+
+    @classmethod
+    def _load(
+        cls,
+        folder: Path,
+        config: EngineConfig,
+        group: Group | None,
+        loaded: Callable[[str], None],
+        progress: Callable[[int, int], None],
+    ) -> Engine:
+        share = load_model(
             folder,
             config.dtype,
             device_named(config.device),
@@ -142,13 +182,19 @@ class Engine(StepLoop):
             config.deterministic,
             config.kv_cache_dtype,
             progress,
+            exchange=None if group is None else group.exchange,
         )
+        model: Model = share
+        if group is not None:
+            group.wait()
+            model = LeadModel(share, group.exchange)
         draft = None
         if config.draft_model is not None:
             # The target model checks the draft model's tokens, so the draft model need not be as exact.
             draft = load_model(config.draft_model, config.dtype, model.device, config.kernels)
         loaded("weights")
-        engine = cls(model, config, folder=folder, version=model_version(absolute(folder)), draft=draft)
+        version = model_version(absolute(folder))
+        engine = cls(model, config, folder=folder, version=version, draft=draft, group=group)
         if model.device.type in REHEARSED:
             loaded("compile")
         return engine
@@ -162,6 +208,8 @@ class Engine(StepLoop):
         """
         if not name:
             raise EngineError("an adapter's name is empty")
+        if self._group is not None:
+            raise EngineError(ErrorText.of("adapters do not go with {tensor_parallel}"))
         with self._loading:
             room = self.adapter_bytes - sum(adapter.nbytes for adapter in self.adapters.values())
             adapter = load_adapter(path, self._model, max_bytes=room)
@@ -235,6 +283,12 @@ class Engine(StepLoop):
             device=str(self._model.device),
             kernels=kernels.name,
         )
+
+    def close(self) -> None:
+        """See StepLoop. Also ends the other ranks."""
+        super().close()
+        if self._group is not None:
+            self._group.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -375,6 +429,7 @@ def fingerprint_of(model: Computes, block_size: int) -> str:
         torch.__version__,
         capability,
         parser_version(),
+        *(() if kernels.exchange is None else (f"{kernels.exchange.share.ranks} ranks",)),
     )
     return hashlib.sha256("|".join(traits).encode()).hexdigest()[:8]
 

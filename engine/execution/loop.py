@@ -54,6 +54,8 @@ class StepLoop:
         self._tickets: dict[str, Ticket] = {}
         self._notes: deque[Ticket] = deque()
         self._closing = False
+        self._looking = False
+        self._check = check
         # Held while the scheduler's state changes, not while a step computes.
         self._state = threading.Lock()
         # Used by the loop's thread alone: the tickets that the scheduler knows.
@@ -142,6 +144,12 @@ class StepLoop:
         lock."""
         return self._pipeline.last_work
 
+    def look(self) -> None:
+        """Check the device now, also while there is no work: it may be lost."""
+        with self._wake:
+            self._looking = True
+            self._wake.notify()
+
     def close(self) -> None:
         """Stop after the running step. Unfinished requests get a last event with finish_reason "abort"."""
         with self._wake:
@@ -203,7 +211,10 @@ class StepLoop:
             except EngineError:
                 logger.exception("the KV cache is not whole although nothing runs")
             with self._wake:
-                self._wake.wait_for(lambda: self._closing or self._notes)
+                self._wake.wait_for(lambda: self._closing or self._notes or self._looking)
+                looking, self._looking = self._looking, False
+            if looking:
+                self._check()
         return not self._closing
 
     def _has_calls(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from engine.config import EngineConfig
 from engine.errors import EngineError, ErrorText
 from engine.execution.device import DeviceRunner, rehearse, step_bytes
+from engine.execution.ranks import LeadModel, RanksRunner
 from engine.execution.runner import Runner
 from engine.kv import Capacity, KvSpace
 from engine.memory import GIB, block_bytes, free_bytes, kv_spaces, release
@@ -59,7 +60,9 @@ def _spaces(model: Model, config: EngineConfig, capacity: Capacity, draft: Model
         drafts = (block_bytes(group, size, draft.kernels.cache_dtype.itemsize) for group in draft.kv_groups)
         sizes[whole_group(model)] += sum(drafts)
     free = _free(model, config, capacity, draft) if config.kv_cache_bytes is None else 0
-    spaces = kv_spaces(config.kv_cache_bytes, groups, sizes, capacity, free)
+    # Every rank has as many blocks, each of its own KV heads, within the memory of one process.
+    asked, ranks = config.kv_cache_bytes, config.tensor_parallel
+    spaces = kv_spaces(None if asked is None else asked // ranks, groups, sizes, capacity, free // ranks)
     if model.device.type != "cpu":
         return spaces
     return tuple(
@@ -147,9 +150,8 @@ def runner_for(model: Model, config: EngineConfig, capacity: Capacity) -> Runner
     """Make the runner that suits the model's kernels. Raises EngineError if there is no memory for the KV cache."""
     try:
         if not model.kernels.ragged:
-            return Runner(
-                model, spaces=capacity.spaces, block_size=config.block_size, max_num_seqs=capacity.max_num_seqs
-            )
+            make = RanksRunner if isinstance(model, LeadModel) else Runner
+            return make(model, spaces=capacity.spaces, block_size=config.block_size, max_num_seqs=capacity.max_num_seqs)
         runner = DeviceRunner(
             model,
             spaces=capacity.spaces,

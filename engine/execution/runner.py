@@ -252,6 +252,18 @@ def copy_blocks(caches: Each[Tensor], copies: Each[tuple[int, int, int]]) -> Non
             cache[:, :, destinations[some : some + size]] = cache[:, :, sources[some : some + size]]
 
 
+def run_step(model: Model, caches: Each[Tensor], batch: StepBatch) -> Tensor:
+    """Compute a step's tokens into the caches. Returns the last hidden states of its output rows."""
+    for cache, entered in zip(caches, batch.entered, strict=True):
+        if entered is not None:
+            cache.index_fill_(2, entered, 0)
+    hidden = model.forward(
+        batch.tokens, batch.positions, batch.long, batch.attention, caches, batch.output_rows, batch.adapters
+    )
+    model.kernels.settle()
+    return hidden
+
+
 class Runner:
     """Executes step plans. Used by one thread. `spaces` are the scheduler's; one more block per group, always zero,
     pads block tables."""
@@ -313,19 +325,7 @@ class Runner:
         chosen = [row.seq for row in sampling for _ in range(1 + len(row.draft))]
         before = [row.draft[:i] for row in sampling for i in range(1 + len(row.draft))]
         how = self._sampling.gather(chosen, before if len(chosen) > len(sampling) else None) if sampling else None
-        for cache, entered in zip(self._caches, batch.entered, strict=True):
-            if entered is not None:
-                cache.index_fill_(2, entered, 0)
-        hidden = self._model.forward(
-            batch.tokens,
-            batch.positions,
-            batch.long,
-            batch.attention,
-            self._caches,
-            batch.output_rows,
-            batch.adapters,
-        )
-        self._model.kernels.settle()
+        hidden = self._forward(batch)
         adapters = None if batch.adapters is None else batch.adapters.outputs
         if len(hidden) > len(chosen):
             scored = [(row, span) for row in plan.rows if (span := row.scored_span())]
@@ -339,6 +339,9 @@ class Runner:
             return sampled
         each = iter(sampled)
         return [accepted(row.draft, list(islice(each, 1 + len(row.draft)))) for row in sampling]
+
+    def _forward(self, batch: StepBatch) -> Tensor:
+        return run_step(self._model, self._caches, batch)
 
     def _sample(self, hidden: Tensor, how: SamplingBatch, adapters: AdaptedRows | None) -> list[Sampled]:
         own_heads = adapters is not None and adapters.changes_head

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,9 @@ from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import RaggedBatch, ragged_attention
 from engine.kernels.unmasked import ACTIVATIONS, TextBatch, attend_both_ways
 from engine.kv import KvGroup
+
+if TYPE_CHECKING:
+    from engine.kernels.native.exchange import Exchange
 
 #: The numbers dequantised at one time, few enough to stay in a processor's cache until they are multiplied.
 _DEQUANTISED = 1 << 20
@@ -45,6 +48,8 @@ class Reference:
     recordable = False
     #: If set before a model's layers are prepared, sets that run layers in one call report their times by kernel class.
     report_time: ReportTime | None = None
+    #: This rank's end, if the model is one rank's share. Set before the model is made.
+    exchange: Exchange | None = None
 
     def __init__(self, compute_dtype: torch.dtype) -> None:
         self.compute_dtype = compute_dtype
@@ -166,6 +171,14 @@ class Reference:
         logits are finite. None if the set cannot do this without storing the logits.
         """
         return None
+
+    def peak_values(self, head: PreparedLinear, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """What `peaks` gives, and the largest logits, fp32 [rows]."""
+        return None
+
+    def sum_ranks(self, x: Tensor) -> Tensor:
+        """Add up `x` over all ranks of `exchange`, if there is one. May overwrite `x`."""
+        return x
 
     def candidates(self, scaled: Tensor, floors: Tensor | None, keys: Tensor) -> tuple[Tensor, Tensor] | None:
         """The tokens that Gumbel noise can make the largest of each row of `scaled`.

@@ -24,6 +24,7 @@ from engine.layers import (
 )
 from engine.models.loader import Fill
 from engine.models.settings import DecoderSettings
+from engine.models.shares import SUMMED_BIASES, share_of
 from engine.text.config import Config
 
 #: The name of the embedding in checkpoints.
@@ -54,6 +55,7 @@ class DecoderLayer:
             else Attention(kernels, shape, device=device)
         )
         self.mlp = self._feed_forward(c, kernels, device)
+        self._sum = kernels.sum_ranks
         self._eps = c.norm_eps
         self.input_norm = self._norm(c, kernels, device)
         self.middle_norm = self._norm(c, kernels, device)
@@ -134,10 +136,10 @@ class DecoderLayer:
         batch: RaggedBatch,
         adapters: AdaptedRows | None = None,
     ) -> Tensor:
-        return self._attention(x, rotation, cache, batch, adapters)
+        return self._sum(self._attention(x, rotation, cache, batch, adapters))
 
     def feed(self, x: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
-        return self.mlp(x, adapters)
+        return self._sum(self.mlp(x, adapters))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,8 @@ class Decoder:
     def __init__(
         self, family: Family, config: Config, kernels: Kernels, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Make empty layers for `config`. On the device "meta" they take no memory and only have shapes.
+        """Make empty layers for `config`. On the device "meta" they take no memory and only have shapes. If `kernels`
+        have an exchange, they are one rank's share (shares.py).
 
         Raises ModelError naming a setting that the family cannot serve.
         """
@@ -165,6 +168,11 @@ class Decoder:
         self._rename = family.rename
         self.kernels, self.device, self.dtype = kernels, device, dtype
         self.vocab_size, self.context_length = c.vocab_size, c.context_length
+        #: The token ids of which this rank has the embeddings and makes the logits.
+        self.own_tokens = range(c.vocab_size)
+        if kernels.exchange is not None:
+            self.own_tokens = kernels.exchange.share.of(c.vocab_size)
+            c = share_of(c, kernels.exchange.share)
         self.kv_groups, self.rope_switch = c.kv_groups, c.rope_switch
         self._embedding = Embedding(
             kernels,
@@ -224,7 +232,12 @@ class Decoder:
         fill(self._embedding.weights(f"{_TABLE}."))
         self._embedding.pack()
         for i, layer in enumerate(self._layers):
-            fill(layer.weights(f"model.layers.{i}."))
+            places = layer.weights(f"model.layers.{i}.")
+            fill(places)
+            if self.kernels.exchange is not None and self.kernels.exchange.share.rank:
+                for name, bias in places.items():
+                    if name.endswith(SUMMED_BIASES):
+                        bias.zero_()
             layer.pack()
         fill(self._norm.weights("model.norm."))
         self._norm.pack()
@@ -246,7 +259,7 @@ class Decoder:
     ) -> Tensor:
         rotations = self.rotations(positions, long)
         if self._together is not None:
-            residual = self._embedding(tokens, None if adapters is None else adapters.tokens)
+            residual = self._embedded(tokens, adapters)
             return self._together(residual, rotations, attention, caches, output_rows, adapters)
         x, residual = self.enter(tokens, adapters)
         for i in range(self.depth):
@@ -268,8 +281,16 @@ class Decoder:
 
     def enter(self, tokens: Tensor, adapters: StepAdapters | None = None) -> tuple[Tensor, Tensor]:
         """The input of the first layer, as (x, residual)."""
-        residual = self._embedding(tokens, None if adapters is None else adapters.tokens)
+        residual = self._embedded(tokens, adapters)
         return self._layers[0].input_norm(residual), residual
+
+    def _embedded(self, tokens: Tensor, adapters: StepAdapters | None) -> Tensor:
+        own = self.own_tokens
+        if self.kernels.exchange is None:
+            return self._embedding(tokens, None if adapters is None else adapters.tokens)
+        others = (tokens < own.start) | (tokens >= own.stop)
+        rows = self._embedding((tokens - own.start).masked_fill(others, 0))
+        return self.kernels.sum_ranks(rows.masked_fill(others[:, None], 0))
 
     def layer(
         self,
@@ -301,6 +322,7 @@ class Decoder:
         return after.add(x, residual)
 
     def logits(self, hidden: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
+        """See Model. A rank's share makes those of its own tokens."""
         head = self._logits_of
         logits = head(hidden) if adapters is None else adapters.logits(head, hidden)
         if self._softcap is None:
@@ -310,6 +332,10 @@ class Decoder:
     def peaks(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         # A softcap can make different logits equal, so the argmax before the cap may differ from that after it.
         return None if self._softcap is not None else self.kernels.peaks(self._logits_of, hidden)
+
+    def peak_values(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """See Kernels.peak_values; of the own tokens, which are counted from the first of them."""
+        return None if self._softcap is not None else self.kernels.peak_values(self._logits_of, hidden)
 
     @property
     def _logits_of(self) -> PreparedLinear:

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.declared import shown
 from engine.errors import ErrorText, ModelError
 from engine.kernels import Kernels, RaggedBatch, select
+from engine.kernels.native.exchange import Exchange
 from engine.kernels.reference import Reference
 from engine.kv import KvGroup
 from engine.layers import AdaptedRows, Embedding, Linear, StepAdapters
@@ -26,6 +27,7 @@ from engine.models.encoders import ENCODERS, FUSED
 from engine.models.families import FAMILIES
 from engine.models.loader import Fill, Progress, match, separate, split_fused, weights_of
 from engine.models.settings import DecoderSettings
+from engine.models.shares import check_ranks, shares_of
 from engine.quant.formats import Scheme, Stored, read_scheme, stored_as
 from engine.text.config import Config, architectures, read_config
 from engine.text.gguf import TYPES, in_memory
@@ -113,7 +115,8 @@ def load_model(
     progress: Progress = lambda done, total: None,
     *,
     headless: bool = False,
-) -> Model:
+    exchange: Exchange | None = None,
+) -> Decoder:
     """Load the checkpoint in `folder`. `dtype` may be "auto": the one that config.json names. `headless`: also a
     checkpoint of the model below the head that makes logits, where the embedding is tied to that: its tensors' names
     and its architecture's lack a part.
@@ -121,6 +124,8 @@ def load_model(
     `kernels`: a function that makes a kernel set, or a name for `engine.kernels.select`, which chooses a set by
     `quantization`, `deterministic` and `kv_cache_dtype`. `progress` is called as weights are read. Raises ModelError
     about the folder, and EngineError if the set does not support `device`.
+
+    `exchange`: this rank's end, to load its share of the model alone.
     """
     path = Path(folder)
     make, config, weight_dtype = _read(path, dtype, headless=headless)
@@ -134,7 +139,28 @@ def load_model(
     if headless and not any(name.startswith("model.") for name in located):
         located = {f"model.{name}": tensor for name, tensor in located.items()}
     made = partial(make, kernel_set, weight_dtype)
-    return _filled(path, located, made, config, scheme, weight_dtype, device, progress)
+    if exchange is not None:
+        check_ranks_of(path, exchange.share.ranks)
+        whole = made(torch.device("meta"))
+        matched = match(path, located, whole.weights(), whole.canonical)
+        located = shares_of(matched, make.args[0].read(config), exchange.share)
+        kernel_set.exchange = exchange
+    ranks = 1 if exchange is None else exchange.share.ranks
+    return _filled(path, located, made, config, scheme, weight_dtype, device, progress, ranks)
+
+
+def check_ranks_of(folder: Path, ranks: int) -> None:
+    """Raise ModelError if `ranks` processes cannot compute the model in `folder` together."""
+    make, config, _ = _read(folder, "auto")
+    if read_scheme(config) is not None or TYPES in config:
+        raise ModelError(
+            ErrorText.of(
+                "{}: {tensor_parallel}={} does not go with quantised checkpoints and GGUF files; serve the model "
+                "by one process, or its checkpoint that is not quantised",
+                *(folder, ranks),
+            )
+        )
+    check_ranks(folder, make.args[0].read(config), ranks)
 
 
 def load_encoder(
@@ -189,8 +215,12 @@ def _filled(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress,
+    ranks: int = 1,
 ) -> M:
-    """The model that `make` makes for a device, with the weights of the checkpoint in `path`. Raises ModelError."""
+    """The model that `make` makes for a device, with the weights of the checkpoint in `path`. Raises ModelError.
+
+    `ranks`: the processes that load as much at the same time.
+    """
     for name, counted in _PARTS.items():
         if name in config and config.integer(name) > len(located):
             raise ModelError(
@@ -202,7 +232,7 @@ def _filled(
     kept = None if scheme is None else adopt(path, shape, scheme, located)
     places = shape.weights()
     matched = match(path, located, places, shape.canonical if kept is None else kept.canonical)
-    check_weights(path, sum(tensor.nbytes for tensor in places.values()), device)
+    check_weights(path, ranks * sum(tensor.nbytes for tensor in places.values()), device)
     if TYPES in config:
         dtype_name = str(dtype).removeprefix("torch.")
         weights = in_memory(config.get(TYPES), dtype_name, scheme is not None, gpu=device.type == "cuda")

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.declared import shown
 from engine.engine import EngineStats, check_alive, device_named, fingerprint_of
-from engine.errors import EngineError, ModelError, RequestError
+from engine.errors import EngineError, ErrorText, ModelError, RequestError
 from engine.execution.loop import StepLoop
 from engine.execution.placement import SEQUENCES
 from engine.execution.threads import threads_for
@@ -174,6 +174,10 @@ class PoolingEngine(StepLoop):
         """Load the Hugging Face or Sentence-Transformers folder at `path`. Raises as `Engine.load`, whose `loaded` and
         `progress` these are."""
         config = config or EngineConfig()
+        if config.tensor_parallel > 1:
+            raise EngineError(
+                ErrorText.of("{tensor_parallel}={} is for models that generate text", config.tensor_parallel)
+            )
         device = device_named(config.device)
         if device.type == "cpu":
             torch.set_num_threads(threads_for(config.threads, torch.get_num_threads()))

@@ -31,9 +31,11 @@ class Driver:
         sequences: int = 8,
         tokens: int = 64,
         overlap: int = 0,
+        runner: type[Runner] = Runner,
         **settings: Any,
     ) -> None:
-        """With an `overlap` of 1 each step is planned and launched before the one before it is entered."""
+        """With an `overlap` of 1 each step is planned and launched before the one before it is entered. `runner`: of a
+        model whose kernels are not ragged."""
         spaces = [KvSpace(blocks, group.window) for group in model.kv_groups]
         self.runner: Runner | DeviceRunner
         if model.kernels.ragged:
@@ -46,7 +48,7 @@ class Driver:
                 max_model_len=model.context_length,
             )
         else:
-            self.runner = Runner(model, spaces=spaces, block_size=block_size, max_num_seqs=sequences)
+            self.runner = runner(model, spaces=spaces, block_size=block_size, max_num_seqs=sequences)
         self.scheduler = made(
             spaces=spaces,
             block_size=block_size,

@@ -7,6 +7,7 @@ attention.h: attention over the paged KV cache; rows.h: norms, rotation and cach
 attention_amx.h: the same on CPUs with AMX, over a cache in pairs (paired.h; Storage in library.py decides which)
 operations.h: the calls on the pool; experts.h: mixtures of experts; layers.h: all layers of a model in one call
 peaks.h, draws.h: greedy and sampled tokens
+ranks.h: sums and messages between processes that compute a model together; exchange: the same for Python
 vectors.h, pool.h: the vector type and the thread pool that all of these use
 setup.py builds the library for each instruction set; library loads the best build that the CPU can run
 kernels: the kernel set; pages: large pages for its weights and KV cache

@@ -133,7 +133,7 @@ class Native(Reference):
     def prepare_layers(self, layers: Sequence[LayerParts], norm: Tensor) -> PreparedLayers | None:
         if not fit(layers, _HEAD_MULTIPLE):
             return None
-        return NativeLayers(self._library, self._threads, layers, norm, self._storage, self.report_time)
+        return NativeLayers(self._library, self._threads, layers, norm, self._storage, self.report_time, self.exchange)
 
     def prepare_experts(self, parts: ExpertParts) -> PreparedExperts:
         if not experts_fit(parts):
@@ -145,6 +145,12 @@ class Native(Reference):
 
     def peaks(self, head: PreparedLinear, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         return head.peaks(hidden) if isinstance(head, PackedProduct) else None
+
+    def peak_values(self, head: PreparedLinear, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        return head.peak_values(hidden) if isinstance(head, PackedProduct) else None
+
+    def sum_ranks(self, x: Tensor) -> Tensor:
+        return x if self.exchange is None else self.exchange.sum(self._threads, x.contiguous())
 
     def candidates(self, scaled: Tensor, floors: Tensor | None, keys: Tensor) -> tuple[Tensor, Tensor] | None:
         rows, tokens = scaled.shape

@@ -5,6 +5,7 @@
 #include "adapters.h"
 #include "experts.h"
 #include "operations.h"
+#include "ranks.h"
 
 // layers.py repeats this structure. Each field has eight bytes, so that nothing depends on padding.
 struct Layer {
@@ -64,23 +65,32 @@ static void attention_block(Pool& pool, const Layer& l, int64_t i, const Step& s
     });
 }
 
+// Adds up a block's output over the ranks, each of which has computed its share of the sum; null: there is one rank.
+INLINE void step_sum(Pool& pool, const Step& s, Exchange* ranks, float* out) {
+    if (ranks) timed(s, kLinear, [&] { ranks->sum(pool, out, s.tokens * s.width); });
+}
+
 // The second part of a layer, up to the middle norm.
-static void output_block(Pool& pool, const Layer& l, int64_t i, const Step& s, const float* attended, float* out) {
+static void output_block(Pool& pool, const Layer& l, int64_t i, const Step& s, Exchange* ranks, const float* attended,
+                         float* out) {
     step_multiply(pool, s, l.output, i, kOutput, attended, out);
+    step_sum(pool, s, ranks, out);
     if (l.attended_norm) step_norm(pool, s, l, out, nullptr, l.attended_norm, out);
 }
 
-static void feed_forward_block(Pool& pool, const Layer& l, int64_t i, const Step& s, float* both, float* gated,
-                               float* out) {
+static void feed_forward_block(Pool& pool, const Layer& l, int64_t i, const Step& s, Exchange* ranks, float* both,
+                               float* gated, float* out) {
     if (l.mixture.experts) {
         step_multiply(pool, s, l.router, i, kRouter, s.out, both);
         run_experts(pool, s, l.mixture, s.out, both, s.tokens, out, gated);
+        step_sum(pool, s, ranks, out);
         if (l.fed_norm) step_norm(pool, s, l, out, nullptr, l.fed_norm, out);
         return;
     }
     step_multiply(pool, s, l.gate_up, i, kGateUp, s.out, both);
     timed(s, kGate, [&] { gate(pool, both, gated, l.gelu, s.tokens, l.down.inputs); });
     step_multiply(pool, s, l.down, i, kDown, gated, out);
+    step_sum(pool, s, ranks, out);
     if (l.fed_norm) step_norm(pool, s, l, out, nullptr, l.fed_norm, out);
 }
 
@@ -89,7 +99,8 @@ static void pick(const Step& s, const float* from, int64_t width, float* to) {
     for (int64_t i = 0; i < s.rows; i++) memcpy(to + i * width, from + s.wanted[i] * width, width * sizeof(float));
 }
 
-static void run_layers(Pool& pool, const Layer* layers, int64_t count, const Step& s) {
+// `ranks`: null if this process computes alone.
+static void run_layers(Pool& pool, const Layer* layers, int64_t count, const Step& s, Exchange* ranks) {
     int64_t wide = 0, narrow = 0;
     for (int64_t i = 0; i < count; i++) {
         const Layer& l = layers[i];
@@ -116,9 +127,9 @@ static void run_layers(Pool& pool, const Layer* layers, int64_t count, const Ste
             now.tokens = s.rows;
             now.adapted = s.adapted_wanted;
         }
-        output_block(pool, l, i, now, attended, given);
+        output_block(pool, l, i, now, ranks, attended, given);
         step_norm(pool, now, l, given, now.residual, l.middle_norm, now.out);
-        feed_forward_block(pool, l, i, now, a, b, given);
+        feed_forward_block(pool, l, i, now, ranks, a, b, given);
         const float* after = i + 1 < count ? layers[i + 1].input_norm : s.norm;
         step_norm(pool, now, l, given, now.residual, after, now.out);
     }

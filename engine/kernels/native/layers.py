@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.kernels.layer import LayerParts, PreparedStepAdapters, ReportTime
 from engine.kernels.native.adapters import AdapterTables
+from engine.kernels.native.exchange import Exchange
 from engine.kernels.native.library import Library, Pool, Storage
 from engine.kernels.native.product import Mixture, NativeExperts, PackedProduct, Product, entry
 from engine.kernels.ragged import RaggedBatch
@@ -31,9 +32,11 @@ class NativeLayers:
         norm: Tensor,
         storage: Storage,
         report_time: ReportTime | None,
+        exchange: Exchange | None = None,
     ) -> None:
-        """`layers`: layers that `fit`. `report_time`: receives each call's times by kernel class."""
-        self._run, self._pool = library.layers, pool
+        """`layers`: layers that `fit`. `report_time`: receives each call's times by kernel class. `exchange`: this
+        rank's end, if the layers are one rank's share."""
+        self._library, self._pool, self._exchange = library, pool, exchange
         self._kept = (list(layers), norm)
         self._experts = [
             None if layer.experts is None else NativeExperts(library, pool, layer.experts) for layer in layers
@@ -76,7 +79,12 @@ class NativeLayers:
             None if spent is None else ctypes.addressof(spent),
             *(table.address for table in tables),
         )
-        self._run(self._pool.address, self._table, len(self._table), ctypes.byref(step))
+        arguments = self._pool.address, self._table, len(self._table), ctypes.byref(step)
+        if self._exchange is None:
+            self._library.layers(*arguments)
+        else:
+            self._library.layers_of_rank(*arguments, self._exchange.address)
+            self._exchange.check()
         if self._report_time is not None and spent is not None:
             for name, nanoseconds in zip(_CLASSES, spent, strict=True):
                 self._report_time(name, nanoseconds / 1e9)

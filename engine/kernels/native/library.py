@@ -9,7 +9,7 @@ import platform
 import struct
 import weakref
 from collections.abc import Callable
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -70,6 +70,17 @@ _SIGNATURES: dict[str, list[type]] = {
     "penstock_low_rank": [_P, _P, _P, _L, _P, _L, _P, _L],
     "penstock_layers": [_P, _P, _L, _P],
 }
+#: The functions of ranks.h that return nothing. A build of before them serves models of one rank.
+_RANKS: dict[str, list[type]] = {
+    "penstock_peak_values": [_P, _P, _P, _P, _I, _L, _L, _L, _P, _P, _P],
+    "penstock_free_exchange": [_P],
+    "penstock_fail_ranks": [_P],
+    "penstock_sum": [_P, _P, _P, _L],
+    "penstock_send": [_P, c_char_p, _L],
+    "penstock_take": [_P, _L, _P, _L],
+    "penstock_gather": [_P, _L, _P, _L, _P],
+    "penstock_layers_of_rank": [_P, _P, _L, _P, _P],
+}
 
 
 class Library:
@@ -126,6 +137,30 @@ class Library:
         self.experts = library.penstock_experts
         self.low_rank = library.penstock_low_rank
         self.layers = library.penstock_layers
+        #: The most ranks of one exchange; 0: the build is of before them.
+        self.most_ranks = 0
+        if hasattr(library, "penstock_exchange"):
+            self._bind_ranks(library)
+
+    def _bind_ranks(self, library: ctypes.CDLL) -> None:
+        for name, arguments in _RANKS.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+        self.most_ranks = library.penstock_most_ranks()
+        self.peak_values = library.penstock_peak_values
+        self.exchange = library.penstock_exchange
+        self.exchange.argtypes, self.exchange.restype = [_P, *[_L] * 4], c_void_p
+        self.ranks_failed = library.penstock_ranks_failed
+        self.ranks_failed.argtypes, self.ranks_failed.restype = [_P], _I
+        self.receive = library.penstock_receive
+        self.receive.argtypes, self.receive.restype = [_P, _L], _L
+        self.free_exchange = library.penstock_free_exchange
+        self.fail_ranks = library.penstock_fail_ranks
+        self.sum = library.penstock_sum
+        self.send = library.penstock_send
+        self.take = library.penstock_take
+        self.gather = library.penstock_gather
+        self.layers_of_rank = library.penstock_layers_of_rank
 
 
 def _refuse_part(path: Path) -> None:

@@ -54,10 +54,11 @@ INLINE bool before(const Peak& a, float value, int32_t place) {
     return a.value > value || (a.value == value && a.place < place);
 }
 
-// Writes `places` and `finite`, [rows]. A row that is not finite gets an arbitrary valid place. `panels_of(part)` gives
+// Writes `places`, `finite` and, unless it is null, `values`, [rows]. A row that is not finite gets an arbitrary valid place. `panels_of(part)` gives
 // a function of (p, c) that computes a whole panel of columns; it lives as long as the part's task.
 template <class PanelsOf>
-INLINE void peaks(Pool& pool, const Gemm& g, int64_t* places, uint8_t* finite, PanelsOf&& panels_of) {
+INLINE void peaks(Pool& pool, const Gemm& g, int64_t* places, uint8_t* finite, float* values,
+                  PanelsOf&& panels_of) {
     Cut cut(pool, g);
     std::vector<Peak> found(cut.across * g.rows);
     pool.spread((int)(cut.across * cut.down), [&](int task, int) {
@@ -92,16 +93,23 @@ INLINE void peaks(Pool& pool, const Gemm& g, int64_t* places, uint8_t* finite, P
         }
         places[r] = std::min<int64_t>(all.place, g.outputs - 1);
         finite[r] = all.finite;
+        if (values) values[r] = all.value;
     }
 }
 
-template <class W> static void peaks(Pool& pool, Gemm g, int64_t* places, uint8_t* finite) {
+template <class W> static void peaks(Pool& pool, Gemm g, int64_t* places, uint8_t* finite, float* values) {
     prepare<W>(pool, g);
-    peaks(pool, g, places, finite, [&](const Part& part) { return PanelProduct<W>{g, part}; });
+    peaks(pool, g, places, finite, values, [&](const Part& part) { return PanelProduct<W>{g, part}; });
 }
 
-static void quantised_peaks(Pool& pool, const Gemm& g, int64_t* places, uint8_t* finite) {
+static void quantised_peaks(Pool& pool, const Gemm& g, int64_t* places, uint8_t* finite, float* values) {
     const Quantised& q = *(const Quantised*)g.weight;
     Rounded r = rounded_rows(pool, q, g.x, g.rows, g.inputs);
-    peaks(pool, g, places, finite, [&](const Part& part) { return QuantisedPanels{q, r, g, part}; });
+    peaks(pool, g, places, finite, values, [&](const Part& part) { return QuantisedPanels{q, r, g, part}; });
+}
+
+INLINE void find_peaks(Pool& pool, const Gemm& g, int kind, int64_t* places, uint8_t* finite, float* values) {
+    if (kind == 2) quantised_peaks(pool, g, places, finite, values);
+    else if (kind) peaks<bf16>(pool, g, places, finite, values);
+    else peaks<float>(pool, g, places, finite, values);
 }

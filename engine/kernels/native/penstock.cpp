@@ -70,12 +70,14 @@ void penstock_linear(void* pool, const float* x, const void* weight, const float
 }
 
 // Finds the place of each row's largest number in the product, the first of equal ones, and whether all are finite.
+// The second function also gives the largest numbers.
 void penstock_peaks(void* pool, const float* x, const void* weight, const float* bias, int kind, int64_t rows,
                     int64_t inputs, int64_t outputs, int64_t* places, uint8_t* finite) {
-    Gemm g{x, weight, bias, nullptr, rows, inputs, outputs};
-    if (kind == 2) quantised_peaks(*(Pool*)pool, g, places, finite);
-    else if (kind) peaks<bf16>(*(Pool*)pool, g, places, finite);
-    else peaks<float>(*(Pool*)pool, g, places, finite);
+    find_peaks(*(Pool*)pool, {x, weight, bias, nullptr, rows, inputs, outputs}, kind, places, finite, nullptr);
+}
+void penstock_peak_values(void* pool, const float* x, const void* weight, const float* bias, int kind, int64_t rows,
+                          int64_t inputs, int64_t outputs, int64_t* places, uint8_t* finite, float* values) {
+    find_peaks(*(Pool*)pool, {x, weight, bias, nullptr, rows, inputs, outputs}, kind, places, finite, values);
 }
 
 // See draws.h. `floors` may be null.
@@ -161,7 +163,28 @@ void penstock_low_rank(void* pool, const void* low_rank, const float* x, int64_t
 }
 
 void penstock_layers(void* pool, const void* layers, int64_t count, const void* step) {
-    run_layers(*(Pool*)pool, (const Layer*)layers, count, *(const Step*)step);
+    run_layers(*(Pool*)pool, (const Layer*)layers, count, *(const Step*)step, nullptr);
+}
+
+// See ranks.h. `memory`: of kHead bytes and two slots for each rank.
+int penstock_most_ranks() { return kMostProcesses; }
+void* penstock_exchange(void* memory, int64_t rank, int64_t ranks, int64_t slot, int64_t spin_us) {
+    return new Exchange(memory, rank, ranks, slot, spin_us);
+}
+void penstock_free_exchange(void* ranks) { delete (Exchange*)ranks; }
+int penstock_ranks_failed(void* ranks) { return ((Exchange*)ranks)->failed(); }
+void penstock_fail_ranks(void* ranks) { ((Exchange*)ranks)->fail(); }
+void penstock_sum(void* ranks, void* pool, float* x, int64_t count) { ((Exchange*)ranks)->sum(*(Pool*)pool, x, count); }
+void penstock_send(void* ranks, const char* message, int64_t length) { ((Exchange*)ranks)->send(message, length); }
+int64_t penstock_receive(void* ranks, int64_t of) { return ((Exchange*)ranks)->receive(of); }
+void penstock_take(void* ranks, int64_t of, char* message, int64_t length) {
+    ((Exchange*)ranks)->take(of, message, length);
+}
+void penstock_gather(void* ranks, int64_t to, const char* own, int64_t length, char* gathered) {
+    ((Exchange*)ranks)->gather(to, own, length, gathered);
+}
+void penstock_layers_of_rank(void* pool, const void* layers, int64_t count, const void* step, void* ranks) {
+    run_layers(*(Pool*)pool, (const Layer*)layers, count, *(const Step*)step, (Exchange*)ranks);
 }
 
 }

@@ -39,7 +39,7 @@ class PackedProduct:
         """`weight`: the address of numbers, or of a table. `kept`: the objects that own that memory."""
         self._kept = (kept, bias)
         self._sizes = (inputs, outputs)
-        self._run, self._find, self._pool = library.linear, library.peaks, pool
+        self._library, self._run, self._find, self._pool = library, library.linear, library.peaks, pool
         # The addresses are looked up once, because the tensors do not move.
         self._weight, self._added = weight, None if bias is None else bias.data_ptr()
         self._kind = kind
@@ -79,6 +79,28 @@ class PackedProduct:
             finite.data_ptr(),
         )
         return places, finite
+
+    def peak_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What `peaks` gives, and the largest numbers, fp32 [rows]."""
+        x, rows = x.contiguous(), len(x)
+        places, finite, values = (
+            torch.empty(rows, dtype=torch.int64),
+            torch.empty(rows, dtype=torch.bool),
+            torch.empty(rows),
+        )
+        self._library.peak_values(
+            self._pool.address,
+            x.data_ptr(),
+            self._weight,
+            self._added,
+            self._kind,
+            rows,
+            *self._sizes,
+            places.data_ptr(),
+            finite.data_ptr(),
+            values.data_ptr(),
+        )
+        return places, finite, values
 
     def entry(self) -> Product:
         return Product(self._weight, self._added, *self._sizes, self._kind)

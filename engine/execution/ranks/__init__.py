@@ -1,0 +1,13 @@
+"""A model that several processes compute together, each its share of every matrix (engine/models/shares.py).
+
+    lead: scheduler, sampler, all state -> runner: a step as arrays -> exchange -> followers replay it, for its sums
+                                                                    <- exchange <- their part of the logits
+
+messages: arrays as bytes; runner: the lead's runner and model, and what a follower does
+group: starts the followers and watches them; follower: their process
+"""
+
+from engine.execution.ranks.group import Group
+from engine.execution.ranks.runner import LeadModel, RanksRunner, follow
+
+__all__ = ["Group", "LeadModel", "RanksRunner", "follow"]

@@ -1,0 +1,222 @@
+"""The lead's side of the followers' processes: starts them, waits until they have their shares, notices their ends.
+
+A follower is lost when its socket closes, which the kernel does whatever ends it. Then all are: the exchange fails, so
+that nobody waits for the lost one, and the others are killed. They end with the lead in the same way, and the kernel
+kills them when the thread that started them ends (PR_SET_PDEATHSIG), which lives as long as the lead.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from engine.config import EngineConfig
+from engine.errors import DeviceLostError, EngineError, ErrorText
+from engine.kernels.native import load_library
+from engine.kernels.native.exchange import Exchange, Share, shared_memory
+
+logger = logging.getLogger("penstock.engine")
+
+#: A follower that says nothing for this long, in seconds, while it starts and reads its weights does not come.
+SILENCE_S: Final = 120.0
+#: How long an end may take before it is enforced, seconds.
+_END_S: Final = 5.0
+#: How long the reason of a failure may take to arrive after the failure, seconds.
+_REASON_S: Final = 1.0
+#: The most bytes of a follower's message.
+_LONGEST: Final = 1 << 16
+
+
+@dataclass(slots=True)
+class _Follower:
+    rank: int
+    process: subprocess.Popen[bytes]
+    socket: socket.socket
+    heard: float
+    ready: bool = False
+    error: str = ""
+    unread: bytes = b""
+    said: dict[str, Any] = field(default_factory=dict)
+
+
+class Group:
+    """The followers of a model's lead. Any thread may call its methods."""
+
+    def __init__(self, folder: Path, config: EngineConfig, threads: int) -> None:
+        """Start them; `wait` waits for them. `threads`: of each rank. Raises EngineError."""
+        library = load_library()
+        if library is None or config.kernels not in ("auto", "native"):
+            raise EngineError(
+                ErrorText.of("{tensor_parallel} needs native kernels: install penstock where a C++ compiler is")
+            )
+        if config.tensor_parallel > library.most_ranks:
+            raise EngineError(
+                ErrorText.of(
+                    "{tensor_parallel}={}: the native kernels have {} ranks at most; if these are 0, build them again",
+                    *(config.tensor_parallel, library.most_ranks),
+                )
+            )
+        #: Called once, on a thread of the group, when a follower is lost that had come.
+        self.on_lost: Callable[[], None] | None = None
+        self._ranks = config.tensor_parallel
+        self._followers: list[_Follower] = []
+        self._changed = threading.Condition()
+        self._lost = ""
+        self._closing = False
+        self._memory = shared_memory(self._ranks)
+        self.exchange = Exchange(library, self._memory, Share(0, self._ranks))
+        self.exchange.explain = self.check
+        self._setup = {
+            "folder": str(folder.resolve()),
+            "ranks": self._ranks,
+            "threads": threads,
+            "lead": os.getpid(),
+            "dtype": config.dtype,
+            "deterministic": config.deterministic,
+            "kv_cache_dtype": config.kv_cache_dtype,
+        }
+        self._thread = threading.Thread(target=self._keep, name="penstock-ranks", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until all followers have their shares. Raises EngineError, saying which has not come and why."""
+        with self._changed:
+            while not self._lost and not (self._followers and all(each.ready for each in self._followers)):
+                self._changed.wait()
+            if self._lost:
+                raise EngineError(f"the model is not served: {self._lost}")
+
+    def check(self) -> None:
+        """Raise DeviceLostError if a rank has failed."""
+        if self.exchange.failed:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lost, _REASON_S)
+            raise DeviceLostError(self._lost or "a rank failed")
+
+    def close(self) -> None:
+        """End the followers, by force after some seconds."""
+        with self._changed:
+            self._closing = True
+            followers = list(self._followers)
+        for each in followers:
+            _shut(each.socket)
+        deadline = time.monotonic() + _END_S
+        for each in followers:
+            try:
+                each.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                each.process.kill()
+        self._thread.join()
+
+    # ---- its thread
+
+    def _keep(self) -> None:
+        try:
+            for rank in range(1, self._ranks):
+                self._start(rank)
+        except OSError as error:
+            self._lose(f"rank {len(self._followers) + 1} could not be started: {error}")
+        finally:
+            os.close(self._memory)
+        with selectors.DefaultSelector() as selector:
+            for each in self._followers:
+                selector.register(each.socket, selectors.EVENT_READ, each)
+            while selector.get_map():
+                for key, _ in selector.select(1.0):
+                    if not self._read(key.data):
+                        selector.unregister(key.fileobj)
+                        self._ended(key.data)
+                self._refuse_silence()
+        for each in self._followers:
+            each.process.wait()
+            each.socket.close()
+
+    def _start(self, rank: int) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "engine.execution.ranks.follower", str(theirs.fileno())]
+        with theirs:
+            try:
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), self._memory))
+            except OSError:
+                ours.close()
+                raise
+        ours.sendall(json.dumps(self._setup | {"rank": rank, "memory": self._memory}).encode() + b"\n")
+        with self._changed:
+            self._followers.append(_Follower(rank, process, ours, time.monotonic()))
+            if self._closing:
+                _shut(ours)
+
+    def _read(self, follower: _Follower) -> bool:
+        """Read what a follower says. Returns False at its end."""
+        try:
+            data = follower.socket.recv(_LONGEST)
+        except OSError:
+            data = b""
+        *lines, follower.unread = (follower.unread + data).split(b"\n")
+        with self._changed:
+            follower.heard = time.monotonic()
+            for line in lines:
+                said = json.loads(line)
+                follower.ready |= "ready" in said
+                follower.error = said.get("error", follower.error)
+            self._changed.notify_all()
+        return bool(data)
+
+    def _ended(self, follower: _Follower) -> None:
+        if self._closing:
+            return
+        try:
+            status = follower.process.wait(_REASON_S)
+        except subprocess.TimeoutExpired:
+            status = None
+        why = follower.error or _end_of(status)
+        self._lose(f"rank {follower.rank} of {self._ranks} (process {follower.process.pid}): {why}")
+
+    def _refuse_silence(self) -> None:
+        for each in self._followers:
+            silent = time.monotonic() - each.heard
+            if not each.ready and not self._lost and not self._closing and silent > SILENCE_S:
+                self._lose(f"rank {each.rank} of {self._ranks} has said nothing for {silent:.0f} s, and is given up")
+
+    def _lose(self, why: str) -> None:
+        with self._changed:
+            first, self._lost = not self._lost, self._lost or why
+            came = all(each.ready for each in self._followers)
+            self._changed.notify_all()
+        self.exchange.fail()
+        for each in self._followers:
+            each.process.kill()
+        if first:
+            logger.error("The ranks of the model are lost: %s", why)
+            if came and self.on_lost is not None:
+                self.on_lost()
+
+
+def _shut(end: socket.socket) -> None:
+    try:
+        end.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return
+
+
+def _end_of(status: int | None) -> str:
+    if status is None:
+        return "its socket is closed"
+    if status >= 0:
+        return f"it ended with status {status}"
+    try:
+        return f"it was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"it was killed by signal {-status}"

@@ -1,0 +1,178 @@
+"""The lead's runner and model, and what the followers do with what these send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from engine.execution.ranks.messages import packed, unpacked
+from engine.execution.runner import Runner, StepBatch, copy_blocks, run_step
+from engine.kernels import RaggedBatch
+from engine.kernels.native.exchange import Exchange, Share
+from engine.kv import KvSpace
+from engine.layers import AdaptedRows
+from engine.models import Model
+from engine.models.decoder import Decoder
+from engine.plan import Sampled, StepPlan
+
+#: The arrays that all KV groups share, and those of each.
+_SHARED, _PER_GROUP = 3, 6
+
+
+class _Kind(IntEnum):
+    CACHES = 0
+    COPIES = 1
+    STEP = 2
+    LOGITS = 3
+    PEAKS = 4
+
+
+class LeadModel:
+    """A Model: the lead's share, with the logits of all ranks. Its followers do the same by `follow`."""
+
+    def __init__(self, share: Decoder, exchange: Exchange) -> None:
+        self.share, self.exchange = share, exchange
+        self.kernels, self.device, self.dtype = share.kernels, share.device, share.dtype
+        self.vocab_size, self.context_length = share.vocab_size, share.context_length
+        self.kv_groups, self.rope_switch = share.kv_groups, share.rope_switch
+        self.linears, self.embedding, self.weights = share.linears, share.embedding, share.weights
+        self.canonical, self.pack, self.forward = share.canonical, share.pack, share.forward
+        self._finds_peaks: bool | None = None
+        self._own = [Share(rank, exchange.share.ranks).of(self.vocab_size) for rank in range(exchange.share.ranks)]
+
+    def logits(self, hidden: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
+        self.exchange.send(packed(_Kind.LOGITS, (), [hidden]))
+        every = self.exchange.gather(_own_logits(self.share, hidden))
+        assert every is not None
+        return torch.cat([every[rank, :, : len(own)] for rank, own in enumerate(self._own)], 1)
+
+    def peaks(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self._finds_peaks is None:
+            self._finds_peaks = self.share.peak_values(hidden[:1]) is not None
+        if not self._finds_peaks:
+            return None
+        self.exchange.send(packed(_Kind.PEAKS, (), [hidden]))
+        every = self.exchange.gather(_own_peaks(self.share, hidden))
+        assert every is not None
+        values, places, finite = every.unbind(1)
+        # Of equal ones the first rank's, which has the smaller token ids.
+        best = values.argmax(0, keepdim=True)
+        return places.gather(0, best)[0].long(), finite.bool().all(0)
+
+
+def _own_logits(share: Decoder, hidden: Tensor) -> Tensor:
+    """This rank's logits, [rows, the most tokens of a rank]."""
+    exchange = share.kernels.exchange
+    assert exchange is not None
+    logits = share.logits(hidden).float()
+    most = -(-share.vocab_size // exchange.share.ranks)
+    return torch.nn.functional.pad(logits, (0, most - logits.shape[1]))
+
+
+def _own_peaks(share: Decoder, hidden: Tensor) -> Tensor:
+    """This rank's largest logits, the token ids, and whether all are finite, fp64 [3, rows]."""
+    found = share.peak_values(hidden)
+    assert found is not None
+    places, finite, values = found
+    return torch.stack((values.double(), (places + share.own_tokens.start).double(), finite.double()))
+
+
+class RanksRunner(Runner):
+    """The lead's Runner: sends each step to the followers before it runs its own share."""
+
+    def __init__(self, model: Model, *, spaces: Sequence[KvSpace], block_size: int, max_num_seqs: int) -> None:
+        """`model`: a LeadModel."""
+        assert isinstance(model, LeadModel)
+        self._exchange = model.exchange
+        numbers = (block_size, *(space.num_blocks for space in spaces))
+        self._exchange.send(packed(_Kind.CACHES, numbers, ()))
+        super().__init__(model, spaces=spaces, block_size=block_size, max_num_seqs=max_num_seqs)
+        # They have theirs, too.
+        self._exchange.gather(torch.zeros(1))
+
+    def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:
+        if copies:
+            self._exchange.send(packed(_Kind.COPIES, [number for copy in copies for number in copy], ()))
+        super().copy_blocks(copies)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> list[Sampled]:
+        """See Runner. After an exception the ranks are not at the same place any more: the exchange fails."""
+        try:
+            return super().execute(plan)
+        except BaseException:
+            self._exchange.fail()
+            raise
+
+    def _forward(self, batch: StepBatch) -> Tensor:
+        self._exchange.send(_step_message(batch))
+        return super()._forward(batch)
+
+
+def _step_message(batch: StepBatch) -> bytes:
+    tensors = [batch.tokens, batch.output_rows, batch.positions]
+    numbers = [int(batch.long is not None)]
+    for group, entered in zip(batch.attention, batch.entered, strict=True):
+        numbers += (group.most_queries, group.most_places, group.window or 0)
+        tensors += (group.slots, group.query_starts, group.kv_lens, group.tables, group.table_rows)
+        tensors.append(batch.tokens[:0] if entered is None else entered)
+    if batch.long is not None:
+        tensors.append(batch.long)
+    return packed(_Kind.STEP, numbers, tensors)
+
+
+def _step_of(numbers: list[int], tensors: list[Tensor]) -> StepBatch:
+    tokens, output_rows, positions = tensors[:_SHARED]
+    attention, every = [], []
+    for i in range((len(numbers) - 1) // 3):
+        most_queries, most_places, window = numbers[1 + 3 * i : 4 + 3 * i]
+        slots, starts, lengths, tables, rows, entered = tensors[_SHARED + i * _PER_GROUP :][:_PER_GROUP]
+        attention.append(
+            RaggedBatch(
+                slots=slots,
+                query_starts=starts,
+                kv_lens=lengths,
+                tables=tables,
+                table_rows=rows,
+                most_queries=most_queries,
+                most_places=most_places,
+                window=window or None,
+                positions=positions,
+            )
+        )
+        every.append(entered if len(entered) else None)
+    return StepBatch(
+        tokens=tokens,
+        positions=positions,
+        long=tensors[-1] if numbers[0] else None,
+        attention=tuple(attention),
+        output_rows=output_rows,
+        entered=tuple(every),
+        adapters=None,
+    )
+
+
+@torch.inference_mode()
+def follow(share: Decoder, exchange: Exchange) -> None:
+    """Do what the lead sends, until DeviceLostError: a rank has failed."""
+    caches: list[Tensor] = []
+    while True:
+        kind, numbers, tensors = unpacked(exchange.receive())
+        if kind == _Kind.STEP:
+            run_step(share, caches, _step_of(numbers, tensors))
+        elif kind == _Kind.PEAKS:
+            exchange.gather(_own_peaks(share, tensors[0]))
+        elif kind == _Kind.LOGITS:
+            exchange.gather(_own_logits(share, tensors[0]))
+        elif kind == _Kind.COPIES:
+            copy_blocks(caches, list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)))
+        else:
+            size, *blocks = numbers
+            caches = [
+                share.kernels.kv_cache(group, count + 1, size, share.device)
+                for group, count in zip(share.kv_groups, blocks, strict=True)
+            ]
+            exchange.gather(torch.zeros(1))

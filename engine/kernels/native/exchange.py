@@ -1,0 +1,106 @@
+"""Sums and messages between the ranks of a model, through memory that they share (ranks.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from engine.errors import DeviceLostError
+from engine.kernels.native.library import Library, Pool
+
+#: The bytes before the slots, kHead of ranks.h.
+_HEAD: Final = 4096
+#: The bytes of a slot. Longer sums and messages go through it in parts; pages that are never written take no memory.
+SLOT: Final = 1 << 21
+#: The time in microseconds for which a rank polls for the others before it sleeps, where each has a core of its own.
+_SPIN_US: Final = 50
+
+
+def shared_memory(ranks: int) -> int:
+    """Make the memory of an exchange between `ranks` ranks. Returns the descriptor of its file, which has no name."""
+    descriptor = os.memfd_create("penstock-ranks")
+    os.ftruncate(descriptor, _HEAD + 2 * ranks * SLOT)
+    return descriptor
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of a model that one rank holds and computes: part `rank` of `ranks` equal ones."""
+
+    rank: int
+    ranks: int
+
+    def of(self, count: int) -> range:
+        """This rank's part of `count` things in order."""
+        return range(count * self.rank // self.ranks, count * (self.rank + 1) // self.ranks)
+
+
+class Exchange:
+    """One rank's end. All ranks call the same methods in the same order, with equal sizes; rank 0 leads.
+
+    Every method raises DeviceLostError once a rank has failed, on all ranks.
+    """
+
+    def __init__(self, library: Library, memory: int, share: Share) -> None:
+        """`memory`: a descriptor of `shared_memory`."""
+        self.share = share
+        #: Raises DeviceLostError with the reason why the exchange has failed, if that can be known.
+        self.explain: Callable[[], None] = lambda: None
+        self._library = library
+        self._memory = mmap.mmap(memory, 0)
+        # Where there are more ranks than cores, one that polls keeps another from computing.
+        cores = len(os.sched_getaffinity(0))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        spin = _SPIN_US if share.ranks <= cores else 0
+        self.address: int = library.exchange(address, share.rank, share.ranks, SLOT, spin)
+        weakref.finalize(self, library.free_exchange, self.address)
+
+    @property
+    def failed(self) -> bool:
+        return bool(self._library.ranks_failed(self.address))
+
+    def fail(self) -> None:
+        """End all waiting of all ranks, for good. Any thread may call it."""
+        self._library.fail_ranks(self.address)
+
+    def check(self) -> None:
+        if self.failed:
+            self.explain()
+            raise DeviceLostError("a rank of the model has failed, and the others wait for it no more")
+
+    def sum(self, pool: Pool, x: Tensor) -> Tensor:
+        """Add up `x`, contiguous fp32, in place over all ranks: to the same bits on each."""
+        self._library.sum(self.address, pool.address, x.data_ptr(), x.numel())
+        self.check()
+        return x
+
+    def send(self, message: bytes) -> None:
+        """Send a message from rank 0 to the others."""
+        self._library.send(self.address, message, len(message))
+        self.check()
+
+    def receive(self) -> memoryview:
+        """Wait for rank 0's next message, however long that takes."""
+        length = self._library.receive(self.address, 0)
+        self.check()
+        message = bytearray(length)
+        if length:
+            self._library.take(self.address, 0, (ctypes.c_char * length).from_buffer(message), length)
+        self.check()
+        return memoryview(message)
+
+    def gather(self, own: Tensor) -> Tensor | None:
+        """On rank 0, what each rank has: [ranks, *shape of `own`]. None on the others, which do not wait."""
+        own = own.contiguous()
+        every = torch.empty(self.share.ranks, *own.shape, dtype=own.dtype) if self.share.rank == 0 else None
+        self._library.gather(self.address, 0, own.data_ptr(), own.nbytes, None if every is None else every.data_ptr())
+        self.check()
+        return every

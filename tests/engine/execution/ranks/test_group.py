@@ -1,0 +1,137 @@
+"""The ranks' processes: one engine to its callers, lost together, and gone with the lead, however that ends."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Engine, EngineConfig, SamplingParams
+from engine.engine import fingerprint_of
+from engine.errors import EngineError
+from engine.execution.ranks import Group, group
+from engine.kernels.native import load_library
+from engine.request import Request
+from tests.engine.random_models import VARIANTS, write_model
+from tests.waiting import until
+
+pytestmark = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
+
+ENDLESS = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("ranks") / "m", seed=5, tokenizer=False, **VARIANTS["gqa"])
+
+
+def config(ranks: int, **settings: Any) -> EngineConfig:
+    return EngineConfig(tensor_parallel=ranks, kv_cache_bytes=1 << 20, threads=1, **settings)
+
+
+def followers(engine: Engine) -> list[int]:
+    assert engine._group is not None
+    return [each.process.pid for each in engine._group._followers]
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended: it does not exist, or its parent has not asked for it yet."""
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_a_group_is_one_engine_and_a_dead_rank_is_a_lost_device(folder: Path) -> None:
+    prompts = [[1, 2, 3, 4], [5, 6, 7] * 20]
+    with Engine.load(folder, config(1)) as alone:
+        expected, own = alone.generate(prompts, GREEDY), alone.fingerprint
+    with Engine.load(folder, config(2)) as engine:
+        assert [output.token_ids for output in engine.generate(prompts, GREEDY)] == [
+            output.token_ids for output in expected
+        ]
+        assert engine.fingerprint == fingerprint_of(engine._model, 16) != own
+        with pytest.raises(EngineError, match="adapters do not go with tensor_parallel"):
+            engine.load_adapter("a", folder)
+        lost: queue.SimpleQueue[tuple[str, set[str]]] = queue.SimpleQueue()
+        engine.on_lost = lambda why, suspects: lost.put((why, suspects))
+        events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        engine.submit(Request("a", [1, 2, 3], ENDLESS), events.put)
+        events.get(timeout=60)
+        (follower,) = followers(engine)
+        os.kill(follower, signal.SIGTERM)  # the lead's to answer
+        events.get(timeout=60)
+        os.kill(follower, signal.SIGKILL)
+        why, suspects = lost.get(timeout=60)
+        assert why.endswith(f"rank 1 of 2 (process {follower}): it was killed by SIGKILL")
+        assert suspects <= {"a"}
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_dies_while_nothing_runs_is_noticed_and_takes_the_others_along(folder: Path) -> None:
+    with Engine.load(folder, config(4)) as engine:
+        lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+        engine.on_lost = lambda why, suspects: lost.put(why)
+        os.kill(followers(engine)[1], signal.SIGKILL)
+        assert "rank 2 of 4" in lost.get(timeout=60)
+        assert until(lambda: all(map(gone, followers(engine))))
+
+
+@pytest.mark.exhaustive
+def test_a_stopped_rank_is_gone_once_the_engine_is_closed(folder: Path) -> None:
+    engine = Engine.load(folder, config(2))
+    (follower,) = followers(engine)
+    os.kill(follower, signal.SIGSTOP)
+    engine.close()
+    assert gone(follower)
+
+
+#: A lead that says its follower's process and waits.
+_LEAD = """
+import sys, threading
+from engine import Engine, EngineConfig
+with Engine.load(sys.argv[1], EngineConfig(tensor_parallel=2, kv_cache_bytes=1 << 20, threads=1)) as engine:
+    print(engine._group._followers[0].process.pid, flush=True)
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stopped", [False, True])
+def test_no_rank_outlives_a_lead_that_is_killed(folder: Path, stopped: bool) -> None:
+    with subprocess.Popen([sys.executable, "-P", "-c", _LEAD, str(folder)], stdout=subprocess.PIPE, text=True) as lead:
+        try:
+            assert lead.stdout is not None
+            follower = int(lead.stdout.readline())
+            if stopped:
+                os.kill(follower, signal.SIGSTOP)
+        finally:
+            lead.kill()
+    assert until(lambda: gone(follower))
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_cannot_come_says_why(tmp_path: Path) -> None:
+    with (
+        closing(Group(tmp_path / "nothing", config(3), 1)) as ranks,
+        pytest.raises(EngineError, match=r"rank [12] of 3 \(process \d+\): ModelError: .*nothing"),
+    ):
+        ranks.wait()
+
+
+def test_a_rank_that_says_nothing_does_not_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "SILENCE_S", 0.0)
+    with (
+        closing(Group(folder, config(2), 1)) as ranks,
+        pytest.raises(EngineError, match="rank 1 of 2 has said nothing"),
+    ):
+        ranks.wait()
+    assert all(gone(each.process.pid) for each in ranks._followers)
