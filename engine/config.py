@@ -58,6 +58,12 @@ class EngineConfig:
     )
     """The part of a GPU's memory that weights, steps and KV cache may take together. The engine measures a step's
     memory by running the largest steps. The remaining part is a reserve."""
+    share: float = declare(1.0, Number(0, 1, above=True))
+    """The engine's share of the device, which several engines share: of the memory that `memory_share` allows, or that
+    a CPU's KV cache may take, and of its steps while others have some, too."""
+    turns: str | None = declare(None, Text())
+    """The folder in which engines that share a device take turns, a step at a time (engine.execution.turns). None: this
+    one computes whenever it has work."""
     dtype: DType = declare(
         "auto",
         OneOf(get_args(DType)),
@@ -144,6 +150,16 @@ class EngineConfig:
     max_model_len: int | None = declare(None, Integer(2, 1 << 31))
     """The most tokens of prompt and output together. None means the model's own context length."""
     enable_prefix_caching: bool = declare(True, Flag())
+    batch_window_ms: float = declare(
+        0.0,
+        Number(0, 50),
+        "Longest time, in ms, for which a step of embeddings, scores or labels waits for more texts while others came "
+        "during the step before it; a text that finds the engine idle never waits. Unset: 0.",
+        name="--batch-window",
+        serving=True,
+    )
+    """For models that generate nothing; others take no notice of it. The wait counts from a text's arrival, and ends
+    early once the step is full."""
     ageing_s: float = declare(30.0, Number(0.001, 1e9))
     """A waiting request rises by one tier for each `ageing_s` seconds. At the most, requests never age in practice."""
     overlap: int | None = declare(None, Integer(0, 1))

@@ -22,6 +22,7 @@ from engine.execution.loop import StepLoop
 from engine.execution.placement import REHEARSED, plan_capacity, runner_for, speculation_for, while_idle
 from engine.execution.ranks import Group, LeadModel
 from engine.execution.threads import threads_for
+from engine.execution.turns import Turns
 from engine.grammar.source import parser_version
 from engine.kernels import Kernels
 from engine.kv import Capacity
@@ -103,6 +104,7 @@ class Engine(StepLoop):
             release=release,
             check=partial(check_alive, model.device) if group is None else group.check,
             on_idle=while_idle(runner),
+            turns=None if config.turns is None else Turns(config.turns, config.share),
         )
         if group is not None:
             group.on_lost = self.look

@@ -82,17 +82,21 @@ def check_weights(folder: Path, needed: int, device: torch.device) -> None:
         )
 
 
-def free_bytes(device: torch.device, share: float, step: int) -> int:
+def free_bytes(device: torch.device, usable: float, step: int, share: float = 1.0) -> int:
     """The bytes that the KV cache may take on `device`, after the model was loaded.
 
-    On a GPU, this is `share` of its memory, less what the weights and other processes have taken, less the `step`
-    bytes of a step; the rest is a reserve. On a CPU, this is a bounded part of the free memory.
+    On a GPU, this is the `usable` part of its memory, less what the weights and other processes have taken, less the
+    `step` bytes of a step; the rest is a reserve. On a CPU, this is a bounded part of the free memory. `share`: this
+    engine's part of all that, where several share the device.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(total * share) - (total - free) - step)
-    return min(int(_available_on_host() * _CPU_PART), _CPU_MOST)
+        unused = int(total * usable) - (total - free)
+        if share < 1:  # others may not have taken theirs yet
+            unused = min(unused, int(total * usable * share) - torch.cuda.memory_reserved(device))
+        return max(0, unused - step)
+    return int(min(_available_on_host() * _CPU_PART, _CPU_MOST) * share)
 
 
 def release(error: BaseException) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from engine.errors import DeviceLostError, EngineError, RequestError, brief
 from engine.execution.forms import FormThreads, Ticket
 from engine.execution.pipeline import Executor, Pipeline, StepScheduler
+from engine.execution.turns import Turns
 from engine.plan import StepWork
 from engine.request import Event, Request
 from engine.scheduling.scheduler import SchedulerStats
@@ -35,14 +36,20 @@ class StepLoop:
         overlap: int = 0,
         release: Callable[[BaseException], bool] | None = None,
         check: Callable[[], None] = lambda: None,
-        on_idle: Callable[[], bool] = lambda: False,
+        on_idle: Callable[[], bool] | None = None,
+        batching_wait: Callable[[float], float] = lambda now: 0.0,
+        turns: Turns | None = None,
     ) -> None:
         """`on_start`: called once on the loop's thread. `overlap`: steps planned ahead of the running one, 0 or 1.
         `release`: see Shrink. `check`: see Pipeline. `on_idle`: called on the loop's thread while there is no work,
-        until it returns False; a new request waits for at most one such call."""
+        until it returns False; a new request waits for at most one such call. `batching_wait(now)`: the seconds for
+        which the next step waits for more requests; asked again after each that comes. `turns`: those of the engines
+        that share the device; None: it has the device for itself."""
         self._scheduler = scheduler
         self._on_start = on_start
         self._on_idle = on_idle
+        self._batching_wait = batching_wait
+        self._turns = turns
         #: Called on the loop's thread after all events of a step were delivered.
         self.on_step: Callable[[], None] | None = None
         #: Called on the loop's thread, with the reason and the ids of suspect requests, when the device is lost for
@@ -176,14 +183,27 @@ class StepLoop:
             self._end_all(f"the engine failed: {brief(error)}")
             self._end_unprepared(f"the engine failed: {brief(error)}")
             raise
+        finally:
+            if self._turns is not None:
+                self._turns.close()
 
     def _run_steps(self) -> None:
         while self._wait_for_work():
             try:
                 delivered = self._read_notes()
+                if self._waits_for_more():
+                    if delivered:
+                        self._call_on_step()
+                    continue
+                if self._turns is not None and not self._turns.holds:
+                    if not self._take_turn(self._turns):
+                        continue
+                    delivered |= self._read_notes()  # what came meanwhile
+                # Not before it is our turn: another engine's step that hangs is not this one's.
                 self._stepping_since = time.monotonic()
                 if not self._pipeline.step() and delivered:
                     self._call_on_step()
+                self._end_turn_if_due()
             except DeviceLostError:
                 raise
             except BaseException as error:  # a panic in Rust is no Exception
@@ -200,12 +220,30 @@ class StepLoop:
         self._end_all("the engine was closed", closing=True)
         self._end_unprepared("the engine was closed", closing=True)
 
+    def _take_turn(self, turns: Turns) -> bool:
+        """Wait for the turn to compute. Returns False if the loop is to end."""
+        if turns.take(lambda: self._closing):
+            self._pipeline.pause()  # the time of another engine's steps belongs to no step of this one
+        return turns.holds
+
+    def _end_turn_if_due(self) -> None:
+        """Hand the turn over, after what is in flight, if it is another engine's."""
+        if self._turns is not None:
+            self._turns.charge()
+            if self._turns.due():
+                self._pipeline.finish()
+                self._turns.hand_over()
+
     def _wait_for_work(self) -> bool:
         """Wait until there is work. Returns False if the loop is to end."""
         while not self._has_calls():
             self._pipeline.pause()
+            if self._on_idle is not None and self._turns is not None and not self._take_turn(self._turns):
+                break
             if self._run_idle_work():
                 continue
+            if self._turns is not None:
+                self._turns.hand_over()
             try:
                 self._scheduler.check_idle()
             except EngineError:
@@ -217,16 +255,30 @@ class StepLoop:
                 self._check()
         return not self._closing
 
+    def _waits_for_more(self) -> bool:
+        """Wait for more requests, if the next step is to have more. Returns False if it is to begin now."""
+        seconds = self._batching_wait(time.monotonic())
+        if seconds <= 0:
+            return False
+        self._pipeline.pause()
+        if self._turns is not None:
+            self._turns.hand_over()
+        with self._wake:
+            self._wake.wait_for(lambda: self._closing or self._notes, seconds)
+        return True
+
     def _has_calls(self) -> bool:
         with self._wake:
             return self._closing or bool(self._notes) or self._scheduler.has_work or self._pipeline.in_flight
 
     def _run_idle_work(self) -> bool:
+        if self._on_idle is None:
+            return False
         try:
             return self._on_idle()
         except Exception:
             logger.exception("what is done while nothing runs failed, and is left")
-            self._on_idle = lambda: False
+            self._on_idle = None
             return False
 
     def _end_step(self, events: list[Event]) -> None:

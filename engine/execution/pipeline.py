@@ -201,12 +201,15 @@ class Pipeline:
         self._at_work_since = None
 
     def finish(self) -> None:
-        """Collect and enter the step in flight, if there is one."""
+        """Collect and enter the step in flight, if there is one, so that the device is free."""
         if self._flights:
             flight = self._flights[0]
             sampled = self._collect()
             if sampled is not None:
                 self._enter(flight, sampled, [])
+            else:
+                self._take_back([flight.plan])
+                self._shrink.on_failure(flight.error)
 
     def drop(self) -> None:
         """Wait for all steps in flight and ignore their results."""

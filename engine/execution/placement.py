@@ -78,7 +78,7 @@ def _free(model: Model, config: EngineConfig, capacity: Capacity, draft: Model |
         for resident in (model, draft):
             if resident is not None:
                 step += _measured(resident, capacity) if resident.kernels.ragged else _UNMEASURED
-    return free_bytes(model.device, config.memory_share, step)
+    return free_bytes(model.device, config.memory_share, step, config.share)
 
 
 def whole_group(model: Model) -> int:
@@ -129,11 +129,10 @@ def speculation_for(
     )
 
 
-def while_idle(runner: Runner | DeviceRunner) -> Callable[[], bool]:
-    """The runner's work for idle times. Each call records one more decode step, and returns False if none is left."""
-    if isinstance(runner, DeviceRunner) and runner.device.type in REHEARSED:
-        return runner.record_next
-    return lambda: False
+def while_idle(runner: Runner | DeviceRunner) -> Callable[[], bool] | None:
+    """The runner's work for idle times, if it has any. Each call records one more decode step, and returns False if
+    none is left."""
+    return runner.record_next if isinstance(runner, DeviceRunner) and runner.device.type in REHEARSED else None
 
 
 def _measured(model: Model, capacity: Capacity) -> int:

@@ -21,6 +21,7 @@ from engine.errors import EngineError, ErrorText, ModelError, RequestError
 from engine.execution.loop import StepLoop
 from engine.execution.placement import SEQUENCES
 from engine.execution.threads import threads_for
+from engine.execution.turns import Turns
 from engine.kernels.unmasked import ACTIVATIONS
 from engine.memory import release
 from engine.models import load_encoder, load_model
@@ -153,6 +154,7 @@ class PoolingEngine(StepLoop):
             step_tokens=self.step_tokens,
             max_num_seqs=self.max_num_seqs,
             ageing_s=config.ageing_s,
+            window_s=config.batch_window_ms / 1e3,
         )
         super().__init__(
             scheduler,
@@ -160,6 +162,8 @@ class PoolingEngine(StepLoop):
             partial(model.kernels.use_threads, config.threads),
             release=release,
             check=lambda: check_alive(model.device),
+            batching_wait=scheduler.batching_wait,
+            turns=None if config.turns is None else Turns(config.turns, config.share, batches=True),
         )
 
     @classmethod

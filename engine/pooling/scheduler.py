@@ -86,12 +86,18 @@ class PoolingScheduler:
     speculation = None
     generated_tokens = 0
 
-    def __init__(self, limits: TextLimits, *, step_tokens: int, max_num_seqs: int, ageing_s: float) -> None:
-        """`step_tokens`: the most tokens of a step, unless a single text has more. `max_num_seqs`: its most texts."""
+    def __init__(
+        self, limits: TextLimits, *, step_tokens: int, max_num_seqs: int, ageing_s: float, window_s: float = 0.0
+    ) -> None:
+        """`step_tokens`: the most tokens of a step, unless a single text has more. `max_num_seqs`: its most texts.
+        `window_s`: the longest time from a text's arrival for which a step that is not full waits for more."""
         self._limits = limits
         self.step_tokens = self._usual_step_tokens = step_tokens
         self._since_shrink, self._regrows_after, self._regrown = 0, REGROWS_AFTER, False
         self._max_num_seqs = max_num_seqs
+        self._window_s = window_s
+        # Texts that found nothing to do wait for no others.
+        self._found_idle = False
         self._waiting = WaitingQueue(ageing_s)
         self._groups: dict[str, _Group] = {}
         self._serials = count()
@@ -105,6 +111,7 @@ class PoolingScheduler:
     def add(self, request: Request) -> list[Event]:
         """Queue a request that `check` has passed, with an id that is not in use."""
         assert request.pooling is not None
+        self._found_idle |= not self._groups
         group = self._groups[request.id] = _Group(request, [])
         start = 0
         for number, length in enumerate(request.pooling.lengths):
@@ -150,9 +157,23 @@ class PoolingScheduler:
 
     # ---- steps
 
+    def batching_wait(self, now: float) -> float:
+        """The seconds that the next step may wait for more texts; 0 if it is to begin now."""
+        if not self._window_s or self._found_idle:
+            return 0.0
+        count, tokens, arrival = 0, 0, now
+        for group in self._groups.values():
+            for text in group.texts:
+                if text.status is Status.WAITING:
+                    count, tokens, arrival = count + 1, tokens + len(text.tokens), min(arrival, text.request.arrival)
+                    if count >= self._max_num_seqs or tokens >= self.step_tokens:
+                        return 0.0
+        return max(0.0, arrival + self._window_s - now) if count else 0.0
+
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step: texts in order as long as the budget lasts, at least one. None if there is nothing."""
         plan = StepPlan()
+        self._found_idle = False
         self._running = 0
         while len(plan.rows) < self._max_num_seqs and (head := self._waiting.first(now)) is not None:
             tier, text = head

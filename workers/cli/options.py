@@ -233,14 +233,40 @@ def find_models(references: Sequence[str], say: Callable[[str], None] = note) ->
     The command does this, not each process that serves a model: a model is downloaded once, with visible progress, and
     Ctrl-C stops the download.
     """
-    from workers.library import find_model, name_of
+    from workers.library import find_model
+
+    unique_names(references)
+    with needs("worker"):
+        return tuple(find_model(reference, say) for reference in references)
+
+
+def unique_names(references: Sequence[str]) -> list[str]:
+    """The names of these models. Raises Failure for two of one name."""
+    from workers.library import name_of
 
     names = [name_of(reference) for reference in references]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise Failure(f"two models are named {twice!r}: write NAME=MODEL to give one another name")
-    with needs("worker"):
-        return tuple(find_model(reference, say) for reference in references)
+    return names
+
+
+def shares_of(references: Sequence[str], shares: Sequence[float] | None) -> list[float]:
+    """Each model's share of the device that they share: equal ones if none are given. Raises Failure."""
+    if not shares:
+        return [1 / len(references)] * len(references)
+    for share in shares:
+        if not 0 < share <= 1:  # NaN, too
+            raise Failure(f"--share is {share:g}; it must be a number above 0, up to 1")
+    if len(shares) != len(references):
+        raise Failure(
+            f"--share is given {len(shares)} times and --model {len(references)} times: give each model its share, in "
+            "the order of the models"
+        )
+    if (total := sum(shares)) > 1 + 1e-9:
+        listed = " + ".join(f"{share:g}" for share in shares)
+        raise Failure(f"--share: {listed} = {total:g}; the models of one device have 1 together, or less")
+    return list(shares)
 
 
 UniqueName = Annotated[
@@ -268,6 +294,13 @@ WebhookAllow = Annotated[
 ]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)]
 ModelOption = Annotated[str, typer.Option(help=MODEL, autocompletion=complete_model)]
+Shares = Annotated[
+    list[float] | None,
+    typer.Option(
+        help="Each model's share of the device, in the models' order: of its memory, and of its time while others "
+        "compute. At most 1 together. Unset: equal shares."
+    ),
+]
 
 
 def takes(**groups: Collection[Option]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -370,7 +403,7 @@ def as_arguments(context: typer.Context, *, only: Sequence[str] = (), without: S
         if value is None or value == option.default or isinstance(option.envvar, str):
             continue
         if (not only or option.name in only) and option.name not in without:
-            for item in value if isinstance(value, list) else [value]:
+            for item in value if isinstance(value, (list, tuple)) else [value]:
                 argv += [option.opts[0]] if item is True else [option.opts[0], str(item)]
     return argv
 

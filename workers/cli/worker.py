@@ -1,5 +1,5 @@
-"""`penstock worker`: one process that serves a model, or one for each GPU. `penstock drain`: tells the worker on this
-machine, or in this container, to drain, and waits until it exits.
+"""`penstock worker`: one process that serves a model, or one for each GPU or each model. `penstock drain`: tells the
+worker on this machine, or in this container, to drain, and waits until it exits.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -20,21 +21,25 @@ from workers.cli.commands import Commands
 from workers.cli.exits import PROCESS_STATUS, Exit, Failure, check_extras, needs, refusing
 from workers.cli.options import (
     ENGINE,
+    MODEL,
     Broker,
     DataDir,
     FilesDir,
     Gpus,
     LogLevel,
-    ModelOption,
+    Shares,
     Store,
     as_arguments,
     as_environment,
     check_spot,
+    complete_model,
     finite,
     health_ports,
     process_name,
     provider,
+    shares_of,
     takes,
+    unique_names,
 )
 from workers.cli.servers import addresses, checked_level, use_secrets_key
 from workers.cli.terminal import relayed
@@ -52,8 +57,16 @@ app = Commands("Processes", PROCESS_STATUS)
 @takes(engine=ENGINE.values())
 def worker(
     context: typer.Context,
-    model: ModelOption,
+    model: Annotated[
+        list[str],
+        typer.Option(
+            help=f"{MODEL} May be repeated: the models share the device, a worker process each.",
+            autocompletion=complete_model,
+        ),
+    ],
     *,
+    share: Shares = None,
+    turns: Annotated[Path | None, typer.Option(hidden=True, help="Where the models of a device take turns.")] = None,
     broker: Broker = None,
     store: Store = None,
     data_dir: DataDir = None,
@@ -122,8 +135,20 @@ def worker(
 ) -> None:
     """Serve a model: take tasks from its queue, run them in the engine and publish their tokens."""
     check_spot(spot_provider, spot_metadata_url)
+    shares = shares_of(model, share)
+    if len(model) > 1:
+        if gpus is not None:
+            raise Failure(
+                "--gpus gives each worker a GPU of its own: start several models on each GPU by one command "
+                "a GPU, with CUDA_VISIBLE_DEVICES"
+            )
+        raise typer.Exit(_one_for_each_model(context, model, shares, name, drain_timeout))
+    if share:
+        engine["share"] = shares[0]
+    if turns is not None:
+        engine["turns"] = str(turns)
     if gpus is not None:
-        raise typer.Exit(_one_for_each(context, gpus, name, drain_timeout))
+        raise typer.Exit(_one_for_each_gpu(context, gpus, name, drain_timeout))
     # Until it serves, nothing that it makes is garbage: to look for some takes a quarter of the imports' time.
     gc.disable()
     check_extras("worker")
@@ -134,7 +159,7 @@ def worker(
         from workers.settings import WorkerSettings
     settings = WorkerSettings(
         *addresses(broker, store, data_dir),
-        model,
+        model[0],
         engine=engine,
         lease=lease,
         drain=drain_timeout,
@@ -154,7 +179,7 @@ def worker(
     raise typer.Exit(status)
 
 
-def _one_for_each(context: typer.Context, selection: str, name: str | None, drain: float) -> int:
+def _one_for_each_gpu(context: typer.Context, selection: str, name: str | None, drain: float) -> int:
     """Run this command once for each GPU, with the other options unchanged. Returns the exit status."""
     import asyncio
     import os
@@ -175,8 +200,38 @@ def _one_for_each(context: typer.Context, selection: str, name: str | None, drai
     argv += ["--device", "cuda"]
     if context.params["threads"] is None:
         argv += ["--threads", str(threads_of_each(len(gpus)))]
-    each = programs(gpus, argv, as_environment(context), name or f"{socket.gethostname()}.{os.getpid()}", ports)
+    each = programs(gpus, argv, _environment(context), name or f"{socket.gethostname()}.{os.getpid()}", ports)
     return asyncio.run(supervise(each, relayed, drain))
+
+
+def _one_for_each_model(
+    context: typer.Context, references: Sequence[str], shares: Sequence[float], name: str | None, drain: float
+) -> int:
+    """Run this command once for each model, with the other options unchanged. Returns the exit status."""
+    import asyncio
+    import tempfile
+
+    from workers.cli.supervised import supervise
+    from workers.processes.supervisor import Program
+
+    names, environment = unique_names(references), _environment(context)
+    ports = health_ports(context.params["health_port"], len(names))
+    others = as_arguments(context, without=("model", "share", "name", "health_port"))
+    name = name or f"{socket.gethostname()}.{os.getpid()}"
+    with tempfile.TemporaryDirectory(prefix="penstock-turns-") as turns:
+        programs = []
+        for model, reference, share, port in zip(names, references, shares, ports, strict=True):
+            argv = [*PENSTOCK, str(context.info_name), *others, "--model", reference, "--share", repr(share)]
+            argv += ["--turns", turns, *(() if port is None else ("--health-port", str(port)))]
+            programs.append(Program(model, [*argv, "--name", f"{name}.{model}"], environment))
+        return asyncio.run(supervise(programs, relayed, drain))
+
+
+def _environment(context: typer.Context) -> dict[str, str]:
+    """What the children's environment has of this command line, and the servers' URLs: by these a child's lease is
+    ended when it dies. Raises Failure where there are no servers."""
+    broker, store = addresses(*(context.params[name] for name in ("broker", "store", "data_dir")))
+    return as_environment(context) | {"BROKER_URL": broker, "STORE_URL": store}
 
 
 @drain_app.shown("penstock drain --timeout 60")

@@ -284,3 +284,28 @@ def test_a_fault_of_what_is_done_while_nothing_runs_ends_that_alone(steps: Steps
     assert heard.wait().tokens == [11, 12, 13, 14]
     loop.close()
     assert calls == [1]
+
+
+def test_a_step_that_waits_for_more_requests_has_them_once_they_came(steps: Steps, scheduler: Scheduler) -> None:
+    asked = threading.Event()
+
+    def wait(now: float) -> float:
+        asked.set()
+        return 0.0 if scheduler.stats().waiting > 1 else PATIENCE
+
+    loop, first, second = StepLoop(scheduler, steps, lambda: None, batching_wait=wait), Listener(), Listener()
+    loop.submit(request("a"), first)
+    waited(asked)
+    assert steps.plans == []
+    loop.submit(request("b", first=20), second)
+    until(lambda: steps.plans != [])
+    assert steps.plans[0] == ["a", "b"]
+    loop.close()
+
+
+def test_a_loop_that_waits_for_more_requests_can_be_closed(steps: Steps, scheduler: Scheduler) -> None:
+    loop, heard = StepLoop(scheduler, steps, lambda: None, batching_wait=lambda now: PATIENCE), Listener()
+    loop.submit(request("a"), heard)
+    loop.close()
+    assert heard.wait().events[-1].finish_reason == "abort"
+    assert steps.plans == []

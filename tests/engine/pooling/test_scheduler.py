@@ -10,14 +10,14 @@ from engine.pooling.scheduler import PoolingScheduler, TextLimits
 from engine.request import Event, Pooling, Request
 
 
-def scheduler(step_tokens: int = 10, texts: int = 4) -> PoolingScheduler:
+def scheduler(step_tokens: int = 10, texts: int = 4, window_s: float = 0.0) -> PoolingScheduler:
     limits = TextLimits(frozenset({"embed"}), max_length=50, vocab_size=100, dimensions=8)
-    return PoolingScheduler(limits, step_tokens=step_tokens, max_num_seqs=texts, ageing_s=30.0)
+    return PoolingScheduler(limits, step_tokens=step_tokens, max_num_seqs=texts, ageing_s=30.0, window_s=window_s)
 
 
-def request(name: str, *lengths: int, tier: int = 1, tenant: str = "") -> Request:
+def request(name: str, *lengths: int, tier: int = 1, tenant: str = "", arrival: float = 0.0) -> Request:
     pooling = Pooling("embed", lengths)
-    return Request(name, [7] * sum(lengths), pooling=pooling, tier=tier, tenant=tenant, arrival=0.0)
+    return Request(name, [7] * sum(lengths), pooling=pooling, tier=tier, tenant=tenant, arrival=arrival)
 
 
 def planned(plan: StepPlan | None) -> list[tuple[str, int]]:
@@ -70,6 +70,35 @@ def test_tenants_take_turns() -> None:
         order += planned(plan)
         enter(texts, plan)
     assert [name for name, _ in order] == ["a", "b", "a", "a"]
+
+
+def test_a_step_waits_for_more_texts_within_the_window_of_the_first_and_never_for_one_that_found_it_idle() -> None:
+    texts = scheduler(window_s=0.02)
+    assert texts.batching_wait(0.0) == 0.0
+    texts.add(request("alone", 2))
+    assert texts.batching_wait(0.0) == 0.0, "nothing ran"
+    plan = texts.schedule(0.0)
+    assert plan is not None
+    texts.add(request("second", 2, arrival=0.001))
+    texts.add(request("third", 2, arrival=0.005))
+    enter(texts, plan)
+    assert texts.batching_wait(0.011) == pytest.approx(0.01)
+    assert texts.batching_wait(0.021) == 0.0
+    texts.add(request("fills", 6, arrival=0.006))
+    assert texts.batching_wait(0.011) == 0.0, "more would not fit"
+    while (plan := texts.schedule(0.03)) is not None:
+        enter(texts, plan)
+    texts.add(request("alone again", 2, arrival=0.04))
+    assert texts.batching_wait(0.04) == 0.0
+
+
+def test_without_a_window_no_step_waits() -> None:
+    texts = scheduler()
+    texts.add(request("a", 2, 9))
+    plan = texts.schedule(0.0)
+    assert plan is not None
+    enter(texts, plan)
+    assert texts.batching_wait(0.0) == 0.0
 
 
 def test_what_fails_or_is_aborted_leaves_the_others_whole() -> None:
