@@ -3,14 +3,15 @@
 Behaves like `engine.Engine` as far as the worker uses it. Environment: STUB_STEP_S (pause a step), STUB_SEQS,
 STUB_TOKENS (KV tokens), STUB_FAULTS (how often each request fails before it goes well), STUB_FAULT_SEEDS (of which
 requests that is true, by their seeds; unset: of all), STUB_FAULT_CHOICE (only this choice fails, and the others run on;
-unset: the whole request), STUB_SHORT_CHOICE (choice 0 stops after so many tokens), STUB_STALLED (no request makes a
-token), STUB_HANG_AFTER (the step after so many does not end, for STUB_HANG_S seconds), STUB_HUNG_BY (nor do those that
-compute a prompt with this token), STUB_LOST_AFTER (so many steps, then the device is lost), STUB_HOLD_AT (no choice
-gets past so many tokens until the file STUB_GO is there; unset: never). A prompt that contains DEADLY kills the process
-in its first step, one that contains STALLED makes no token, one that contains SPOILED has NaN; the text PANIC cannot be
-tokenised. STUB_NAN_AFTER: after so many steps everything has NaN, the worker's own probe too, which is no step.
-STUB_SICK: a file; while it says `fail`, each request fails in its next step, also a probe; `slow S`: each step takes
-so many seconds longer. STUB_VERSION, STUB_FINGERPRINT: of the model, and of how this engine computes.
+unset: the whole request), STUB_SHORT_CHOICE (choice 0 stops after so many tokens), STUB_EARLY (each third output ends
+before its last token), STUB_STALLED (no request makes a token), STUB_HANG_AFTER (the step after so many does not end,
+for STUB_HANG_S seconds), STUB_HUNG_BY (nor do those that compute a prompt with this token), STUB_LOST_AFTER (so many
+steps, then the device is lost), STUB_HOLD_AT (no choice gets past so many tokens until the file STUB_GO is there;
+unset: never). A prompt that contains DEADLY kills the process in its first step, one that contains STALLED makes no
+token, one that contains SPOILED has NaN; the text PANIC cannot be tokenised. STUB_NAN_AFTER: after so many steps
+everything has NaN, the worker's own probe too, which is no step. STUB_SICK: a file; while it says `fail`, each request
+fails in its next step, also a probe; `slow S`: each step takes so many seconds longer. STUB_VERSION, STUB_FINGERPRINT:
+of the model, and of how this engine computes.
 """
 
 from __future__ import annotations
@@ -133,6 +134,7 @@ class StubEngine:
         self.fault_seeds = os.environ.get("STUB_FAULT_SEEDS")
         self.fault_choice = os.environ.get("STUB_FAULT_CHOICE")
         self.short = int(os.environ.get("STUB_SHORT_CHOICE", "0"))
+        self.early = "STUB_EARLY" in os.environ
         self.hang_after = int(os.environ.get("STUB_HANG_AFTER", "-1"))
         self.hang_s = float(os.environ.get("STUB_HANG_S", "600"))
         self.lost_after = int(os.environ.get("STUB_LOST_AFTER", "-1"))
@@ -210,6 +212,8 @@ class StubEngine:
                     continue
                 params = request.params
                 target = 16 if params.max_tokens is None else params.max_tokens
+                if self.early and (params.seed or 0) % 3 == 0:
+                    target = max(1, target * (1 + (params.seed or 0) % 10) // 10)
                 selects = params.selects and target > 0
                 resume = request.resume or [[] for _ in range(params.width if selects else params.n)]
                 for choice, tokens in enumerate(resume):

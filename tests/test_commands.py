@@ -51,6 +51,7 @@ TINY = {
     "tests.bench.hostile": ["--attacks nowhere --seconds 1"],
     "tests.bench.keys": ["--tasks 16", "--tasks 16 --limits"],
     "tests.bench.knee": ["--most 4 --repeats 1"],
+    "tests.bench.eta": ["--tasks 40 --warm 60"],
     "tests.bench.explain": ["--tasks 500"],
     "tests.bench.ledger": ["--rounds 1 --batch 3"],
     "tests.bench.overload_by_arithmetic": ["--loads 1 --tasks 20 --output 8"],

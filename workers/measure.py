@@ -1,7 +1,8 @@
 """A worker's measurements of itself, for whoever decides how many workers there should be.
 
     engine's thread   a step's work ─▶ StepTimes (seconds by size), Duty, Increments
-    publisher         first token of a task, end of a task ─▶ FirstTokens, Tasks; gaps between tokens ─▶ Increments
+    publisher         first token of a task, end of a task ─▶ FirstTokens, TaskSizes, TaskTimesMeter
+                      gaps between tokens ─▶ Increments
     housekeeper       about them all ─▶ Measured.profile ─▶ the lease, and `penstock:profiles` (Keeper)
                       Increments ─▶ `penstock:metrics:*`, for the gateways' counters and histograms
 
@@ -79,7 +80,9 @@ from producers.store.measurements import (
     measure,
 )
 from workers.connect import LOST
+from workers.state.delivery import Delivery
 from workers.state.served import Served
+from workers.task_times import TaskTimesMeter
 
 #: One bucket for each power of two: sizes 1, 2-3, 4-7, ...
 BUCKETS: Final = 21
@@ -476,6 +479,7 @@ class Measured:
         self._steps = StepTimes()
         self._tasks = TaskSizes()
         self._ttft = FirstTokens()
+        self._task_times = TaskTimesMeter()
         self._duty = Duty(time.monotonic())
         self._last: StepWork | None = None
 
@@ -504,6 +508,21 @@ class Measured:
         """A task has ended with so many tokens. One thread."""
         self._tasks.take(prompt, cached, generated)
 
+    def on_completed(self, delivery: Delivery) -> None:
+        """A task has completed. One thread. Tasks that were begun more than once are left out."""
+        if delivery.record is None or delivery.start != 1 or any(delivery.base):
+            return
+        tokens = delivery.record.fields.get("tokens", "")
+        self._task_times.take(
+            time.monotonic() - delivery.began_at,
+            need=int(tokens) if tokens.isdecimal() else delivery.used,
+            prompt=delivery.prompt_tokens,
+            output=delivery.generated / delivery.width,
+            allowed=delivery.max_output,
+            width=delivery.width,
+            running=0 if self._last is None else self._last.decodes + self._last.prompts,
+        )
+
     def profile(self, cold_start: dict[str, float]) -> Profile:
         """The figures now. `cold_start`: its phases (s). Any thread."""
         now, mix, knee = time.monotonic(), self._tasks.mix, self._knee()
@@ -517,6 +536,7 @@ class Measured:
             ttft_p95=None if ttft is None else round(ttft, 4),
             duty=round(self._duty.share(now, stepping), 3),
             kv_capacity=float(self._engine.kv_capacity),
+            task_times=self._task_times.times(),
             cold_start=cold_start,
         )
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from redis.asyncio import Redis
 
+from producers.admin.eta import Eta, Forecast, forecast
 from producers.admin.observation import Lease, Observation, look
 from producers.broker.base import Broker
 from producers.connection.storage import STARTED
@@ -304,10 +305,15 @@ def counted(count: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds from now, computed from workers' measured profiles. None: unknown."""
+    """Seconds from now that a half of such tasks take, by `producers.admin.eta`. None: unknown."""
 
     starts_in_s: float | None = None
     ends_in_s: float | None = None
+
+    @classmethod
+    def of(cls, times: Forecast) -> Estimate:
+        starts, ends = (None if eta is None else eta.p50_s for eta in (times.starts, times.ends))
+        return cls(starts, ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +331,8 @@ class Explanation:
     """All tasks that wait for its version."""
     blocked_by: list[Reason] = field(default_factory=list)
     estimate: Estimate = Estimate()
+    eta: Eta | None = None
+    """Its end; None: unknown."""
     worker: str | None = None
     """The worker's incarnation that runs it."""
     starts: int = 0
@@ -359,16 +367,18 @@ async def _of_chunks(store: Redis, broker: Broker, parent: Record) -> Explanatio
 
 def explanation(observed: Observation) -> Explanation:
     record, why = observed.record, reasons(observed)
-    estimate = estimated(observed)
+    times = forecast(observed)
+    estimate = Estimate.of(times)
     return Explanation(
         record.id,
         record.status,
-        summary(observed, why, estimate),
+        summary(observed, why, estimate, times.ends),
         observed.ahead,
         bool(observed.queue_position and observed.queue_position.exact and not observed.better and not observed.later),
         sum(observed.pool.queued.values()),
         why,
         estimate,
+        times.ends,
         record.fields.get("owner") if record.status == "in_progress" and not observed.orphaned else None,
         record.count("claims"),
         attempts(record, observed.now_ms, observed.orphaned),
@@ -376,38 +386,7 @@ def explanation(observed: Observation) -> Explanation:
     )
 
 
-def estimated(observed: Observation) -> Estimate:
-    """Reckoned from the throughput that workers of the version measured, and what each task took of it on average, if
-    this one may need as much. A task that runs for longer than that has no estimate of its end."""
-    rate, per_task, knee = observed.profile.tokens_per_s, observed.profile.tokens_per_task, observed.profile.knee
-    if not rate or not per_task or not knee or observed.record.final:
-        return Estimate()
-    service = knee * min(per_task, observed.tokens or per_task) / rate
-    if observed.record.status == "in_progress" and not observed.orphaned:
-        remaining = service - (observed.now_ms - (observed.record.time("started") or observed.now_ms)) / 1000
-        return Estimate(0.0, remaining if remaining > 0 else None)
-    start = _start(observed, rate / per_task, knee)
-    return Estimate(start, None if start is None else start + service)
-
-
-def _start(observed: Observation, tasks_per_s: float, knee: float) -> float | None:
-    """Seconds until it starts. `tasks_per_s`, `knee`: of one worker."""
-    wait = 0.0 if observed.queue_position is None else observed.queue_position.due_s or 0.0
-    workers = len(observed.ready)
-    if not workers:
-        cold, state = observed.profile.cold_start.get("total"), observed.scaling or {}
-        workers = int(sane(state.get("wanted")) or 0)
-        if not workers or cold is None or state.get("trouble"):
-            return None
-        wait += cold
-    if observed.ahead is None:
-        return None if observed.queue_position is None else wait
-    running = sum(sane(worker.get(name)) or 0 for worker in observed.ready for name in ("running", "waiting"))
-    before = max(0.0, observed.ahead - max(0.0, workers * knee - running))
-    return wait + before / (workers * tasks_per_s)
-
-
-def summary(observed: Observation, why: list[Reason], estimate: Estimate) -> str:
+def summary(observed: Observation, why: list[Reason], estimate: Estimate, ends: Eta | None) -> str:
     """One sentence."""
     record = observed.record
     if record.final:
@@ -420,12 +399,17 @@ def summary(observed: Observation, why: list[Reason], estimate: Estimate) -> str
     if record.status == "in_progress":
         if why:
             return f"It is at {record.fields.get('owner')}, and waits there: {why[0].message}."
-        end = _in(", and ends", estimate.ends_in_s)
+        end = _end(", and ends", ends)
         return f"It runs on {record.fields.get('owner')}; tokens so far: {sum(record.nexts)}{end}."
     beginning = "It waits" if observed.ahead is None else f"It waits, with {counted(observed.ahead)} before it,"
     because = f": {why[0].message}" if why else ", and is about to be taken" if observed.ahead == 0 else ""
-    return f"{beginning} in the tier {record.tier}{because}{_in('; it starts', estimate.starts_in_s)}."
+    times = f"{_in('; it starts', estimate.starts_in_s)}{_end('; it ends', ends)}"
+    return f"{beginning} in the tier {record.tier}{because}{times}."
 
 
 def _in(clause: str, seconds: float | None) -> str:
     return "" if seconds is None else f"{clause} in about {seconds:.1f} s"
+
+
+def _end(clause: str, ends: Eta | None) -> str:
+    return "" if ends is None else f"{_in(clause, ends.p50_s)}, in 9 of 10 cases within {ends.p90_s:.1f} s"

@@ -96,6 +96,8 @@ class Observation:
     """Level -> the queue of the tasks of its version that need that level, where some wait; without its own."""
     used: float = 0.0
     """The share of the store's `maxmemory` that is in use; 0 without a bound."""
+    sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """`<tier> <queue>` -> tasks that wait there as the store counts them, and the KV tokens that they may need."""
 
     @property
     def ready(self) -> list[Lease]:
@@ -111,17 +113,36 @@ class Observation:
     @property
     def better(self) -> int:
         """Tasks of better tiers that wait for the same version, as far as its workers take them."""
+        return sum(count for _, count in self._better())
+
+    def _better(self) -> Iterator[tuple[str, int]]:
         rank = keys.TIERS.get(self.record.tier, keys.TIERS["default"])[0]
         queues = [self.pool, *(queue for level, queue in self.others.items() if level <= self._common_level)]
-        return sum(count for queue in queues for tier, count in queue.queued.items() if keys.TIERS[tier][0] < rank)
+        for queue in queues:
+            for tier, count in queue.queued.items():
+                if keys.TIERS[tier][0] < rank:
+                    yield f"{tier} {keys.model_queue(queue.name)}", count
 
     @property
     def later(self) -> int:
         """Tasks of its tier that go before it because they need a later release. What was begun goes before those."""
+        return sum(count for _, count in self._later())
+
+    def _later(self) -> Iterator[tuple[str, int]]:
         if "fingerprint" in self.record.fields:
-            return 0
-        queues = (queue for level, queue in self.others.items() if self.level < level <= self._common_level)
-        return sum(queue.queued.get(self.record.tier, 0) for queue in queues)
+            return
+        for level, queue in self.others.items():
+            if self.level < level <= self._common_level:
+                yield f"{self.record.tier} {keys.model_queue(queue.name)}", queue.queued.get(self.record.tier, 0)
+
+    def tokens_before(self, mean: float) -> float:
+        """KV tokens that the tasks of `better` and `later` may need together. `mean`: of a task that the store does not
+        count: one whose sender is a plain Celery program."""
+        total = 0.0
+        for name, count in (*self._better(), *self._later()):
+            tasks, tokens = self.sizes.get(name, (0, 0))
+            total += count * (tokens / tasks if tasks else mean)
+        return total
 
     @property
     def _common_level(self) -> int:
@@ -137,9 +158,10 @@ class Observation:
         return self.better + self.later + self.queue_position.ahead
 
 
-async def look(store: Redis, broker: Broker, record: Record) -> Observation:
-    """Observe a task. Raises redis.exceptions.RedisError or OSError."""
-    fleet = await read_fleet(store, broker)
+async def look(store: Redis, broker: Broker, record: Record, fleet: Fleet | None = None) -> Observation:
+    """Observe a task. `fleet`: a reading some seconds old will do. Raises redis.exceptions.RedisError or OSError."""
+    if fleet is None:
+        fleet = await read_fleet(store, broker)
     observed, message = observed_in(fleet, record), _message(record)
     position = None
     if message is not None:
@@ -152,7 +174,14 @@ async def look(store: Redis, broker: Broker, record: Record) -> Observation:
         fetched=message is not None and position is None and broker.capabilities.front_of_queue,
         orphaned=await _orphaned(store, record),
         used=(await read_storage(store)).ratio,
+        sizes=await _sizes(store, [observed.pool, *observed.others.values()]),
     )
+
+
+async def _sizes(store: Redis, queues: Sequence[Pool]) -> dict[str, tuple[int, int]]:
+    names = [f"{tier} {keys.model_queue(queue.name)}" for queue in queues for tier in keys.TIERS]
+    tasks, tokens = await aexecute_many(store, [("HMGET", key, *names) for key in (keys.WAITING, keys.WAITING_TOKENS)])
+    return {name: (int(count or 0), int(need or 0)) for name, count, need in zip(names, tasks, tokens, strict=True)}
 
 
 def observed_in(fleet: Fleet, record: Record, used: float = 0.0) -> Observation:

@@ -136,6 +136,8 @@ class QueuePosition:
     """Whether `ahead` is counted; if several tenants wait, it is estimated."""
     due_s: float | None = None
     """Seconds until a message that was given back with a delay waits in its list; None for others."""
+    tokens: int | None = None
+    """KV tokens that those `ahead` may need: of many, by samples; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from producers.gateway import (
 from producers.gateway.admission.authentication import Callers
 from producers.gateway.admission.limits import Accounts, Admission, Destinations, check_sees
 from producers.gateway.context import Gateway, gateway_of
+from producers.gateway.estimates import Estimates
 from producers.gateway.executor import Executor
 from producers.gateway.fair_share import FairShare
 from producers.gateway.http import errors
@@ -231,7 +232,8 @@ def _parts(
         prices=prices,
         awaited=Awaited(client, prompts, templates, settings.awaited),
         samples=Samples(partial(read, client, admission)),
-        waits=WaitReasons(client),
+        waits=(waits := WaitReasons(client)),
+        estimates=Estimates(client, waits),
     )
 
 

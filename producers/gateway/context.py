@@ -11,6 +11,7 @@ from producers.client.leases import ReaderLeases
 from producers.connection.turns import Turns
 from producers.gateway.admission.authentication import Callers
 from producers.gateway.admission.limits import Accounts, Admission, Destinations
+from producers.gateway.estimates import Estimates
 from producers.gateway.executor import Executor
 from producers.gateway.http.request_body import BodyRoom
 from producers.gateway.http.sse import Streams
@@ -63,6 +64,8 @@ class Gateway:
     """Reads the system for all who look at it."""
     waits: WaitReasons
     """Tells callers what their tasks wait for."""
+    estimates: Estimates
+    """Tells callers when their tasks end."""
 
 
 def gateway_of(request: HTTPConnection) -> Gateway:

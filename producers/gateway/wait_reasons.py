@@ -57,7 +57,7 @@ class WaitReasons:
                 begun = record.chunks and record.status == "in_progress"
                 if not fields or record.final or "first" in fields or begun:
                     return ""
-                read = await asyncio.shield(self._fleet())
+                read = await self.fleet()
         except (TimeoutError, BrokenRecord, *FAILURES):
             return ""
         if read is None:
@@ -68,12 +68,13 @@ class WaitReasons:
             return "" if record.status == "in_progress" else "its turn"
         return _line(why, whole)
 
-    def _fleet(self) -> asyncio.Task[tuple[Fleet, float] | None]:
-        """The fleet, and the share of the store's memory that is in use: one reading for all who ask meanwhile."""
+    async def fleet(self) -> tuple[Fleet, float] | None:
+        """The fleet, up to FRESH_S old, and the share of the store's memory that is in use: one reading for all who ask
+        meanwhile. None if it cannot be read."""
         now = time.monotonic()
         if self._reading is None or (self._reading.done() and now - self._read_at > FRESH_S):
             self._reading, self._read_at = asyncio.create_task(self._read()), now
-        return self._reading
+        return await asyncio.shield(self._reading)
 
     async def _read(self) -> tuple[Fleet, float] | None:
         try:

@@ -299,7 +299,8 @@ def _ended(gateway: Gateway, task_id: str, timeout: float | None, progress: Prog
     notes = WaitNotes(progress.note)
     task = gateway.task(task_id)
     while task["status"] not in FINAL:
-        progress.show(f"{task['status']} (why: penstock explain {task_id})")
+        end = f", {eta_text(task['eta'])}" if task.get("eta") else ""  # gateways of earlier releases tell none
+        progress.show(f"{task['status']}{end} (why: penstock explain {task_id})")
         remaining = give_up - time.monotonic()
         if remaining <= 0:
             raise Failure(
@@ -309,6 +310,11 @@ def _ended(gateway: Gateway, task_id: str, timeout: float | None, progress: Prog
         if task.get("waits_for"):
             notes.show(task["waits_for"])
     return task
+
+
+def eta_text(eta: dict[str, float]) -> str:
+    """When a task ends, in words."""
+    return f"ends in about {eta['p50_s']:.1f} s, in 9 of 10 cases within {eta['p90_s']:.1f} s"
 
 
 def _attempt(attempt: dict[str, Any]) -> str:
@@ -325,6 +331,8 @@ def _attempt(attempt: dict[str, Any]) -> str:
 def _follow(gateway: Gateway, task: dict[str, Any], start: int, as_json: bool) -> None:
     """Show a task's events. Raises Failure if the task failed or the stream broke, with the command that resumes."""
     shown = JsonLines() if as_json else TextStream(task["n"])
+    if task.get("eta") and not as_json:
+        note(f"The task {eta_text(task['eta'])}.")
     last: dict[str, Any] = {"event": "none", "position": start - 1}
     is_empty = start == 0
     try:

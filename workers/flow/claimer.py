@@ -25,7 +25,7 @@ from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, run_many
 from producers.contract import keys
 from producers.contract.record import Record, error_json
-from producers.contract.task import Task
+from producers.contract.task import ASSUMED_OUTPUT, Task
 from producers.errors import InvalidTask
 from producers.store.protocol import Claimed, claim, is_last_chance, read_claim, release
 from workers.connect import LOST, connect
@@ -298,6 +298,8 @@ class Claimer(threading.Thread):
         if task.kind != "generate":
             prompt_ids, pooling = pooled(task, self._served.engine)
         else:
+            delivery.width = task.width
+            delivery.max_output = ASSUMED_OUTPUT if task.max_tokens is None else task.max_tokens
             prompt_ids = self._prompt_ids(task, record)
         return Request(
             id=delivery.uuid,

@@ -512,6 +512,7 @@ class Publisher(threading.Thread):
         self._measured.on_end(delivery.prompt_tokens, delivery.cached_tokens, delivery.generated)
         if status == "completed":
             self._breaker.completed()
+            self._measured.on_completed(delivery)
         if delivery.traced:
             logger.info("Task %s has ended: %s", delivery.task_id, status, extra=delivery.subject)
         if delivery.native is None:

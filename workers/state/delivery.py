@@ -153,6 +153,10 @@ class Delivery:
     reasons: list[str | None] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    max_output: int = 0
+    """Output tokens of a choice that it may make, or is assumed to; 0: it generates nothing."""
+    width: int = 1
+    """Choices that the engine makes."""
     claimed_at: float | None = None
     """When it was claimed (monotonic), until its first token is published. None if another worker began it."""
     began_at: float = 0.0

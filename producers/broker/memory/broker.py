@@ -352,7 +352,8 @@ def _queue_position(server: Server, lists: Sequence[str], message: Message) -> Q
         turns = _all_sorted(server, name)
         if any(sent.id == message.id for sent in turns.messages().values()):
             alone = len(turns.queues) == 1
-            return QueuePosition(_takes_before(server, turns, message.id), alone)
+            count, tokens = _takes_before(server, turns, message.id)
+            return QueuePosition(count, alone, tokens=tokens)
     for delayed in server.delayed[message.queue]:
         with suppress(Unusable):
             if read(delayed.raw).id == message.id:
@@ -371,13 +372,14 @@ def _all_sorted(server: Server, name: str) -> Turns:
     return turns
 
 
-def _takes_before(server: Server, turns: Turns, task_id: str) -> int:
-    count = 0
+def _takes_before(server: Server, turns: Turns, task_id: str) -> tuple[int, int]:
+    """The number of messages that are taken before a task's, and the KV tokens that they may need."""
+    count = tokens = 0
     while (head := turns.head(set())) is not None and head[1].id != task_id:
         number, sent = head
         turns.serve(sent.tenant, number, _charge(sent) / server.weights.get(sent.tenant, 1.0))
-        count += 1
-    return count
+        count, tokens = count + 1, tokens + int(_charge(sent))
+    return count, tokens
 
 
 def _charge(sent: Sent) -> float:

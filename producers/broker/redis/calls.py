@@ -155,8 +155,8 @@ def queue_position(message: Message, counted: TenantCounts) -> Call:
 
 def read_queue_position(answer: Sequence[Any]) -> QueuePosition | None:
     match [text(part) if isinstance(part, bytes) else part for part in answer]:
-        case ["waiting", ahead, exact]:
-            return QueuePosition(int(ahead), bool(exact))
+        case ["waiting", ahead, exact, tokens]:
+            return QueuePosition(int(ahead), bool(exact), tokens=int(tokens))
         case ["delayed", ms]:
             return QueuePosition(due_s=int(ms) / 1000)
     return None

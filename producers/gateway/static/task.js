@@ -108,7 +108,7 @@ function blockers(why) {
     facts([
       ["Go first", why.ahead === null ? "not known" : `${why.ahead_is_exact ? "" : "about "}${count(why.ahead)} of ${count(why.waiting)} that wait`],
       ["Starts in about", why.estimate.starts_in_s === null ? "not known" : seconds(why.estimate.starts_in_s)],
-      ["Ends in about", why.estimate.ends_in_s === null ? "not known" : seconds(why.estimate.ends_in_s)],
+      ["Ends in about", why.eta ? `${seconds(why.eta.p50_s)}; nine of ten within ${seconds(why.eta.p90_s)}` : "not known"],
       ["Worker", why.worker ? name(why.worker) : "none yet"],
     ]),
   ];

@@ -12,7 +12,7 @@ from producers.admin.explain import Explanation, explain
 from producers.gateway.context import gateway_of
 from producers.gateway.http.authorization import READS
 from producers.gateway.tasks.ownership import task_of
-from producers.gateway.tasks.views import Status, errors
+from producers.gateway.tasks.views import EtaView, Status, errors
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"])
 
@@ -48,7 +48,7 @@ class AttemptView(BaseModel):
 
 
 class EstimateView(BaseModel):
-    """Seconds from now, reckoned from what workers measured. Null: nobody can tell."""
+    """Seconds from now that a half of such tasks take, from what workers measured. Null: nobody can tell."""
 
     starts_in_s: float | None
     ends_in_s: float | None
@@ -66,6 +66,7 @@ class ExplanationView(BaseModel):
     waiting: int = Field(description="all tasks that wait for its model's version")
     blocked_by: list[ReasonView] = Field(description="what keeps it now, the deciding reason first")
     estimate: EstimateView
+    eta: EtaView | None = Field(description="its end; null: it has ended, or nobody can tell")
     worker: str | None = Field(description="the worker that runs it")
     starts: int = Field(description="how often it was started")
     attempts: list[AttemptView] = Field(description="its starts, as far as they are kept")

@@ -52,7 +52,7 @@ from producers.gateway.http.sse import watch, why_stopped
 from producers.gateway.tasks import outcome
 from producers.gateway.tasks.ownership import audit_operator, cancelled, foreign_tenant, owned, task_of
 from producers.gateway.tasks.submit import encoded, submitted, submitted_view
-from producers.gateway.tasks.views import Cancelled, Deleted, TaskList, TaskView, errors
+from producers.gateway.tasks.views import Cancelled, Deleted, EtaView, TaskList, TaskView, errors
 from producers.store.access.api_keys import Principal
 
 log = logging.getLogger(__name__)
@@ -297,6 +297,8 @@ async def look(request: Request, task_id: str) -> Response:
     else:
         reason = reason or ("" if wait is None else await _reason(request, task_id))
         view, waits = _with_reason(TaskView.of(record), reason)
+        eta = await gateway.estimates.eta(record)
+        view.eta = None if eta is None else EtaView(p50_s=eta.p50_s, p90_s=eta.p90_s)
         answer, headers = _json(view), headers | waits
     answer.headers.update(headers)
     return answer

@@ -87,6 +87,13 @@ class WebhookView(BaseModel):
     events: list[str]
 
 
+class EtaView(BaseModel):
+    """Seconds from now by which a half and nine tenths of such tasks end."""
+
+    p50_s: float
+    p90_s: float
+
+
 class TaskView(BaseModel):
     """A task. `choices`, `usage` and `error` are set once it is final.
 
@@ -127,6 +134,10 @@ class TaskView(BaseModel):
     """The trace of the `traceparent` that came with it."""
     waits_for: str | None = Field(
         None, description="what it waits for; null where it has begun, or the request did not wait (Prefer: wait)"
+    )
+    eta: EtaView | None = Field(
+        None,
+        description="when it ends, by what workers measured; null if it has ended or nobody can tell, and in lists",
     )
     usage: dict[str, int] | None = None
     engine_seconds: float | None = Field(

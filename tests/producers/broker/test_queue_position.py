@@ -40,7 +40,8 @@ async def test_with_one_tenant_it_is_exact_wherever_the_message_is(broker: Broke
     await broker.send_many(sent)
     assert take(consumer, 10) == [message.id for message in sent[:10]]
     for number in (10, 11, 500, 1499):
-        assert await broker.queue_position(sent[number]) == QueuePosition(number - 10, exact=True)
+        position = QueuePosition(number - 10, exact=True, tokens=100 * (number - 10))
+        assert await broker.queue_position(sent[number]) == position
     assert await broker.queue_position(sent[3]) is None  # in flight
     assert await broker.queue_position(one(4000)) is None
 
@@ -52,7 +53,7 @@ async def test_what_was_given_back_stands_at_the_front_or_is_due(broker: Broker,
     fetched = consumer.fetch(INC, ["a", "b", "c"], ALL, RULES)
     assert fetched is not None
     consumer.put_down([Back(INC, "b"), Back(INC, "c", delay=3600.0)])
-    assert await broker.queue_position(sent[1]) == QueuePosition(0, exact=True)
+    assert await broker.queue_position(sent[1]) == QueuePosition(0, exact=True, tokens=0)
     late = await broker.queue_position(sent[2])
     assert late is not None
     assert late.due_s is not None
@@ -82,6 +83,10 @@ async def test_among_tenants_it_is_right_to_a_twentieth_of_the_queue(
     off = [abs(standing.ahead - order.index(name)) / len(waiting) for name, standing in found.items()]
     assert sum(off) / len(off) <= 0.05
     assert max(off) <= 0.15
+    sizes = [{message.id: message.tokens for message in waiting}[task_id] for task_id in order]
+    before = {name: sum(sizes[: order.index(name)]) for name in found}
+    wrong = [abs((standing.tokens or 0) - before[name]) / sum(sizes) for name, standing in found.items()]
+    assert sum(wrong) / len(wrong) <= 0.05
 
 
 @REDIS_FIRST

@@ -9,7 +9,7 @@
 -- ARGV: id, tenant, at (ms), tokens, delayed messages to search at most, then the caller's counts: the share of the
 --       tenant's messages that came before, and their tokens on average ('': unknown), messages of all queues by tenant
 --       (JSON)
--- Answers: {waiting, messages ahead, exact 0|1} | {delayed, ms until it is due} | {} if it does not wait
+-- Answers: {waiting, messages ahead, exact 0|1, KV tokens that those may need} | {delayed, ms until it is due} | {} if it does not wait
 local delayed, weights = KEYS[1], KEYS[2]
 local id, tenant, at, tokens = ARGV[1], ARGV[2], tonumber(ARGV[3]), math.max(tonumber(ARGV[4]), 1)
 local NEAR, BLOCKS, BLOCK, SIZES, TENANTS, FEW, USUAL, OWN, BEFORE = 128, 16, 8, 256, 200, 32, 4, 64, 256
@@ -98,19 +98,20 @@ local function charge(its)
   return its[4] > 0 and its[3] / its[4] / its[5] or tokens / its[5]
 end
 
--- messages of others that go before the one with `own` of its tenant's before it. size: the average tokens of those, if
--- known
+-- messages of others that go before the one with `own` of its tenant's before it, and the tokens of these others. size:
+-- the average tokens of its tenant's, if known
 local function before(all, own, size)
   local its = all[tenant]
-  local then_served, total = its[1] + own * (size and size / its[5] or charge(its)), 0
+  local then_served, total, sum = its[1] + own * (size and size / its[5] or charge(its)), 0, 0
   for name, its in pairs(all) do
     if name ~= tenant then
       local turns = (then_served - its[1]) / charge(its)
       turns = name < tenant and math.floor(turns) + 1 or math.ceil(turns) -- if equally served, the names decide
-      total = total + its[6] * math.max(0, math.min(its[2], turns))
+      local count = its[6] * math.max(0, math.min(its[2], turns))
+      total, sum = total + count, sum + count * charge(its) * its[5]
     end
   end
-  return total
+  return total, sum
 end
 
 local function in_turn(list)
@@ -124,7 +125,8 @@ local function in_turn(list)
     local all, count = sorted(list)
     local looked = math.min(place, BEFORE)
     local size = looked > 0 and sizes(list, tenant, place, looked) / looked
-    return { 'waiting', place + before(all, place, size), count == 1 and 1 or 0 }
+    local others, theirs = before(all, place, size)
+    return { 'waiting', place + others, count == 1 and 1 or 0, math.floor(place * (size or 0) + theirs + 0.5) }
   end
 end
 
@@ -211,7 +213,10 @@ local function in_list(list)
   for _, its in pairs(all) do -- new tenants start at the least of those who wait
     its[1] = math.max(its[1], least or 0)
   end
-  return { 'waiting', math.floor(own + before(all, own, tonumber(ARGV[7])) + 0.5), tenants == 1 and 1 or 0 }
+  local size = tonumber(ARGV[7])
+  local others, theirs = before(all, own, size)
+  local mine = own * (size or charge(all[tenant]) * all[tenant][5])
+  return { 'waiting', math.floor(own + others + 0.5), tenants == 1 and 1 or 0, math.floor(mine + theirs + 0.5) }
 end
 
 for k = 4, #KEYS do

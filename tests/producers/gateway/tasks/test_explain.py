@@ -17,17 +17,33 @@ from producers.broker.values import Back, Credit
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
-from producers.contract.profile import Profile
+from producers.contract.profile import Profile, TaskTimes
 from producers.contract.record import Record, Run
 from producers.store import protocol
 from tests.producers.broker.conftest import RULES
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import POOL, QUEUE, Submit
+from tests.producers.gateway.conftest import POOL, QUEUE, Submit, until
 
 NAME = QUEUE.removeprefix(keys.model_queue(""))
-#: Of a worker that makes 10 tasks a second.
+#: Of a worker with four slots that makes 10 tasks a second, each of 100 tokens and 0.4 s; outputs end at their limit.
+TIMES = TaskTimes(
+    per_output_token=0.01,
+    per_prompt_token=0.001,
+    per_need=0.004,
+    task=0.4,
+    remaining=0.3,
+    need_error=0.1,
+    error=0.05,
+    running=4,
+    shares=(1.0,) * 11,
+)
 MEASURED = Profile(
-    knee=4, tokens_per_s=1000, tokens_per_task=100, kv_capacity=1000, cold_start={"total": 2.5, "imports": 2.0}
+    knee=4,
+    tokens_per_s=1000,
+    tokens_per_task=100,
+    kv_capacity=1000,
+    task_times=TIMES,
+    cold_start={"total": 2.5, "imports": 2.0},
 )
 
 Explain = Callable[[str], dict[str, Any]]
@@ -97,7 +113,7 @@ def test_an_autoscalers_state_is_told(
     assert names(said) == ["no_worker", reason]
     assert words in said["blocked_by"][1]["message"]
     if reason == "cold_start":
-        assert said["estimate"] == {"starts_in_s": 2.5, "ends_in_s": pytest.approx(2.9)}
+        assert said["estimate"] == {"starts_in_s": 2.5, "ends_in_s": pytest.approx(2.5 + 2.562)}
     else:
         assert said["estimate"] == {"starts_in_s": None, "ends_in_s": None}, "nobody knows"
 
@@ -130,8 +146,9 @@ def test_who_goes_first_and_when_it_starts(submit: Submit, explain: Explain, val
     said = explain(task_id)
     assert names(said) == ["better_tiers", "same_tier"]
     assert (said["ahead"], said["waiting"]) == (4, 6)
-    # Three more fit beside the one that runs; the fourth before it makes room after a tenth of a second.
-    assert said["estimate"] == {"starts_in_s": pytest.approx(0.1), "ends_in_s": pytest.approx(0.5)}
+    # Four tasks that may need 258 tokens each; four slots clear 1,000 a second, and three of them are free at once.
+    starts = (4 * 258 - 3 * 75) / 1000
+    assert said["estimate"] == {"starts_in_s": pytest.approx(starts), "ends_in_s": pytest.approx(starts + 2.562)}
     submit(tier="default", tenant="other")
     assert "turns" in names(explain(submit(tier="default", tenant="greedy")))
 
@@ -293,15 +310,64 @@ def test_what_was_begun_is_found_in_its_own_pools_queue(
     assert (explain(task_id)["ahead"], explain(task_id)["ahead_is_exact"]) == (0, True)
 
 
-def test_a_small_task_is_not_said_to_take_as_long_as_others(
+def test_when_a_task_ends_is_told_until_it_has_ended(
+    submit: Submit, explain: Explain, http: httpx.Client, valkey: Redis, valkey_url: str, worker: FakeWorker
+) -> None:
+    """By its own size while it waits, and by its own pace once it runs."""
+
+    def told(task_id: str) -> dict[str, float] | None:
+        eta: dict[str, float] | None = http.get(f"/v1/tasks/{task_id}").json()["eta"]
+        return eta
+
+    first, second = submit(max_tokens=100), submit(max_tokens=10)
+    assert (told(first), explain(first)["eta"]) == (None, None), "nothing was measured"
+    valkey.hset(keys.PROFILES, NAME, MEASURED.to_json())
+    lease(valkey_url, running=0)
+    eta = explain(first)["eta"]
+    assert eta["p50_s"] == pytest.approx(1.0, abs=0.05)
+    assert 1.02 * eta["p50_s"] < eta["p90_s"] < 1.5 * eta["p50_s"]
+    assert explain(second)["eta"]["p50_s"] == pytest.approx(0.1, abs=0.05)
+    assert "it ends in about 1.0 s, in 9 of 10 cases within 1." in explain(first)["summary"]
+    until(lambda: told(first) is not None)  # what was told before is told for two seconds
+    assert worker.take(QUEUE) == first
+    worker.claim(first)
+    assert worker.append(first, 0, ["a"] * 51)
+    now = int(valkey.time()[0]) * 1000
+    valkey.hset(keys.task(first), "first", now - 5000)  # a tenth of a second for each
+    assert explain(first)["eta"]["p50_s"] == pytest.approx(49 * (0.01 * 8 + 5) / (8 + 50), abs=1.5)
+    worker.finish(first, [51])
+    assert (told(first), explain(first)["eta"]) == (None, None)
+
+
+def test_no_estimate_is_made_of_what_makes_no_sense(
+    submit: Submit, explain: Explain, valkey: Redis, valkey_url: str
+) -> None:
+    """A worker that lies, and one that has measured nothing beside a profile of the version."""
+    task_id = submit(max_tokens=10)
+    sane = json.loads(MEASURED.to_json())
+    for lie in (
+        {"per_need": -1},
+        {"task": "NaN"},
+        {"shares": [1]},
+        {"shares": [1e308] * 11, "per_output_token": 1e308},
+    ):
+        lease(valkey_url, profile={**sane, "task_times": {**sane["task_times"], **lie}})
+        assert explain(task_id)["eta"] is None
+    valkey.hset(keys.PROFILES, NAME, MEASURED.to_json())
+    lease(valkey_url, profile={})
+    assert explain(task_id)["eta"] is not None
+
+
+def test_running_tasks_of_low_tiers_wait_for_those_that_take_their_room(
     submit: Submit, explain: Explain, valkey: Redis, valkey_url: str, worker: FakeWorker
 ) -> None:
-    task_id = submit(max_tokens=7)
     valkey.hset(keys.PROFILES, NAME, MEASURED.to_json())
-    lease(valkey_url)
-    needs = int(valkey.hget(keys.task(task_id), "tokens") or 0)
-    assert explain(task_id)["estimate"]["ends_in_s"] == pytest.approx(needs * MEASURED.knee / MEASURED.tokens_per_s)
+    task_id = submit(tier="flex", max_tokens=10)
     assert worker.take(QUEUE) == task_id
     worker.claim(task_id)
-    valkey.hset(keys.task(task_id), "started", 1)
-    assert explain(task_id)["estimate"] == {"starts_in_s": 0.0, "ends_in_s": None}
+    lease(valkey_url)
+    alone = explain(task_id)["eta"]["p50_s"]
+    for _ in range(20):
+        submit(max_tokens=100)
+    # Some 102 tokens of each task, of which four slots clear 1,000 a second.
+    assert explain(task_id)["eta"]["p50_s"] - alone == pytest.approx(2.0, abs=0.2)

@@ -1,0 +1,288 @@
+"""Forecasts when a task starts and ends, from what waits before it, what runs, and the rates that workers measured.
+
+    tokens of need before it ─┐
+    workers: slots, rates ────┼▶ when it starts ─┐
+    workers that start ───────┘                  ├▶ Forecast: p50 and p90
+    its prompt, shares of outputs ─▶ its length ─┘
+
+A task's need is the KV tokens that it may need, by which its tier and its tenant's turn are counted, too. Workers tell
+how long a sequence's slot is taken for each token of need (`producers.contract.profile.TaskTimes`). So a worker with S
+slots clears S / per_need tokens a second, and the task starts once what is before it is cleared, less what free slots
+take at once. The work depends on counts, never on how many tasks wait.
+
+The p90 adds the errors that these forecasts had, and the length that nine of ten outputs do not exceed. Tasks of better
+tiers that come later are not foreseen. Whatever was not measured makes the forecast None: nothing is assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+from producers.admin.observation import Lease, Observation, look
+from producers.client.aio import AsyncClient
+from producers.client.blocking import Client
+from producers.contract import keys
+from producers.contract.profile import Profile, TaskTimes, sane
+from producers.contract.task import ASSUMED_OUTPUT
+
+#: Standard deviations from the median to the 90th percentile.
+TO_P90: Final = 1.2816
+#: Tasks whose forecast `TaskTimes.need_error` is about; the share of it that many more tasks do not average out.
+TOGETHER, COMMON = 8, 0.5
+#: A knee has this share of the best throughput (`workers.measure`).
+KNEE_SHARE: Final = 0.85
+#: Times measured with fewer sequences than this share of a worker's slots say little of a full one.
+LOADED: Final = 0.75
+#: No wait that is longer is told (s).
+LONGEST_S: Final = 30 * 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Eta:
+    """Seconds from now, of which a half and nine tenths of such tasks end."""
+
+    p50_s: float
+    p90_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """None: unknown. Seconds from now."""
+
+    starts: Eta | None = None
+    ends: Eta | None = None
+
+
+async def read_eta(client: AsyncClient, task_id: str) -> Eta | None:
+    """When a task ends; None if it has ended or nobody can tell. Raises TaskNotFound, redis.exceptions.RedisError or
+    OSError."""
+    record = await client.get(task_id).status()
+    return forecast(await look(client.store, client.broker, record)).ends
+
+
+def eta(client: Client, task_id: str) -> Eta | None:
+    """The same for the blocking client."""
+    portal, reading = client.reading()
+    return portal.call(read_eta(reading, task_id))
+
+
+UNKNOWN: Final = Forecast()
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """Workers that clear `rate` tokens of need a second from `at` (s) on. `room`: tokens of need whose slots are free,
+    in so many `free` slots."""
+
+    at: float
+    rate: float
+    free: float
+    room: float
+    slots: float
+    times: TaskTimes
+
+
+def forecast(observed: Observation) -> Forecast:
+    """When the task starts and ends."""
+    record = observed.record
+    if record.final or record.chunks or record.fields.get("status") == "submitting":
+        return UNKNOWN
+    running = record.status == "in_progress" and not observed.orphaned
+    likely, late = list(_workers(observed, late=False)), list(_workers(observed, late=True))
+    if not likely:
+        return UNKNOWN
+    times = _own_times(observed) if running else likely[0].times
+    own = None if times is None else _own(observed, times, running=running)
+    if running:
+        return Forecast(Eta(0.0, 0.0), _displaced(observed, likely, own))
+    start = _start(observed, likely, late)
+    if start is None or own is None:
+        return Forecast(start)
+    slower = max(1.0, min(worker.slots / worker.times.per_need / worker.rate for worker in likely))
+    middle = start.p50_s + own.p50_s * slower
+    spread = ((start.p90_s - start.p50_s) ** 2 + (slower * (own.p90_s - own.p50_s)) ** 2) ** 0.5
+    return Forecast(start, _eta(middle, middle + spread))
+
+
+def _eta(p50: float, p90: float) -> Eta | None:
+    """None for what cannot be told: no number, or too long."""
+    if not p50 <= p90 <= LONGEST_S:
+        return None
+    return Eta(round(max(0.0, p50), 3), round(max(0.0, p90), 3))
+
+
+# ---- workers --------------------------------------------------------------------------------------------------------
+
+
+def _workers(observed: Observation, *, late: bool) -> Iterator[_Worker]:
+    """Those that take tasks, then those that start. `late`: these take their whole start from now on."""
+    known = observed.profile
+    for lease in observed.ready:
+        measured = Profile.of(lease.get("profile"))
+        if (worker := _worker(observed, lease, measured if measured.task_times else known, known)) is not None:
+            yield worker
+    state = observed.scaling or {}
+    starting = int(sane(state.get("wanted")) or 0) - len(observed.workers)
+    cold, times = known.cold_start.get("total"), known.task_times
+    if starting <= 0 or cold is None or times is None or not times.per_need or state.get("trouble"):
+        return
+    memory = state.get("memory")
+    ordered = sane(memory.get("changed_at")) if isinstance(memory, dict) else None
+    elapsed = 0.0 if late or ordered is None else max(0.0, observed.now_ms / 1000 - ordered)
+    slots = _slots_of_others(observed, known)
+    if slots:
+        slots *= starting
+        rate = slots / times.per_need
+        yield _Worker(max(0.0, cold - elapsed), rate, slots, slots * times.remaining / times.per_need, slots, times)
+
+
+def _slots_of_others(observed: Observation, known: Profile) -> float:
+    """Slots of a worker that starts: those of a worker that is up, or the version's knee."""
+    capacities = [capacity for worker in observed.workers if (capacity := sane(worker.get("capacity")))]
+    return max(capacities, default=known.knee or 0.0)
+
+
+def _worker(observed: Observation, lease: Lease, measured: Profile, known: Profile) -> _Worker | None:
+    times, capacity = measured.task_times, sane(lease.get("capacity"))
+    if times is None or not times.per_need or not times.task or not capacity:
+        return None
+    need = times.task / times.per_need
+    tokens = measured.kv_capacity or known.kv_capacity
+    slots = min(capacity, max(1.0, tokens / need)) if tokens else capacity
+    rate = slots / times.per_need
+    if times.running < LOADED * slots and measured.tokens_per_s and measured.tokens_per_task:
+        # What was measured of few at once is no measure of many: a full engine makes no more than at its best.
+        rate = min(rate, measured.tokens_per_s / KNEE_SHARE * need / measured.tokens_per_task)
+    busy = (sane(lease.get("running")) or 0.0) + (sane(lease.get("waiting")) or 0.0)
+    if _rank(observed) < keys.TIERS["flex"][0]:  # it takes the room of those
+        tasks = sane(lease.get("tasks"))
+        busy *= 1.0 - min(1.0, (sane(lease.get("patient")) or 0.0) / tasks) if tasks else 1.0
+    free = max(0.0, slots - busy)
+    return _Worker(0.0, rate, free, free * times.remaining / times.per_need, slots, times)
+
+
+def _rank(observed: Observation) -> int:
+    return keys.TIERS.get(observed.record.tier, keys.TIERS["default"])[0]
+
+
+# ---- its start ------------------------------------------------------------------------------------------------------
+
+
+def _start(observed: Observation, likely: list[_Worker], late: list[_Worker]) -> Eta | None:
+    delay, count, tokens = 0.0, 0, 0.0
+    position, mean = observed.queue_position, likely[0].times.task / likely[0].times.per_need
+    if position is not None:
+        delay = position.due_s or 0.0
+        count = observed.better + observed.later + position.ahead
+        tokens = position.ahead * mean if position.tokens is None else float(position.tokens)
+        tokens += observed.tokens_before(mean)
+    elif not observed.fetched and not observed.orphaned:
+        return None  # the broker tells no order
+    middle = max(delay, _cleared(likely, count, tokens))
+    if count == 0 and likely[0].at == 0 and likely[0].free >= 1:
+        return _eta(middle, middle)
+    error = likely[0].times.need_error * max(COMMON, (TOGETHER / max(count, 1)) ** 0.5)
+    slot = max(worker.times.task / worker.slots for worker in likely)
+    longest = _cleared(late, count, tokens * (1 + TO_P90 * error))
+    return _eta(middle, max(middle, delay, longest) + (TO_P90 * slot if count else 0.0))
+
+
+def _cleared(workers: list[_Worker], count: int, tokens: float) -> float:
+    """Seconds until so many tasks, with so many tokens of need together, have begun."""
+    at = rate = free = 0.0
+    for worker in sorted(workers, key=lambda worker: worker.at):
+        if rate and tokens <= rate * (worker.at - at):
+            break
+        tokens -= rate * (worker.at - at) + worker.room
+        at, rate, free = worker.at, rate + worker.rate, free + worker.free
+        if count < free:
+            return at
+    return at + max(0.0, tokens) / rate
+
+
+def _displaced(observed: Observation, workers: list[_Worker], own: Eta | None) -> Eta | None:
+    """The end of a running task: later by the better tiers' tasks that take the room of flex and batch."""
+    if own is None or _rank(observed) < keys.TIERS["flex"][0] or not observed.better:
+        return own
+    times = workers[0].times
+    tokens = observed.tokens_before(times.task / times.per_need)
+    more = tokens / sum(worker.rate for worker in workers)
+    return _eta(own.p50_s + more, own.p90_s + more * (1 + TO_P90 * times.need_error))
+
+
+# ---- itself ---------------------------------------------------------------------------------------------------------
+
+
+def _own_times(observed: Observation) -> TaskTimes | None:
+    """What its worker measured, else what the version's did."""
+    owner = observed.record.fields.get("owner")
+    lease: Lease = next((worker for worker in observed.workers if worker.get("incarnation") == owner), {})
+    return Profile.of(lease.get("profile")).task_times or observed.profile.task_times
+
+
+def _own(observed: Observation, times: TaskTimes, *, running: bool) -> Eta | None:
+    """How long it takes from its claim, or from now on; None if no such output was measured."""
+    record = observed.record
+    task: Any = record.task
+    generates = isinstance(task, dict) and task.get("kind", "generate") == "generate"
+    allowed, limit = _allowed(task, record.fields) if generates else (0.0, 0.0)
+    prompt = float(record.count("prompt_tokens") or max(0.0, observed.tokens - allowed * record.width))
+    done, first = sum(record.nexts) / max(1, record.n), record.time("first")
+    per_token = times.per_output_token
+    now = observed.now_ms
+    if running and first is not None and done > 1:  # its own pace, the more it has made
+        pace = max(0.0, now - first) / 1000
+        per_token = (per_token * TOGETHER + pace) / (TOGETHER + done - 1)
+    if generates:
+        outputs = _outputs(times.shares, done, allowed, limit)
+        if outputs is None:
+            return None
+        middle, most = (per_token * max(0.0, tokens - done) for tokens in outputs)
+    else:
+        middle = most = 0.0
+    if first is None:
+        began = record.time("began") or record.time("started") if running else None
+        elapsed = 0.0 if began is None else max(0.0, now - began) / 1000
+        prefill = max(0.0, times.per_prompt_token * prompt - elapsed)
+        middle, most = middle + prefill, most + prefill
+    return _eta(middle, middle + ((most - middle) ** 2 + (TO_P90 * times.error * middle) ** 2) ** 0.5)
+
+
+def _allowed(task: dict[str, Any], fields: Any) -> tuple[float, float]:
+    """Output tokens of a choice that shares are of, and those that it can have at most."""
+    limit = sane(task.get("max_tokens"))
+    budget = sane(int(fields["max_output"])) if fields.get("max_output", "").isdecimal() else None
+    allowed = ASSUMED_OUTPUT if limit is None else limit
+    bounds = [bound for bound in (limit, budget) if bound is not None]
+    return float(allowed), min(bounds, default=LONGEST_S)
+
+
+def _outputs(shares: tuple[float, ...], done: float, allowed: float, limit: float) -> tuple[float, float] | None:
+    """Lengths that a half and nine tenths of outputs that have come so far do not exceed."""
+    if done >= limit:
+        return limit, limit
+    if not shares or done > shares[-1] * allowed:
+        return None
+    past = _past(shares, done / allowed) if allowed else 0.0
+    middle, most = (min(limit, max(done, _quantile(shares, past + q * (1 - past)) * allowed)) for q in (0.5, 0.9))
+    return middle, most
+
+
+def _past(shares: tuple[float, ...], share: float) -> float:
+    """The part of outputs that were shorter."""
+    last = len(shares) - 1
+    for k, (low, high) in enumerate(pairwise(shares)):
+        if share <= low:
+            return k / last
+        if share < high:
+            return (k + (share - low) / (high - low)) / last
+    return 1.0
+
+
+def _quantile(shares: tuple[float, ...], part: float) -> float:
+    place = min(1.0, max(0.0, part)) * (len(shares) - 1)
+    low = min(int(place), len(shares) - 2)
+    return shares[low] + (place - low) * (shares[low + 1] - shares[low])
