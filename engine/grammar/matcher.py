@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.grammar.source import check_installed, form_of, new_rules, new_tokenizer, readable, slow, unreadable
+from engine.grammar.source import BUDGET, check_installed, form_of, new_rules, new_tokenizer, readable, slow, unreadable
 from engine.grammar.trial import MAKING, Trials, key_of
 from engine.params import SamplingParams
 
@@ -69,7 +69,7 @@ class Grammars:
         except ValueError as error:
             raise unreadable(name, error) from None
         pace = Pace(self._trial, name, text)
-        return lambda: Matcher(new_rules(form, tokenizer), ends, marks, pace)
+        return lambda: Matcher(new_rules(form, tokenizer), ends, marks, pace, TokenBudget.of(text))
 
     def give_up(self) -> None:
         """End a trial that runs."""
@@ -125,6 +125,49 @@ class Pace:
         self._trials.refuse(self._key, slow(self._name, why))
 
 
+class TokenBudget:
+    """Counts the tokens of an output's reasoning, of which a grammar may bound the number.
+
+    The state is a function of the output's tokens alone. A resumed output, and one whose tokens are guessed ahead,
+    has the same as any other.
+    """
+
+    __slots__ = ("_begin", "_end", "_limit", "taken")
+
+    def __init__(self, limit: int, begin: int | None, end: int) -> None:
+        """`limit`: the most tokens. `begin`: the token behind which they are counted, an output's first; None: from the
+        output's beginning. `end`: the token that closes them."""
+        self._limit = limit
+        self._begin = begin
+        self._end = end
+        #: The tokens so far; None before the first token, where that may begin them, and once they are closed.
+        self.taken: int | None = 0 if begin is None else None
+
+    @classmethod
+    def of(cls, grammar: str) -> TokenBudget | None:
+        """The budget that a grammar's first line has (`engine.grammar.source.budget_line`); None without one."""
+        match = BUDGET.match(grammar)
+        return None if match is None else cls(int(match[1]), int(match[3]) if match[3] else None, int(match[2]))
+
+    def after(self, count: int, tokens: Sequence[int]) -> int | None:
+        """`taken` after further tokens. `count`: the output's tokens so far."""
+        taken = self.taken
+        for at, token_id in enumerate(tokens, count):
+            if taken is not None:
+                taken = None if token_id == self._end else taken + 1
+            elif at == 0 and token_id == self._begin:
+                taken = 0
+        return taken
+
+    def restrict(self, mask: Mask, taken: int | None) -> None:
+        """Leave only the closing token, where the budget is spent. A character that has begun is finished first."""
+        word, bit = divmod(self._end, 32)
+        if taken is None or taken < self._limit or not int(mask[word]) >> bit & 1:
+            return
+        mask.fill(0)
+        mask.view(np.uint32)[word] = 1 << bit
+
+
 class Matcher:
     """Follows one output. Used by one thread at a time: the one that makes it, then the one that runs steps.
 
@@ -132,16 +175,17 @@ class Matcher:
     uninterrupted one would.
     """
 
-    __slots__ = ("_ends", "_foreseen", "_marks", "_pace", "_rules", "_spent", "count", "error")
+    __slots__ = ("_budget", "_ends", "_foreseen", "_marks", "_pace", "_rules", "_spent", "count", "error")
 
-    def __init__(self, rules: Any, ends: Mask, marks: Mask, pace: Pace) -> None:
+    def __init__(self, rules: Any, ends: Mask, marks: Mask, pace: Pace, budget: TokenBudget | None = None) -> None:
         """`rules`: an LLMatcher of its own. `ends`: the tokens that may end a complete output; those that its caller
         named may be text elsewhere, and cut it. `marks`: see Grammars. `pace`: the form's, the same for all its
-        outputs."""
+        outputs. `budget`: of the output's reasoning, if that has one."""
         self._rules = rules
         self._ends = ends
         self._marks = marks
         self._pace = pace
+        self._budget = budget
         #: The processor time (s) that tokens took beyond _TOKEN_S each.
         self._spent = 0.0
         #: Answers of `push` for the output's next tokens, which the rules have taken before.
@@ -156,6 +200,8 @@ class Matcher:
 
     def push(self, token_id: int) -> bool:
         """Take the output's next token, which does not end it. Returns whether nothing can follow it."""
+        if self._budget is not None:
+            self._budget.taken = self._budget.after(self.count, (token_id,))
         self.count += 1
         if self._foreseen:
             return self._foreseen.popleft()
@@ -201,6 +247,8 @@ class Matcher:
         mask &= ~self._marks
         if complete:
             mask |= self._ends
+        if self._budget is not None:
+            self._budget.restrict(mask, self._budget.after(self.count, ahead))
 
     def _spend(self, elapsed: float) -> None:
         """Enter the processor time (s) that the thread of steps has spent on this output, which others wait for."""

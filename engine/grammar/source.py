@@ -32,6 +32,18 @@ _TOKEN_S: Final = 0.1
 _TRIED_TOKENS: Final = 16
 #: The most characters of llguidance's reasons that a message shows.
 _REASON: Final = 300
+#: A grammar's first line, of `budget_line`.
+BUDGET: Final = re.compile(r"// at most (\d{1,9}) tokens up to <\[(\d{1,9})\]>(?: from <\[(\d{1,9})\]>)?\n")
+
+
+def budget_line(limit: int, end: int, begin: int | None) -> str:
+    """The first line of a grammar that bounds the tokens before the token `end`. `begin`: the output's first token,
+    behind which they are counted, if it comes; None: they are counted from the output's beginning.
+
+    llguidance takes it for a comment. Its own `max_tokens` of a rule is no function of the output's tokens: it goes on
+    counting where tokens that were guessed ahead are taken back.
+    """
+    return f"// at most {limit} tokens up to <[{end}]>{'' if begin is None else f' from <[{begin}]>'}\n"
 
 
 def check_installed(name: str) -> None:

@@ -37,6 +37,14 @@ from producers.gateway.openai.batch_lines import (
 )
 from producers.gateway.openai.completions import MAX_TOKENS
 from producers.gateway.openai.pooling import ENDPOINTS as POOLED
+from producers.gateway.openai.reasoning import (
+    Reasoning,
+    ReasoningModel,
+    ReasoningRequest,
+    opened_by,
+    reasoning_model,
+    refuse_where_none,
+)
 from producers.gateway.openai.tools import Calling, Tools, make_calling
 from producers.gateway.tasks.foreground import problem_of_end
 from producers.gateway.text.forms import Forms, Judge
@@ -102,6 +110,7 @@ class LineEndpoints:
             for model, resolved in models.items()
             if any(body.get("tools") for body in bodies if body["model"] == model)
         }
+        reasoners = {} if path == COMPLETIONS else {model: await self._reasoner(one) for model, one in models.items()}
         if path == COMPLETIONS:
             bodies = [_usual(body, [account.limits for account in accounts]) for body in bodies]
 
@@ -115,7 +124,8 @@ class LineEndpoints:
                 try:
                     model = str(body["model"])
                     call = partial(_call, calls.get(model), forms.judge)
-                    plan = _planned(path, body, models[model], forms, call, principal, tenant)
+                    reason = partial(_reason, reasoners.get(model), models[model])
+                    plan = _planned(path, body, models[model], forms, call, reason, principal, tenant)
                 except _Later:
                     break
                 planned.append(plan)
@@ -135,6 +145,24 @@ class LineEndpoints:
         try:
             template = await self._templates.with_tools(model.card)
             return _CallMaker(template, await self._prompts.tokenizer(model.card))
+        except Problem as error:
+            return error
+
+    async def _reasoner(self, model: ResolvedModel | UnknownModel) -> _Reasoner | Problem | None:
+        """Returns what makes a line's `Reasoning`, or the error of all lines that ask for some; None for a model that
+        does not reason."""
+        if isinstance(model, UnknownModel):
+            return None
+        work = _work([], None)
+        try:
+            reasons = await reasoning_model(self._templates, self._prompts, model.card)
+            if reasons is None:
+                return None
+            opened = {}
+            for variables in reasons.settlements():
+                if (key := _key(variables)) not in opened:
+                    opened[key] = await opened_by(self._templates, model.card, work, variables, reasons.marks)
+            return _Reasoner(reasons, opened)
         except Problem as error:
             return error
 
@@ -237,16 +265,43 @@ class _CallMaker:
     template: str
     tokenizer: Tokenizer
 
-    def make(self, tools: Tools, judge: Judge) -> Calling:
-        return make_calling(tools, self.template, self.tokenizer, judge)
+    def make(self, tools: Tools, judge: Judge, without: Sequence[str]) -> Calling:
+        return make_calling(tools, self.template, self.tokenizer, judge, without)
 
 
-def _call(maker: _CallMaker | Problem | None, judge: Judge, tools: Tools) -> Calling:
+def _call(maker: _CallMaker | Problem | None, judge: Judge, tools: Tools, without: Sequence[str]) -> Calling:
     """The model's way to call a line's tools. Raises Problem, InvalidTask and _Later."""
     if isinstance(maker, Problem):
         raise maker
     assert maker is not None  # the model has a template, as has been checked
-    return maker.make(tools, judge)
+    return maker.make(tools, judge, without)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reasoner:
+    """A model's way to reason. `opened`: whether prompts begin the reasoning, by the template's variables."""
+
+    model: ReasoningModel
+    opened: Mapping[str, bool | None]
+
+
+def _key(variables: Mapping[str, Any]) -> str:
+    return json.dumps(variables, sort_keys=True)
+
+
+def _reason(
+    reasoner: _Reasoner | Problem | None, model: ResolvedModel | UnknownModel, request: ReasoningRequest
+) -> Reasoning | None:
+    """The model's way to reason on a line. Raises Problem."""
+    if isinstance(reasoner, _Reasoner):
+        variables, _ = reasoner.model.settled(request)
+        return reasoner.model.reasoning(request, reasoner.opened[_key(variables)])
+    if request.parameter is not None:
+        if isinstance(reasoner, Problem):
+            raise reasoner
+        if isinstance(model, ResolvedModel):
+            refuse_where_none(request, model.card)
+    return None
 
 
 class _Later(Exception):
@@ -306,7 +361,8 @@ def _planned(
     body: Mapping[str, Any],
     model: ResolvedModel | UnknownModel,
     forms: _LineForms,
-    call: Callable[[Tools], Calling],
+    call: Callable[[Tools, Sequence[str]], Calling],
+    reason: Callable[[ReasoningRequest], Reasoning | None],
     principal: Principal,
     tenant: str | None,
 ) -> _Planned | Answer:
@@ -314,7 +370,7 @@ def _planned(
         return _refused(model, principal)
     fields = {"tier": TIER} if body.get("service_tier") in (None, "auto") else {}
     try:
-        line = read_line(path, body, model.card, model.now_ms(), forms.check, call, **fields, tenant=tenant)
+        line = read_line(path, body, model.card, model.now_ms(), forms.check, call, reason, **fields, tenant=tenant)
         check_may_use(principal, line.task)
     except (Problem, InvalidTask) as error:
         return replace(_refused(error), worked=forms.worked)

@@ -144,8 +144,9 @@ async def run_by_weight(weight: int, make: Callable[[], T]) -> T:
     return make() if weight <= INLINE else await in_thread(make)
 
 
-def usage_of(ends: Iterable[End]) -> dict[str, Any]:
-    """The usage of a request: for each task, its prompt once and the tokens of all choices."""
+def usage_of(ends: Iterable[End], reasoning: int = 0) -> dict[str, Any]:
+    """The usage of a request: for each task, its prompt once and the tokens of all choices. `reasoning`: those of them
+    that are reasoning."""
     prompt = cached = output = 0
     for end in ends:
         prompt += end.usage["prompt_tokens"]
@@ -157,7 +158,7 @@ def usage_of(ends: Iterable[End]) -> dict[str, Any]:
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
         "completion_tokens_details": {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": reasoning,
             "audio_tokens": 0,
             "accepted_prediction_tokens": 0,
             "rejected_prediction_tokens": 0,
@@ -205,8 +206,8 @@ class Chunks:
         used = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
         return f', "usage": {json.dumps(used)}}}'
 
-    def usage(self, ends: Iterable[End]) -> bytes:
-        return f'data: {self._begin}, "choices": [], "usage": {json.dumps(usage_of(ends))}}}\n\n'.encode()
+    def usage(self, ends: Iterable[End], reasoning: int = 0) -> bytes:
+        return f'data: {self._begin}, "choices": [], "usage": {json.dumps(usage_of(ends, reasoning))}}}\n\n'.encode()
 
 
 class ChunkStream(LiveStream):

@@ -27,12 +27,14 @@ from producers.gateway.openai.complete import Choice, Whole
 from producers.gateway.openai.completions import MAX_TOKENS, read_completion
 from producers.gateway.openai.completions import shape as completion_shape
 from producers.gateway.openai.logprobs import COMPLETION, ChatLogprobs, CompletionLogprobs
-from producers.gateway.openai.parameters import TextRequest, check_chats, refused
+from producers.gateway.openai.output_parser import OutputSyntax
+from producers.gateway.openai.parameters import TextRequest, check_chats, naming, refused
 from producers.gateway.openai.pooling import ENDPOINTS as POOLED
 from producers.gateway.openai.pooling import Made
+from producers.gateway.openai.reasoning import Reasoning, ReasoningRequest
 from producers.gateway.openai.responses.request import REFERENCE, ResponseRequest, read_response
 from producers.gateway.openai.responses.view import body as response_body
-from producers.gateway.openai.tools import Calling, CallSyntax, Tools
+from producers.gateway.openai.tools import Calling, Tools
 from producers.gateway.text.forms import warnings_of
 from producers.store.batches import ENDPOINTS
 
@@ -75,6 +77,7 @@ class _Read:
     task: Task
     response: ResponseRequest | None = None
     tools: Tools | None = None
+    reasoning: ReasoningRequest | None = None
 
 
 def read_line(
@@ -83,14 +86,16 @@ def read_line(
     card: Mapping[str, Any],
     now_ms: int,
     check_form: Callable[[Task], None],
-    call: Callable[[Tools], Calling],
+    call: Callable[[Tools, Sequence[str]], Calling],
+    reason: Callable[[ReasoningRequest], Reasoning | None] | None = None,
     **fields: Any,
 ) -> Line:
     """A line as it is to be queued.
 
     `url`: one of ENDPOINTS. `card`: of the body's model. `now_ms`: server time. `check_form`: as `Forms.check_now`; it
-    may block. `call`: makes the model's way to call tools; it may block, too. `fields`: the batch's, which go before
-    the line's own. Raises Problem and InvalidTask, which name the parameter at fault.
+    may block. `call`: makes the model's way to call tools; it may block, too. `reason`: makes its way to reason; None:
+    it does not. `fields`: the batch's, which go before the line's own. Raises Problem and InvalidTask, which name the
+    parameter at fault.
     """
     if url in POOLED:
         return Line(_pooled(url, body, card, fields), {}, {})
@@ -103,18 +108,25 @@ def read_line(
         if task.messages is not None:
             check_chats(card)
         task = task.resolved(card)
+        reasoning = None if reason is None or read.reasoning is None else reason(read.reasoning)
         if read.tools is not None:
-            calling = call(read.tools)
+            calling = call(read.tools, () if reasoning is None else reasoning.marks)
             task = task.model_copy(update={"grammar": calling.grammar})
+        reasoned = None
+        if reasoning is not None:
+            reasoned = reasoning.applied(task, read.text_request.names, calling=calling is not None)
+            task = reasoned.task
+    with naming(read.text_request.names if reasoned is None else reasoned.names):
         check_form(task)
+    syntax = OutputSyntax.of(None if calling is None else calling.syntax, None if reasoned is None else reasoned.syntax)
     # A line cannot set other variables of the template than those.
-    template = {} if calling is None else calling.variables
+    template = {} if reasoning is None else {**reasoning.variables}
+    template |= {} if calling is None else calling.variables
     warnings = [*(() if calling is None else calling.warnings), *warnings_of(task)]
     warning = {"warning": "; ".join(warnings)[:MAX_WARNING]} if warnings else {}
     if response is not None:
-        return Line(task, response.more(task, response.items, now_ms, calling) | warning, template)
-    calls = {} if calling is None else {"calls": calling.syntax.to_json()}
-    return Line(task, {**calls, **warning}, template)
+        return Line(task, response.more(task, response.items, now_ms, syntax) | warning, template)
+    return Line(task, {**({} if syntax is None else syntax.fields), **warning}, template)
 
 
 def in_words_of(url: str, body: Mapping[str, Any], error: Problem | InvalidTask) -> Problem | InvalidTask:
@@ -133,7 +145,7 @@ def answer_line(url: str, record: Record, events: Iterable[Event], tokenizer: To
     n = record.n
     if url == CHATS:
         scorer = None if tokenizer is None else ChatLogprobs(tokenizer)
-        syntax = CallSyntax.from_json(record.fields.get("calls"))
+        syntax = OutputSyntax.of_record(record.fields)
         whole = Whole(choices_of(n, scorer, syntax, record.id), n, chat_shape)
         first = _head("chat.completion", "chatcmpl", record)
     else:
@@ -182,7 +194,7 @@ def _head(kind: str, prefix: str, record: Record) -> dict[str, Any]:
 def _chat(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
     read = read_chat(body, None)
     task = read.text_request.task(None, messages=read.messages, logprobs=read.logprobs, **fields)
-    return _Read(read.text_request, task, tools=read.tools)
+    return _Read(read.text_request, task, tools=read.tools, reasoning=read.reasoning)
 
 
 def _completion(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
@@ -202,7 +214,8 @@ def _response(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
     text_request = replace(read.text_request, service_tier=fields.get("tier", read.text_request.service_tier))
     # Its answer is in the batch's files alone: nobody comes back for it by its id.
     read = replace(read, text_request=text_request, store=False)
-    return _Read(read.text_request, read.task(messages=read.messages(read.items), **fields), read, read.tools)
+    task = read.task(messages=read.messages(read.items), **fields)
+    return _Read(read.text_request, task, read, read.tools, read.reasoning)
 
 
 _READ: Final[dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], _Read]]] = {

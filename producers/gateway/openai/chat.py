@@ -40,6 +40,7 @@ from producers.gateway.openai.answer import (
 )
 from producers.gateway.openai.complete import Choice, Whole, whole_answer
 from producers.gateway.openai.logprobs import CHAT, ChatLogprobs, ScoredPrompt, joined
+from producers.gateway.openai.output_parser import CALLED, OutputSyntax, ParsedChoice, deltas, message
 from producers.gateway.openai.parameters import (
     NOT_OFFERED,
     RESPONSES,
@@ -50,11 +51,10 @@ from producers.gateway.openai.parameters import (
     flag,
     refusal,
 )
+from producers.gateway.openai.reasoning import REASONING_PARAMETERS, ReasoningRequest, read_reasoning, reasoning_of
 from producers.gateway.openai.response_format import NESTED, TEXT, formed
-from producers.gateway.openai.tool_call_parser import CALLED, CallingChoice, ToolCallParser, deltas, message
 from producers.gateway.openai.tools import (
     TOOL_PARAMETERS,
-    CallSyntax,
     Tools,
     calling_of,
     read_tools,
@@ -75,6 +75,7 @@ PARAMETERS: Final = Parameters(
         "chat_template_kwargs": {"type": "object"},
         "response_format": NESTED,
         **TOOL_PARAMETERS,
+        **REASONING_PARAMETERS,
     },
     renamed={
         "max_completion_tokens": "max_tokens",
@@ -82,7 +83,11 @@ PARAMETERS: Final = Parameters(
         "prompt_logprobs": "prompt_logprobs",
     },
     required="messages",
-    not_offered={name: nothing for name, nothing in NOT_OFFERED.items() if name not in TOOL_PARAMETERS},
+    not_offered={
+        name: nothing
+        for name, nothing in NOT_OFFERED.items()
+        if name not in TOOL_PARAMETERS and name not in REASONING_PARAMETERS
+    },
 )
 #: Template variables that `chat_template_kwargs` may not set: other parameters do.
 RESERVED_VARIABLES: Final = (
@@ -92,13 +97,17 @@ RESERVED_VARIABLES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """A chat request. `template`: the template's variables besides the messages. `tools`: those that may be called."""
+    """A chat request. `variables`: the template's, as the caller sets them. `template`: all besides the messages.
+    `tools`: those that may be called. `begun`: the text of the last message, where the output goes on with it."""
 
     text_request: TextRequest
     messages: list[dict[str, Any]]
+    variables: dict[str, Any]
     template: dict[str, Any]
     logprobs: int | None
     tools: Tools | None
+    reasoning: ReasoningRequest
+    begun: str | None = None
 
     @property
     def n(self) -> int:
@@ -128,16 +137,27 @@ async def create(request: Request) -> Response:
     request.state.tier = task.tier
     check_may_use(principal_of(request), task)
     resolved = await idempotency.resolve(request, gateway.client, task, 1, tenant=task.tenant)
-    calling = None
-    if chat.tools is not None:
-        with text_request.naming():
-            calling = await calling_of(gateway, resolved.card, chat.tools, work_of(request))
-        chat = replace(chat, template={**chat.template, **calling.variables})
+    calling, work = None, work_of(request)
+    with text_request.naming():
+        reasoning = await reasoning_of(
+            gateway.templates, gateway.prompts, resolved.card, chat.reasoning, work, chat.variables, begun=chat.begun
+        )
+        if reasoning is not None:
+            chat = replace(chat, template={**reasoning.variables, **chat.template})
+        if chat.tools is not None:
+            marks = () if reasoning is None else reasoning.marks
+            calling = await calling_of(gateway, resolved.card, chat.tools, work, marks)
+            chat = replace(chat, template={**chat.template, **calling.variables})
     task = task.model_copy(update={"prompt": await _prompt(request, gateway, resolved, chat, task)})
-    syntax = None
     if calling is not None:
-        task, syntax = task.model_copy(update={"grammar": calling.grammar}), calling.syntax
-        work_of(request).warnings += calling.warnings
+        task = task.model_copy(update={"grammar": calling.grammar})
+        work.warnings += calling.warnings
+    reasoned = None
+    if reasoning is not None:
+        with text_request.naming():
+            reasoned = reasoning.applied(task, text_request.names, calling=calling is not None)
+        task, text_request = reasoned.task, replace(text_request, names={**reasoned.names})
+    syntax = OutputSyntax.of(None if calling is None else calling.syntax, None if reasoned is None else reasoned.syntax)
     scorer = None if chat.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(resolved.card))
     scored = [] if task.prompt_logprobs is None else [ScoredPrompt(await gateway.prompts.tokenizer(resolved.card))]
     with text_request.naming():
@@ -190,7 +210,10 @@ def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
     tools = read_tools(values, open_objects=text_request.fields.get("open_objects") is True)
     if tools is not None:
         text_request, tools = with_tools(text_request, tools)
-    return _Chat(text_request, read_messages(values["messages"]), template, (top or 0) if scored else None, tools)
+    reasoning = read_reasoning(values, values.get("reasoning_effort"), "reasoning_effort")
+    messages = read_messages(values["messages"])
+    begun = messages[-1]["content"] or "" if going_on else None
+    return _Chat(text_request, messages, variables, template, (top or 0) if scored else None, tools, reasoning, begun)
 
 
 async def _prompt(
@@ -213,11 +236,11 @@ async def _prompt(
         return prompt
 
 
-def choices_of(n: int, scorer: ChatLogprobs | None, syntax: CallSyntax | None, task_id: str) -> list[Choice]:
-    """The choices of a task. `syntax`: of their calls, if they may have some."""
+def choices_of(n: int, scorer: ChatLogprobs | None, syntax: OutputSyntax | None, task_id: str) -> list[Choice]:
+    """The choices of a task. `syntax`: of what they have beside content, if they may have more."""
     if syntax is None:
         return [Choice(scorer, CHAT) for _ in range(n)]
-    return [CallingChoice(scorer, syntax, task_id, index) for index in range(n)]
+    return [ParsedChoice(scorer, syntax, task_id, index) for index in range(n)]
 
 
 def shape(index: int, choice: Choice) -> Iterator[bytes | bytearray]:
@@ -237,10 +260,10 @@ def shape(index: int, choice: Choice) -> Iterator[bytes | bytearray]:
 class _Stream:
     """A stream's chunks: for each choice one with the role, then content, then one with the finish reason."""
 
-    def __init__(self, chat: _Chat, chunks: Chunks, scorer: ChatLogprobs | None, syntax: CallSyntax | None) -> None:
+    def __init__(self, chat: _Chat, chunks: Chunks, scorer: ChatLogprobs | None, syntax: OutputSyntax | None) -> None:
         self._chat = chat
         self._syntax = syntax
-        self._parsers = [] if syntax is None else [ToolCallParser(syntax) for _ in range(chat.n)]
+        self._parsers = [] if syntax is None else [syntax.parser() for _ in range(chat.n)]
         self._chunks = chunks
         self._scorer = scorer
         self._begun: set[int] = set()
@@ -260,7 +283,7 @@ class _Stream:
                     if batch.outputs and (chunk := await run_by_weight(batch.weight, partial(self._of, batch))):
                         yield chunk
             if self._chat.text_request.include_usage:
-                yield self._chunks.usage(ends.values())
+                yield self._chunks.usage(ends.values(), sum(parser.reasoning_tokens for parser in self._parsers))
             yield DONE
 
     def _of(self, batch: OutputBatch) -> bytes:

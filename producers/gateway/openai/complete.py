@@ -61,6 +61,10 @@ class Choice:
         return len(self.text) + (0 if self.arrays is None else self.arrays.size)
 
     @property
+    def reasoning_tokens(self) -> int:
+        return 0
+
+    @property
     def finish_reason(self) -> bytes:
         return b"null" if self.reason is None else quote(self.reason).encode()
 
@@ -115,7 +119,7 @@ class Whole:
         for index, choice in enumerate(self._choices):
             yield b"," if index else b""
             yield from self._shape(index, choice)
-        yield b'],"usage":' + dumps(usage_of(self._ends))
+        yield b'],"usage":' + dumps(usage_of(self._ends, sum(choice.reasoning_tokens for choice in self._choices)))
         for prompt in self._prompts:
             yield from prompt.members()
         yield b"}"

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from producers.contract.stream import Token
-from producers.gateway.openai.answer import Output
-from producers.gateway.openai.complete import Choice, Scorer
-from producers.gateway.openai.logprobs import CHAT
 from producers.gateway.openai.tools import CallSyntax
-
-#: The finish reason of an output that ends with calls.
-CALLED = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,75 +147,3 @@ class ToolCallParser:
                     return text[at + 1 :]
         parts.append(CallArguments(self.calls - 1, text))
         return ""
-
-
-class CallingChoice(Choice):
-    """A choice that may have calls. `task_id`, `index`: its own, by which its calls have their ids."""
-
-    __slots__ = ("_calls", "_format", "_id_parts", "_parser", "_size")
-
-    def __init__(self, scorer: Scorer | None, syntax: CallSyntax, task_id: str, index: int) -> None:
-        super().__init__(scorer, CHAT)
-        self._format = syntax.format
-        self._parser = ToolCallParser(syntax)
-        self._id_parts = task_id, index
-        self._calls: list[tuple[str, list[str]]] = []
-        self._size = 0
-
-    @property
-    def size(self) -> int:
-        return super().size + self._size
-
-    def take(self, output: Output) -> None:
-        self._take(output, self._keep(self._parser.feed(output.tokens)))
-
-    def close(self) -> list[dict[str, Any]]:
-        """The message's `tool_calls`, once all of the output was taken."""
-        self._take(Output(), self._keep(self._parser.end()))
-        self.reason = CALLED if self.reason == "stop" and self._parser.called else self.reason
-        return [
-            {
-                "id": self._format.id_of(*self._id_parts, at),
-                "type": "function",
-                "function": {"name": name, "arguments": "".join(arguments)},
-            }
-            for at, (name, arguments) in enumerate(self._calls)
-        ]
-
-    def _keep(self, parts: Sequence[ParsedPart]) -> str:
-        """Keeps the calls. Returns the content."""
-        for part in parts:
-            if isinstance(part, CallStart):
-                self._calls.append((part.name, []))
-                self._size += 100
-            elif isinstance(part, CallArguments):
-                self._calls[part.index][1].append(part.text)
-                self._size += len(part.text)
-        return "".join(part for part in parts if isinstance(part, str))
-
-
-def message(choice: Choice) -> Iterator[bytes | bytearray]:
-    """The members of a message after its role: content, and calls if there are any."""
-    calls = choice.close() if isinstance(choice, CallingChoice) else []
-    if calls and not choice.text:
-        yield b'"content":null'
-    else:
-        yield b'"content":"'
-        yield choice.text
-        yield b'"'
-    yield b',"refusal":null,"annotations":[]'
-    if calls:
-        yield b',"tool_calls":' + json.dumps(calls, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def deltas(parts: Sequence[ParsedPart], syntax: CallSyntax, task_id: str, index: int) -> Iterator[dict[str, Any]]:
-    """The deltas of a stream's choice `index`."""
-    for part in parts:
-        if isinstance(part, str):
-            yield {"content": part}
-        elif isinstance(part, CallStart):
-            function = {"name": part.name, "arguments": ""}
-            identity = {"id": syntax.format.id_of(task_id, index, part.index), "type": "function"}
-            yield {"tool_calls": [{"index": part.index, **identity, "function": function}]}
-        elif isinstance(part, CallArguments):
-            yield {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}

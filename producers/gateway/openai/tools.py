@@ -400,12 +400,17 @@ class Calling:
     """What of the functions' schemas the outputs do not follow."""
 
 
-async def calling_of(gateway: Gateway, card: Mapping[str, Any], tools: Tools, work: Work) -> Calling:
-    """The model's way to call the tools. Raises InvalidTask, and Problem if too many forms of the tenant wait."""
+async def calling_of(
+    gateway: Gateway, card: Mapping[str, Any], tools: Tools, work: Work, without: Sequence[str] = ()
+) -> Calling:
+    """The model's way to call the tools. `without`: see `make_calling`. Raises InvalidTask, and Problem if too many
+    forms of the tenant wait."""
     check_chats(card)
     template = await gateway.templates.with_tools(card)
     tokenizer = await gateway.prompts.tokenizer(card)
-    return await gateway.forms.run(work, schemas(tools), lambda judge: make_calling(tools, template, tokenizer, judge))
+    return await gateway.forms.run(
+        work, schemas(tools), lambda judge: make_calling(tools, template, tokenizer, judge, without)
+    )
 
 
 async def variables_of(gateway: Gateway, card: Mapping[str, Any], tools: Tools | None) -> Mapping[str, Any]:
@@ -423,16 +428,19 @@ def schemas(tools: Tools) -> list[tuple[str, str]]:
     return [*(_form(function.parameters) for function in tools.callable), *answer]
 
 
-def make_calling(tools: Tools, template: str, tokenizer: Tokenizer, judge: Judge) -> Calling:
-    """Make the grammar; takes milliseconds. `template`: the chat template's text. `judge`: of forms. Raises InvalidTask
-    for tools that cannot be followed."""
+def make_calling(
+    tools: Tools, template: str, tokenizer: Tokenizer, judge: Judge, without: Sequence[str] = ()
+) -> Calling:
+    """Make the grammar; takes milliseconds. `template`: the chat template's text. `judge`: of forms. `without`: tokens,
+    by their text, that have no place in it. Raises InvalidTask for tools that cannot be followed."""
     style = tools.format_in(template)
     if tools.answer is not None:
         _check_answer(tools.answer, judge)
     added = tokenizer.added_tokens()
     single = {mark: added[mark].id for mark in style.marks if mark in added}
     # Tokens that are no text to llguidance, and that a model may write all the same, such as <think>.
-    free = [token.id for text, token in added.items() if not token.special and text in template and text not in single]
+    taken = {*single, *without}
+    free = [token.id for text, token in added.items() if not token.special and text in template and text not in taken]
     warnings: list[str] = []
     if tools.answer is not None and rules_of(tools.answer) in (None, 0):
         warnings.append(f"the outputs' schema {TO_THE_LETTER}")
@@ -470,7 +478,7 @@ def _grammar(
     if tools.must:
         return "\n".join([f"start: {begin} {calls}", *rules])
     if tools.answer is not None:
-        return "\n".join([f"start: answer | {begin} {calls}", f"answer: {_json(tools.answer)}", *rules])
+        return "\n".join([f"start: answer | {begin} {calls}", f"answer: {json_rule(tools.answer)}", *rules])
     if not begin:
         return "\n".join([f"start: PLAIN | {calls}", r"PLAIN: /[^{](.|\n)*/", *rules])
     before = "(TEXT added)* " if free else ""
@@ -485,10 +493,10 @@ def _grammar(
 def _call(key: str, name: str, arguments: Mapping[str, Any]) -> str:
     """A call of a function. Each schema is a document of its own, in which its references hold."""
     head = json.dumps(f'{{"name": "{name}", "{key}": ')
-    return f'{head} {_json(arguments)} "}}"'
+    return f'{head} {json_rule(arguments)} "}}"'
 
 
-def _json(schema: Mapping[str, Any]) -> str:
+def json_rule(schema: Mapping[str, Any]) -> str:
     """JSON of a schema in a grammar."""
     members = json.dumps(_lean(schema), separators=(",", ":"))[1:]
     return f"%json {{{SPACE}{'' if members == '}' else ', '}{members}"

@@ -24,9 +24,11 @@ from producers.contract.chat import refused as invalid_item
 from producers.contract.task import Task
 from producers.errors import InvalidTask, shown
 from producers.gateway.http.errors import invalid_value, unknown_parameter
+from producers.gateway.openai.output_parser import OutputSyntax
 from producers.gateway.openai.parameters import KEPT_S, SAME, Parameters, TextRequest, count, flag, refusal, refused
+from producers.gateway.openai.reasoning import BUDGET_PARAMETERS, EFFORTS, ReasoningRequest, read_reasoning
 from producers.gateway.openai.response_format import FLAT, TEXT, formed
-from producers.gateway.openai.tools import FLAT_TOOL_PARAMETERS, Calling, Tools, read_tools, with_tools
+from producers.gateway.openai.tools import FLAT_TOOL_PARAMETERS, Tools, read_tools, with_tools
 from producers.store.protocol import DEFAULT_TTL_S
 
 #: Role -> the type of its text parts.
@@ -34,8 +36,14 @@ ROLES: Final = {"user": "input_text", "system": "input_text", "developer": "inpu
 #: Fields of a message beside role, content and type; clients send them back as received, and none changes the prompt.
 AS_RECEIVED: Final = ("id", "status", "phase")
 #: The types of items that are no messages -> their members beside those of AS_RECEIVED.
-CALL, CALL_OUTPUT = "function_call", "function_call_output"
-MEMBERS: Final = {CALL: ("call_id", "name", "arguments"), CALL_OUTPUT: ("call_id", "output")}
+CALL, CALL_OUTPUT, REASONING = "function_call", "function_call_output", "reasoning"
+MEMBERS: Final = {
+    CALL: ("call_id", "name", "arguments"),
+    CALL_OUTPUT: ("call_id", "output"),
+    REASONING: ("summary", "content", "encrypted_content"),
+}
+#: The beginning of the ids of reasoning.
+THOUGHT: Final = "rs_"
 #: The role of a call's output, as chat templates name it.
 TOOL: Final = "tool"
 #: An item that only names one of an earlier response's output; it has this role until that is found.
@@ -44,6 +52,11 @@ _PART: Final = {
     "type": "object",
     "required": ["type", "text"],
     "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
+}
+_THOUGHT: Final = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "reasoning_text"}, "text": {"type": "string"}},
 }
 _CONTENT: Final = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _PART}]}
 
@@ -77,6 +90,13 @@ INPUT: Final[dict[str, Any]] = {
                     _item_schema(
                         ("type", *MEMBERS[CALL_OUTPUT]), type={"const": CALL_OUTPUT}, call_id=_STRING, output=_CONTENT
                     ),
+                    _item_schema(
+                        ("type",),
+                        type={"const": REASONING},
+                        summary={"type": "array", "maxItems": 0},
+                        content={"type": ["array", "null"], "items": _THOUGHT},
+                        encrypted_content={"type": "null"},
+                    ),
                     _item_schema(("type", "id"), type={"const": REFERENCE}) | {"description": "of an output's item"},
                 ]
             },
@@ -98,6 +118,8 @@ INCLUDABLE: Final = (
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )
+#: Members of `reasoning` that ask for a summary of it.
+SUMMARIES: Final = ("summary", "generate_summary")
 TRUNCATIONS: Final = ("auto", "disabled")
 PARAMETERS: Final = Parameters(
     endpoint_schemas={
@@ -114,6 +136,12 @@ PARAMETERS: Final = Parameters(
             "properties": {"format": {"anyOf": [{"type": "null"}, FLAT]}, "verbosity": {"enum": [None, "medium"]}},
             "additionalProperties": False,
         },
+        "reasoning": {
+            "type": "object",
+            "properties": {"effort": {"enum": [None, *EFFORTS]}, **{name: {"type": "null"} for name in SUMMARIES}},
+            "additionalProperties": False,
+        },
+        **BUDGET_PARAMETERS,
         **FLAT_TOOL_PARAMETERS,
     },
     renamed={"max_output_tokens": "max_tokens", "ttl": "ttl", "webhook": "webhook"},
@@ -121,7 +149,6 @@ PARAMETERS: Final = Parameters(
     same=tuple(name for name in SAME if name != "n"),  # a response has one output
     not_offered={
         "max_tool_calls": (),
-        "reasoning": ({}, {"effort": "none"}),
         "prompt": (),
         "conversation": (),
         "context_management": ([],),
@@ -144,7 +171,8 @@ SHOWN: Final = ("user", "safety_identifier", "prompt_cache_key", "previous_respo
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One message, call or output of a call. `texts`: a message's parts; a call's arguments; an output's text.
+    """One message, call or output of a call, or reasoning. `texts`: a message's or reasoning's parts; a call's
+    arguments; an output's text.
 
     `call_id`: given for a call and its output. `name`, `arguments`: a call's function, and what templates take.
     """
@@ -162,7 +190,8 @@ class Item:
 
     @classmethod
     def new(cls, role: str, *texts: str, call_id: str | None = None, name: str | None = None) -> Self:
-        prefix = "msg" if call_id is None else "fc" if name is not None else "fco"
+        message = "rs" if role == REASONING else "msg"
+        prefix = message if call_id is None else "fc" if name is not None else "fco"
         return cls(f"{prefix}_{uuid.uuid4().hex}", role, texts, call_id, name)
 
     @classmethod
@@ -170,14 +199,17 @@ class Item:
         """The item that `kept` gave."""
         item_id, role, texts, *call = kept
         call_id, name = call or (None, None)
+        if item_id.startswith(THOUGHT):
+            role = REASONING
         return cls(item_id, TOOL if call and name is None else role, tuple(texts), call_id, name)
 
     @property
     def kept(self) -> list[Any]:
         """The item as its record has it, as JSON. A gateway of the release before takes an output for a user's
-        message."""
+        message, and reasoning for an assistant's."""
         call = [] if self.call_id is None else [self.call_id, self.name]
-        return [self.id, "user" if self.role == TOOL else self.role, list(self.texts), *call]
+        role = {TOOL: "user", REASONING: "assistant"}.get(self.role, self.role)
+        return [self.id, role, list(self.texts), *call]
 
     @property
     def text(self) -> str:
@@ -193,6 +225,8 @@ class Item:
                 "content": None,
                 "tool_calls": [{"id": self.call_id, "type": "function", "function": function}],
             }
+        if self.role == REASONING:
+            return {"role": "assistant", "content": "", "reasoning_content": self.text}
         return {"role": self.role, "content": self.text} | (
             {} if self.call_id is None else {"tool_call_id": self.call_id}
         )
@@ -205,6 +239,9 @@ class Item:
         if self.call_id is not None:
             head = {"id": self.id, "type": CALL_OUTPUT, "status": "completed"}
             return head | {"call_id": self.call_id, "output": self.text}
+        if self.role == REASONING:
+            thoughts = [{"type": "reasoning_text", "text": text} for text in self.texts]
+            return {"id": self.id, "type": REASONING, "status": "completed", "summary": [], "content": thoughts}
         kind = ROLES[self.role]
         more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
         content = [{"type": kind, "text": text, **more} for text in self.texts]
@@ -217,14 +254,22 @@ def call_view(item_id: str, status: str, call_id: str | None, name: str, argumen
 
 
 def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The items as chat templates take them: calls belong to the assistant's message that they follow."""
+    """The items as chat templates take them: calls belong to the assistant's message that they follow, and reasoning to
+    the one before which it stands."""
     messages: list[dict[str, Any]] = []
     names: dict[str | None, str] = {}
+    reasoning: dict[str, str] = {}
     for item in items:
+        if item.role == REASONING:
+            reasoning = {"reasoning_content": item.text}
+            continue
         message = item.message
+        if item.role == "assistant":
+            message |= reasoning
+        reasoning = {}
         if item.name is not None:
             names[item.call_id] = item.name
-            if messages and messages[-1]["role"] == item.role:
+            if messages and messages[-1]["role"] == item.role and "reasoning_content" not in message:
                 calls = messages[-1].setdefault("tool_calls", [])
                 calls += message["tool_calls"]
                 continue
@@ -273,6 +318,8 @@ def _item(item: Any, parameter: str) -> Item:
         )
     if kind == "message":
         return _message(item, parameter)
+    if kind == REASONING:
+        return _reasoning(item, parameter)
     call_id = read_string(item.get("call_id"), f"{parameter}.call_id")
     if kind == CALL_OUTPUT:
         return Item.new(TOOL, *_content(item.get("output"), f"{parameter}.output"), call_id=call_id)
@@ -286,6 +333,23 @@ def _message(item: Mapping[str, Any], parameter: str) -> Item:
     if not isinstance(role, str) or role not in ROLES:
         raise invalid_item(f"{parameter}.role", role, f"one of {', '.join(ROLES)}")
     return Item.new(role, *_content(item.get("content"), f"{parameter}.content"))
+
+
+def _reasoning(item: Mapping[str, Any], parameter: str) -> Item:
+    """Reasoning as an answer has it. Of another service's, a summary and what is encrypted are refused."""
+    for name in ("summary", "encrypted_content"):
+        if item.get(name):
+            raise refused(f"{parameter}.{name}", item[name], ([],) if name == "summary" else ())
+    content = item.get("content")
+    if content is not None and not isinstance(content, list):
+        raise invalid_item(f"{parameter}.content", content, "a list of reasoning_text parts", "invalid_type")
+    texts = []
+    for at, part in enumerate(content or []):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "reasoning_text":
+            raise invalid_item(f"{parameter}.content[{at}]", part, 'an object like {"type": "reasoning_text", ...}')
+        texts.append(read_string(part.get("text"), f"{parameter}.content[{at}].text"))
+    return Item.new(REASONING, *texts)
 
 
 def _content(content: Any, parameter: str) -> list[str]:
@@ -322,6 +386,7 @@ class ResponseRequest:
     truncate: bool
     shown: dict[str, Any]
     tools: Tools | None
+    reasoning: ReasoningRequest
 
     def task(self, **fields: Any) -> Task:
         """The task; its prompt is still to be set, unless it is given as `prompt` or `messages`. Raises InvalidTask."""
@@ -333,7 +398,9 @@ class ResponseRequest:
         first = [] if self.instructions is None else [Item.new("system", self.instructions)]
         return messages_of([*first, *items])
 
-    def more(self, task: Task, items: Sequence[Item], created_ms: int, calling: Calling | None) -> dict[str, str | int]:
+    def more(
+        self, task: Task, items: Sequence[Item], created_ms: int, syntax: OutputSyntax | None
+    ) -> dict[str, str | int]:
         """The record's fields beside those of the task itself, which is resolved."""
         fields = {
             "created_at": created_ms // 1000,
@@ -349,8 +416,7 @@ class ResponseRequest:
         }
         response = json.dumps({"fields": fields, "items": [item.kept for item in items]}, ensure_ascii=False)
         origin: dict[str, str | int] = {"origin": "response"} if self.background else {}
-        calls = {} if calling is None else {"calls": calling.syntax.to_json()}
-        return {"response": response, **calls, **origin}
+        return {"response": response, **({} if syntax is None else syntax.fields), **origin}
 
 
 def read_response(body: Mapping[str, Any], tenant: str | None) -> ResponseRequest:
@@ -391,9 +457,24 @@ def read_response(body: Mapping[str, Any], tenant: str | None) -> ResponseReques
         | {"top_logprobs": top or 0, "text": text}
         | {"tools": [_tool_view(tool) for tool in values.get("tools", [])]}
         | {"tool_choice": values.get("tool_choice", "auto")}
-        | {"parallel_tool_calls": values.get("parallel_tool_calls", True), "reasoning": {}},
+        | {"parallel_tool_calls": values.get("parallel_tool_calls", True)}
+        | {"reasoning": values.get("reasoning", {})},
         tools=tools,
+        reasoning=_effort(values),
     )
+
+
+def _effort(values: Mapping[str, Any]) -> ReasoningRequest:
+    """What the request asks for of reasoning. Raises Problem."""
+    reasoning = values.get("reasoning", {})
+    if not isinstance(reasoning, dict):
+        raise refusal("reasoning", reasoning, "an object with an effort", code="invalid_type")
+    for name, value in reasoning.items():
+        if name not in ("effort", *SUMMARIES):
+            raise unknown_parameter(f"reasoning.{shown(name)[1:-1]}", "there is effort")
+        if name in SUMMARIES and value is not None:
+            raise refused(f"reasoning.{name}", value, (), "which is not offered here: the reasoning itself is answered")
+    return read_reasoning(values, reasoning.get("effort"), "reasoning.effort")
 
 
 def _tool_view(tool: Mapping[str, Any]) -> dict[str, Any]:

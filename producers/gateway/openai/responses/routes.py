@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Mapping
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Final, Literal
 
@@ -25,10 +27,12 @@ from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import CANCELS, READS, SUBMITS, SUBMITS_TASKS, principal_of, tenant_of
 from producers.gateway.http.errors import Problem, invalid_value
 from producers.gateway.http.request_body import INLINE, SETTINGS, checked, read_object
-from producers.gateway.http.request_state import resolve, work_of
+from producers.gateway.http.request_state import Work, resolve, work_of
 from producers.gateway.openai.answer import respond
 from producers.gateway.openai.logprobs import ChatLogprobs
+from producers.gateway.openai.output_parser import OutputSyntax
 from producers.gateway.openai.parameters import refusal, refused
+from producers.gateway.openai.reasoning import Reasoning, reasoning_of
 from producers.gateway.openai.responses import conversation
 from producers.gateway.openai.responses.request import (
     INCLUDABLE,
@@ -176,7 +180,9 @@ async def input_tokens(request: Request) -> Response:
     check_may_use(principal_of(request), task)
     resolved = await resolve(request, gateway.client, task)
     items = await _conversation(request, response_request)
-    variables = await variables_of(gateway, resolved.card, response_request.tools)
+    reasoning = await _reasoning(gateway, resolved.card, response_request, work)
+    variables = {} if reasoning is None else dict(reasoning.variables)
+    variables |= await variables_of(gateway, resolved.card, response_request.tools)
     task, _ = await conversation.fitted(gateway, resolved.card, response_request, task, items, work, variables)
     if counts:
         await accounts.charge_refused(request, work)
@@ -278,30 +284,47 @@ async def make(request: Request, gateway: Gateway, response_request: ResponseReq
     if task.webhook is not None:
         await gateway.destinations.check(task.webhook.url, "webhook.url")
     resolved = await idempotency.resolve(request, gateway.client, task, 1, tenant=task.tenant)
-    calling = None
+    calling, work = None, work_of(request)
+    reasoning = await _reasoning(gateway, resolved.card, response_request, work)
     if response_request.tools is not None:
         with response_request.text_request.naming():
-            calling = await calling_of(gateway, resolved.card, response_request.tools, work_of(request))
+            marks = () if reasoning is None else reasoning.marks
+            calling = await calling_of(gateway, resolved.card, response_request.tools, work, marks)
     prompts = await idempotency.made_prompts(request, gateway.client, resolved, 1, tenant=task.tenant)
     if prompts is not None:  # its record has its conversation
         task = task.model_copy(update={"prompt": prompts[0]})
         items = await conversation.with_referenced(request, response_request.items)
     else:
         items = await _conversation(request, response_request)
-        variables = {} if calling is None else calling.variables
-        task, items = await conversation.fitted(
-            gateway, resolved.card, response_request, task, items, work_of(request), variables
-        )
+        variables = {} if reasoning is None else dict(reasoning.variables)
+        variables |= {} if calling is None else calling.variables
+        task, items = await conversation.fitted(gateway, resolved.card, response_request, task, items, work, variables)
     with response_request.text_request.naming():
         (task,) = await gateway.accounts.sized(request, [task])
         task = bounded(task, resolved.card).resolved(resolved.card)
     if calling is not None:
         task = task.model_copy(update={"grammar": calling.grammar})
-        work_of(request).warnings += calling.warnings
-    more = response_request.more(task, items, resolved.now_ms(), calling)
+        work.warnings += calling.warnings
+    reasoned = None
+    if reasoning is not None:
+        text_request = response_request.text_request
+        with text_request.naming():
+            reasoned = reasoning.applied(task, text_request.names, calling=calling is not None)
+        task = reasoned.task
+        response_request = replace(response_request, text_request=replace(text_request, names={**reasoned.names}))
+    syntax = OutputSyntax.of(None if calling is None else calling.syntax, None if reasoned is None else reasoned.syntax)
+    more = response_request.more(task, items, resolved.now_ms(), syntax)
     scorer = None if task.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(resolved.card))
     kind = _background if response_request.background else _foreground
     return await kind(request, gateway, response_request, task, more, scorer)
+
+
+async def _reasoning(
+    gateway: Gateway, card: Mapping[str, Any], response_request: ResponseRequest, work: Work
+) -> Reasoning | None:
+    """The model's way to reason on a request. Raises as `reasoning_of`."""
+    with response_request.text_request.naming():
+        return await reasoning_of(gateway.templates, gateway.prompts, card, response_request.reasoning, work, {})
 
 
 async def _conversation(request: Request, response_request: ResponseRequest) -> list[Item]:

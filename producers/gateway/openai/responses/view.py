@@ -39,9 +39,9 @@ from producers.gateway.http.request_body import INLINE
 from producers.gateway.http.sse import Direct, LiveStream
 from producers.gateway.openai.answer import run_by_weight, weight
 from producers.gateway.openai.logprobs import ChatLogprobs
-from producers.gateway.openai.responses.request import NAMES, Item, call_view
-from producers.gateway.openai.tool_call_parser import CallArguments, CallEnd, CallStart, ParsedPart, ToolCallParser
-from producers.gateway.openai.tools import CallSyntax
+from producers.gateway.openai.output_parser import OutputPart, OutputSyntax, ReasoningText
+from producers.gateway.openai.responses.request import NAMES, REASONING, THOUGHT, Item, call_view
+from producers.gateway.openai.tool_call_parser import CallArguments, CallEnd, CallStart
 from producers.gateway.tasks.foreground import Foreground, stopping
 
 T = TypeVar("T")
@@ -54,25 +54,26 @@ LAST: Final = {
     "cancelled": "response.incomplete",
     "failed": "response.failed",
 }
+EMPTY_THOUGHT: Final = '{"type": "reasoning_text", "text": ""}'
 EMPTY_PART: Final = '{"type": "output_text", "annotations": [], "text": "", "logprobs": []}'
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseMetadata:
-    """A response as its record has it. `fields`: those of its JSON that never change. `syntax`: of calls, if its output
-    may have some."""
+    """A response as its record has it. `fields`: those of its JSON that never change. `syntax`: what tells the parts of
+    its output apart; None if it is text alone."""
 
     task_id: str
     fields: Mapping[str, Any]
     items: list[Item]
-    syntax: CallSyntax | None
+    syntax: OutputSyntax | None
 
     @classmethod
     def of(cls, task_id: str, record: Mapping[str, Any]) -> Self:
         """`record`: the record's fields."""
         kept = json.loads(record["response"])
         items = [Item.of(item) for item in kept["items"]]
-        return cls(task_id, kept["fields"], items, CallSyntax.from_json(record.get("calls")))
+        return cls(task_id, kept["fields"], items, OutputSyntax.of_record(record))
 
     @classmethod
     async def read(cls, task_id: str, record: Mapping[str, Any]) -> Self:
@@ -97,7 +98,7 @@ class ResponseMetadata:
         usual = {"completed_at": None, "error": None, "incomplete_details": None, "usage": None}
         return first | dict(self.fields) | usual | more
 
-    def ended(self, record: Record) -> dict[str, Any]:
+    def ended(self, record: Record, reasoning_tokens: int = 0) -> dict[str, Any]:
         """The response at its end, without `output`."""
         status, finished = status_of(record), record.time("finished")
         return self._whole(
@@ -105,7 +106,7 @@ class ResponseMetadata:
             completed_at=finished // 1000 if finished and status == "completed" else None,
             error=_error(record),
             incomplete_details={"reason": _reason(record)} if status == "incomplete" else None,
-            usage=_usage(record),
+            usage=_usage(record, reasoning_tokens),
         )
 
 
@@ -139,6 +140,32 @@ class MessageItem:
     def pieces(self, status: str) -> Iterator[bytes | bytearray]:
         """Its JSON in pieces."""
         yield opened_item(self.id, status)[:-2].encode()
+        yield from self.part()
+        yield b"]}"
+
+
+class ReasoningItem:
+    """An output's reasoning, collected as JSON."""
+
+    __slots__ = ("id", "text")
+
+    def __init__(self, item_id: str) -> None:
+        self.id = item_id
+        self.text = bytearray()
+
+    @property
+    def size(self) -> int:
+        return len(self.text)
+
+    def part(self) -> Iterator[bytes | bytearray]:
+        """Its one part as JSON."""
+        yield b'{"type": "reasoning_text", "text": "'
+        yield self.text
+        yield b'"}'
+
+    def pieces(self, status: str) -> Iterator[bytes | bytearray]:
+        """Its JSON in pieces."""
+        yield opened_reasoning(self.id, status)[:-2].encode()
         yield from self.part()
         yield b"]}"
 
@@ -177,20 +204,20 @@ class Text:
 
 
 #: A change of an output.
-Change = Text | CallStart | CallArguments | CallEnd
+Change = Text | ReasoningText | CallStart | CallArguments | CallEnd
 
 
 class Output:
-    """A response's output, collected from its stream: a message, calls, or a message and calls behind it. `size`: bytes
-    so far."""
+    """A response's output, collected from its stream: reasoning, a message, calls, as far as there are such, in this
+    order. `size`: bytes so far."""
 
     def __init__(self, metadata: ResponseMetadata, scorer: ChatLogprobs | None) -> None:
         self._metadata = metadata
         self._scorer = scorer
-        self._parser = None if metadata.syntax is None else ToolCallParser(metadata.syntax)
+        self._parser = None if metadata.syntax is None else metadata.syntax.parser()
         self._pending_logprobs: list[str] = []
         """Log probabilities of tokens that may be of the message, or not."""
-        self.items: list[MessageItem | CallItem] = []
+        self.items: list[ReasoningItem | MessageItem | CallItem] = []
         self.begun = False
 
     @property
@@ -211,7 +238,13 @@ class Output:
             self._pending_logprobs.append(
                 "" if self._scorer is None else json.dumps(self._scorer.of([token])["content"])[1:-1]
             )
-        return self._changes([token.text] if self._parser is None else self._parser.feed([token]))
+        if self._parser is None:
+            return self._changes([token.text])
+        reasoning = self._parser.reasoning_tokens
+        parts = self._parser.feed([token])
+        if self._parser.reasoning_tokens > reasoning:
+            self._pending_logprobs.clear()
+        return self._changes(parts)
 
     def end(self) -> list[Change]:
         """Returns what is known only at the end."""
@@ -219,14 +252,20 @@ class Output:
         called = any(isinstance(item, CallItem) for item in self.items)
         return self._changes(parts or ([""] if self._pending_logprobs and not called else []))
 
-    def _changes(self, parts: Sequence[ParsedPart]) -> list[Change]:
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0 if self._parser is None else self._parser.reasoning_tokens
+
+    def _changes(self, parts: Sequence[OutputPart]) -> list[Change]:
         changes: list[Change] = []
         for part in parts:
             if isinstance(part, str):
                 changes.append(self._add_text(part))
                 continue
             changes.append(part)
-            if isinstance(part, CallStart):
+            if isinstance(part, ReasoningText):
+                self._reasoning().text += quote(part.text)[1:-1].encode()
+            elif isinstance(part, CallStart):
                 self._pending_logprobs.clear()
                 self.items.append(self._new_call(part))
             else:
@@ -253,17 +292,26 @@ class Output:
         return Text(text, logprobs, scored)
 
     def message(self) -> MessageItem:
-        """The output's message, which is its first item; made if there is none yet."""
-        if not self.items:
+        """The output's message; made if there is none yet."""
+        if not self.items or isinstance(self.items[-1], ReasoningItem):
             self.items.append(MessageItem(self._metadata.item_id))
-        message = self.items[0]
+        message = next(item for item in self.items if not isinstance(item, ReasoningItem))
         assert isinstance(message, MessageItem)
         return message
+
+    def _reasoning(self) -> ReasoningItem:
+        """The output's reasoning, which is its first item; made if there is none yet."""
+        if not self.items:
+            self.items.append(ReasoningItem(f"{THOUGHT}{self._metadata.task_id}"))
+        reasoning = self.items[0]
+        assert isinstance(reasoning, ReasoningItem)
+        return reasoning
 
     def _new_call(self, start: CallStart) -> CallItem:
         syntax, task_id = self._metadata.syntax, self._metadata.task_id
         assert syntax is not None
-        return CallItem(f"fc_{task_id}_{start.index}", syntax.format.id_of(task_id, 0, start.index), start.name)
+        assert syntax.calls is not None
+        return CallItem(f"fc_{task_id}_{start.index}", syntax.calls.format.id_of(task_id, 0, start.index), start.name)
 
     def as_input(self) -> list[Item]:
         """Its items as those of a conversation."""
@@ -272,7 +320,8 @@ class Output:
             if isinstance(item, CallItem):
                 items.append(Item(item.id, "assistant", (_unquoted(item.arguments),), item.call_id, item.name))
             elif item.text:
-                items.append(Item(item.id, "assistant", (_unquoted(item.text),)))
+                role = REASONING if isinstance(item, ReasoningItem) else "assistant"
+                items.append(Item(item.id, role, (_unquoted(item.text),)))
         return items
 
     def status_of(self, index: int, status: str) -> str:
@@ -280,11 +329,11 @@ class Output:
         item = self.items[index]
         if isinstance(item, CallItem):
             return "completed" if item.whole else "incomplete"
-        return "completed" if status == "completed" or len(self.items) > 1 else "incomplete"
+        return "completed" if status == "completed" or index < len(self.items) - 1 else "incomplete"
 
     def pieces(self, record: Record) -> Iterator[bytes | bytearray]:
         """The final response's JSON in pieces."""
-        head = self._metadata.ended(record)
+        head = self._metadata.ended(record, self.reasoning_tokens)
         yield json.dumps(head)[:-1].encode() + b', "output": ['
         self.complete(record)
         for index, item in enumerate(self.items):
@@ -319,6 +368,11 @@ def opened_item(item_id: str, status: str) -> str:
     return json.dumps(item)
 
 
+def opened_reasoning(item_id: str, status: str) -> str:
+    """The JSON of reasoning without content; the last two characters close it."""
+    return json.dumps({"id": item_id, "type": REASONING, "status": status, "summary": [], "content": []})
+
+
 def status_of(record: Record) -> str:
     """The response's status: that of its task, but `incomplete` where its output was cut at its length."""
     cut = record.status == "completed" and record.json("reasons") == ["length"]
@@ -340,14 +394,14 @@ def _error(record: Record) -> dict[str, Any] | None:
     return {"code": error["code"], "message": renamed(error["message"], NAMES), "param": NAMES.get(param, param)}
 
 
-def _usage(record: Record) -> dict[str, Any]:
+def _usage(record: Record, reasoning_tokens: int) -> dict[str, Any]:
     usage = record.json("usage") or {}
     prompt, output = usage.get("prompt_tokens", 0), usage.get("output_tokens", 0)
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": usage.get("cached_tokens", 0), "cache_write_tokens": 0},
         "output_tokens": output,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": prompt + output,
     }
 
@@ -393,11 +447,17 @@ class EventWriter:
 
     def _change(self, change: Change) -> Iterator[bytes]:
         if isinstance(change, Text):
-            if not self._opened:
+            if not self._opened or isinstance(self.output.items[self._opened - 1], ReasoningItem):
+                yield from self._close("completed")
                 yield from self._open()
             if change.text or change.scored:
                 delta = f'{self._item_fields()}, "content_index": 0, "delta": "{change.text}"'
                 yield self._event("response.output_text.delta", f'{delta}, "logprobs": [{change.logprobs}]')
+        elif isinstance(change, ReasoningText):
+            if not self._opened:
+                yield from self._open()
+            delta = f'{self._item_fields()}, "content_index": 0, "delta": {quote(change.text)}'
+            yield self._event("response.reasoning_text.delta", delta)
         elif isinstance(change, CallStart):
             yield from self._close("completed")
             yield from self._open()
@@ -418,12 +478,15 @@ class EventWriter:
         item = self.output.items[index]
         if isinstance(item, CallItem):
             opened = json.dumps(call_view(item.id, "in_progress", item.call_id, item.name, ""))
+        elif isinstance(item, ReasoningItem):
+            opened = opened_reasoning(item.id, "in_progress")
         else:
             opened = opened_item(item.id, "in_progress")
         yield self._event("response.output_item.added", f'"output_index": {index}, "item": {opened}')
-        if isinstance(item, MessageItem):
+        if not isinstance(item, CallItem):
+            part = EMPTY_PART if isinstance(item, MessageItem) else EMPTY_THOUGHT
             yield self._event(
-                "response.content_part.added", f'{self._item_fields()}, "content_index": 0, "part": {EMPTY_PART}'
+                "response.content_part.added", f'{self._item_fields()}, "content_index": 0, "part": {part}'
             )
 
     def _close(self, status: str) -> Iterator[bytes]:
@@ -436,9 +499,11 @@ class EventWriter:
             yield self._event("response.function_call_arguments.done", f'{fields}, "arguments": "', item.arguments, '"')
         else:
             fields += ', "content_index": 0'
-            yield self._event(
-                "response.output_text.done", f'{fields}, "text": "', item.text, '", "logprobs": [', item.logprobs, "]"
-            )
+            if isinstance(item, ReasoningItem):
+                yield self._event("response.reasoning_text.done", f'{fields}, "text": "', item.text, '"')
+            else:
+                logprobs = ('", "logprobs": [', item.logprobs, "]")
+                yield self._event("response.output_text.done", f'{fields}, "text": "', item.text, *logprobs)
             yield self._event("response.content_part.done", f'{fields}, "part": ', *item.part())
         pieces = item.pieces(self.output.status_of(index, status))
         yield self._event("response.output_item.done", f'"output_index": {index}, "item": ', *pieces)

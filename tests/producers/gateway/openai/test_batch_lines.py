@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -99,9 +100,9 @@ async def test_a_line_that_an_earlier_version_ran_is_not_spelled_by_another_toke
     assert same["message"] == other["message"]
 
 
-def call(tools: Tools) -> Calling:
+def call(tools: Tools, without: Sequence[str]) -> Calling:
     """Of lines without tools."""
-    raise AssertionError(tools)
+    raise AssertionError(tools, without)
 
 
 NESTED: Any = [{"type": "function", "function": {"name": "weather", "parameters": PLACE}}]
