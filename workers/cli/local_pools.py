@@ -56,6 +56,10 @@ class Plan:
     files_dir: str | None = None
     sources: Path | None = None
     """The configuration of event sources; None: there are none."""
+    shares: tuple[float, ...] = ()
+    """Each model's share of the device; empty: each takes what it wants."""
+    turns: Path | None = None
+    """The folder by which the models' workers take turns, each with all cores; None: they compute when they like."""
 
     @property
     def embedded(self) -> bool:
@@ -180,7 +184,11 @@ class _Model:
         plan, total = self._plan, self._each * len(self._plan.models)
         name = "worker" if total == 1 and slot == 1 else f"worker.{self.name}.{slot}"
         argv = [*PENSTOCK, "worker", "--model", reference, "--drain-timeout", str(plan.drain)]
-        if total > 1:  # the user's own options come later on the command line, and win
+        if plan.shares:
+            argv += ["--share", repr(plan.shares[self._number])]
+        if plan.turns is not None:
+            argv += ["--turns", str(plan.turns)]
+        elif total > 1:  # the user's own options come later on the command line, and win
             argv += ["--threads", str(threads_of_each(total))]
         argv += [*plan.files, *plan.worker_options, "--log-level", plan.log_level]
         env = dict(self._pools.env)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -27,6 +29,7 @@ from workers.cli.options import (
     Gpus,
     LogLevel,
     SecretsKey,
+    Shares,
     Store,
     as_arguments,
     check_spot,
@@ -35,6 +38,7 @@ from workers.cli.options import (
     finite,
     health_ports,
     options_of,
+    shares_of,
     takes,
 )
 from workers.cli.terminal import relayed
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from workers.autoscaler.policy import Rules
+    from workers.cli.local_pools import Plan
     from workers.cli.system import System
     from workers.library import ResolvedModel
 
@@ -94,6 +99,7 @@ def up(
     model: Annotated[
         list[str] | None, typer.Option(help=f"{MODEL} May be repeated. Unset: tiny.", autocompletion=complete_model)
     ] = None,
+    share: Shares = None,
     workers: Annotated[
         int | None,
         typer.Option(
@@ -205,6 +211,13 @@ def up(
         raise Failure(f"{len(chosen)} GPUs cannot be shared evenly by {len(names)} models")
     scaling = {"cool_down": cool_down, "patience": patience, "worth": worth}
     rules = _rules(workers, min_workers, max_workers, scaling, len(chosen) // len(names))
+    shares = shares_of(names, share)
+    if share and (chosen or rules.max > 1):
+        raise Failure(
+            "--share is for models with one worker each on one device: leave out "
+            + ("--gpus, and show them the GPU by CUDA_VISIBLE_DEVICES" if chosen else f"--workers or --max {rules.max}")
+        )
+    in_turns = len(names) > 1 and rules.max == 1 and not chosen and (bool(share) or "threads" not in engine)
     idle = _standby_s(standby, standby_idle, rules)
     ports = health_ports(health_port, rules.max * len(names))
     if port in ports:
@@ -233,6 +246,7 @@ def up(
         health_ports=tuple(ports),
         files_dir=files_dir,
         sources=sources,
+        shares=tuple(shares) if share or in_turns else (),
     )
 
     os.umask(UMASK)  # not before: other users may serve a model that was pulled
@@ -243,7 +257,11 @@ def up(
         f"starting {server}, a gateway, a sweeper, a webhooks process, {'event sources, ' if sources else ''}"
         f"{rules.min * len(models)} worker(s) for {', '.join(model.name for model in models)}",
     )
-    with changes_logged_to(data_dir / "audit.log") if plan.embedded else nullcontext():
+    with ExitStack() as stack:
+        if plan.embedded:
+            stack.enter_context(changes_logged_to(data_dir / "audit.log"))
+        if in_turns:
+            plan = replace(plan, turns=Path(stack.enter_context(TemporaryDirectory(prefix="penstock-turns-"))))
         finished = asyncio.run(conduct(System(plan, relayed), partial(_serve, asks=asks)))
     assert not finished, "it is used until a signal comes"
     relayed("up", "stopped; queued tasks are kept for the next start")
@@ -283,7 +301,7 @@ async def _serve(system: System, asks: Auth) -> None:
     typer.echo(
         f"\nPenstock is ready at {system.url}\n"
         f"  start   {COLD_START}\n"
-        f"  models  {', '.join(models)}\n"
+        f"  models  {', '.join(models)}{_shares(system.plan)}\n"
         f"  auth    {describe_auth(asks, system.plan.host, _of_the_store(system))}\n"
         f"  broker  {_masked(system, system.broker)}{kept if not store else ''}\n"
         + store
@@ -296,6 +314,13 @@ async def _serve(system: System, asks: Auth) -> None:
         f"{how_to_end()} drains and stops it.\n"
     )
     await asyncio.Event().wait()
+
+
+def _shares(plan: Plan) -> str:
+    """The text for models that take turns; empty for others."""
+    if plan.turns is None:
+        return ""
+    return f", which compute in turns, by shares of {', '.join(f'{share:.2g}' for share in plan.shares)}"
 
 
 def own_name() -> str:
@@ -348,8 +373,6 @@ def _rules(
 ) -> Rules:
     """The number of workers of each model. `scaling`: other rules, None where they are unset; `gpus`: of each model; 0
     if no GPU was named. Raises Failure."""
-    from dataclasses import replace
-
     from workers.autoscaler.policy import Rules
     from workers.autoscaler.pools import cheap_start
 

@@ -102,6 +102,56 @@ def test_what_was_not_said_is_left_to_the_worker(conducted: Conducted, monkeypat
     assert settings == WorkerSettings(URL, URL, settings.model, settings.name, drain=30.0, files_dir=settings.files_dir)
 
 
+@pytest.mark.parametrize(
+    ("options", "shares", "in_turns"),
+    [
+        ((), [0.5, 0.5], True),
+        (("--share", "0.7", "--share", "0.2"), [0.7, 0.2], True),
+        (("--share", "0.7", "--share", "0.2", "--threads", "2"), [0.7, 0.2], True),
+        (("--min", "0", "--max", "1"), [0.5, 0.5], True),
+        (("--threads", "1"), [None, None], False),
+        (("--workers", "2"), [None, None], False),
+    ],
+)
+def test_models_of_one_device_take_turns_unless_several_workers_or_threads_are_asked_for(
+    conducted: Conducted,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    shares: list[float | None],
+    in_turns: bool,
+) -> None:
+    system = conducted("--model", "tiny", "--model", "two=tiny", *options)
+    workers = [of(monkeypatch, program) for program in worker_programs(system.plan, system.urls)]
+    engines = [worker.engine for worker in workers if worker.name.endswith(".1")]
+    assert [engine.get("share") for engine in engines] == shares
+    folders = {engine.get("turns") for engine in engines}
+    assert (folders != {None}) == in_turns
+    assert len(folders) == 1
+    if in_turns:
+        assert not Path(str(folders.pop())).exists(), "it goes when the system has stopped"
+        assert all(engine.get("threads") in (None, 2) for engine in engines), "each computes with all cores"
+
+
+def test_a_single_model_can_leave_memory_for_others(conducted: Conducted, monkeypatch: pytest.MonkeyPatch) -> None:
+    system = conducted("--share", "0.4")
+    (program,) = worker_programs(system.plan, system.urls)
+    assert of(monkeypatch, program).engine == {"share": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--share", "0.5", "--share", "0.6"), "--share: 0.5 + 0.6 = 1.1"),
+        (("--share", "0.5", "--share", "0.2", "--max", "3"), "leave out --workers or --max 3"),
+        (("--share", "0.5", "--share", "0.2", "--workers", "2"), "leave out --workers or --max 2"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(options: tuple[str, ...], reason: str) -> None:
+    result = invoke("up", "--model", "tiny", "--model", "two=tiny", *options)
+    assert isinstance(result.exception, Failure)
+    assert reason in str(result.exception)
+
+
 def test_the_gateway_is_told_what_was_said(conducted: Conducted, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[GatewaySettings] = []
     monkeypatch.setattr("producers.gateway.serve", lambda settings, listener, ready: given.append(settings))
