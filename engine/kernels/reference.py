@@ -22,7 +22,7 @@ from engine.kernels.layer import (
 )
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import RaggedBatch, ragged_attention
-from engine.kernels.unmasked import ACTIVATIONS, TextBatch, attend_both_ways
+from engine.kernels.unmasked import ACTIVATIONS, TextBatch, attend_unmasked
 from engine.kv import KvGroup
 
 if TYPE_CHECKING:
@@ -328,12 +328,12 @@ class Reference:
         """
         return ragged_attention(query, cache, batch, scale, softcap)
 
-    def attend_both_ways(self, rows: Tensor, batch: TextBatch, reach: int | None) -> Tensor:
+    def attend_unmasked(self, rows: Tensor, batch: TextBatch, reach: int | None) -> Tensor:
         """Attention in which a token sees those of its sequence on both sides, up to `reach` away; None for all.
 
         `rows`: [tokens, 3, heads, head_dim], queries, keys and values. Returns [tokens, heads * head_dim].
         """
-        return attend_both_ways(rows, batch, reach)
+        return attend_unmasked(rows, batch, reach)
 
 
 class Ragged(Reference):

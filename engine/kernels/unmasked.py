@@ -6,15 +6,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Distances that a table of biases has behind the farthest: kernels read whole tiles of it.
-SPARE_DISTANCES: Final = 32
+#: Distances that a table of biases has behind the farthest: kernels read whole vectors of it.
+SPARE_DISTANCES: Final = 16
 #: The queries of one call of attention with a window. Its mask has that many rows, whatever the sequence's length.
 _WINDOW_QUERIES: Final = 256
 
@@ -49,28 +49,22 @@ class TextBatch:
     """The tokens of each. Sequences of one length stand beside each other, for sets that compute them in one call."""
     starts: Tensor
     """int32 [sequences + 1]: the rows of sequence i are starts[i] .. starts[i + 1]."""
-    sizes: Tensor
-    """int32 [sequences]: `lengths`."""
-    zeros: Tensor
-    """int32 [sequences]: zeros."""
     biases: Tensor | None = None
     """What is added to a score, by the distance of the key after the query: fp32 [heads, 2 * farthest +
     SPARE_DISTANCES], from -farthest on, with the longest sequence's length for `farthest`. None: nothing."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device, biases: Tensor | None = None) -> TextBatch:
-        sizes = torch.tensor(lengths, dtype=torch.int32)
-        starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-        starts[1:] = sizes.cumsum(0)
-        return cls(lengths, starts.to(device), sizes.to(device), torch.zeros_like(sizes, device=device), biases)
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(lengths, starts.to(device), biases)
 
     @property
     def farthest(self) -> int:
         return max(self.lengths)
 
 
-def attend_both_ways(rows: Tensor, batch: TextBatch, reach: int | None) -> Tensor:
-    """See Reference.attend_both_ways."""
+def attend_unmasked(rows: Tensor, batch: TextBatch, reach: int | None) -> Tensor:
+    """See Reference.attend_unmasked."""
     tokens, _, heads, head_dim = rows.shape
     query, key, value = rows.unbind(1)
     out = torch.empty(tokens, heads, head_dim, dtype=rows.dtype, device=rows.device)

@@ -275,7 +275,7 @@ class Encoder:
             if layer.rope is not None:
                 turned = rows[:, :2].flatten(1, 2)
                 rows[:, :2] = self.kernels.rope(turned, *rotations[layer.rope]).view_as(rows[:, :2])
-            return self.kernels.attend_both_ways(rows, batch, layer.reach)
+            return self.kernels.attend_unmasked(rows, batch, layer.reach)
 
         for layer in self._layers:
             x = layer(x, attend)

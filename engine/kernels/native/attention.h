@@ -1,5 +1,4 @@
-// Attention over the paged KV cache in place, for decodes and prefill chunks; and of encoders, over keys and values that
-// lie beside the queries.
+// Attention over the paged KV cache in place, for decodes and prefill chunks.
 //
 // A piece is some queries of one sequence and all query heads of one KV head: rows that read the same keys. It walks
 // the keys in tiles (scores, running softmax, sum of values), in chunks of kChunk places. The results of chunks are
@@ -20,8 +19,8 @@ constexpr int kReading = 8;
 INLINE std::vector<int> tasks_of(const Attention& a, const std::vector<Piece>& pieces, int most) {
     // Reading keys and values takes as long as computing some rows with them.
     auto work = [&](const Piece& p) {
-        int64_t to = std::min<int64_t>(p.place(a) + p.queries + a.ahead, a.end(p.sequence)), rows = p.queries * a.heads / a.kv_heads;
-        int64_t seen = to - std::max<int64_t>(p.chunk * kChunk, a.window ? p.place(a) - a.window : 0);
+        int64_t to = p.place(a) + p.queries, rows = p.queries * a.heads / a.kv_heads;
+        int64_t seen = to - std::max<int64_t>(p.chunk * kChunk, a.window ? to - p.queries - a.window : 0);
         return (seen + kTile) * (rows + kReading);
     };
     int64_t all = 0, some = 0;
@@ -48,8 +47,7 @@ template <class Walk> static void attend(Pool& pool, const Attention& a) {
         for (int query = 0; query < queries; query += most) {
             int count = std::min(most, queries - query), place = a.leads[i] + length - queries + query;
             int begin = a.window ? std::max(0, place - (int)a.window + 1) / kChunk : 0;
-            int last = (int)std::min<int64_t>(place + count - 1 + a.ahead, a.end(i) - 1);
-            int chunks = last / kChunk + 1 - begin;
+            int chunks = (place + count - 1) / kChunk + 1 - begin;
             for (int h = 0; h < (int)a.kv_heads; h++, partials += chunks)
                 pieces.push_back({i, h, query, count, begin, chunks, partials});
             rows = std::max(rows, count * share);

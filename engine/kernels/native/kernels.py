@@ -3,6 +3,7 @@ bits."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
@@ -25,6 +26,8 @@ from engine.kernels.unmasked import TextBatch
 
 #: Attention needs a head size that is a multiple of this.
 _HEAD_MULTIPLE = 8
+#: Kernels compute powers of two in place of powers of e.
+_LOG2_E: Final = math.log2(math.e)
 #: Activations by the numbers that rows.h gives them.
 _ACTIVATIONS: Final = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 #: The most candidates of a sampled row. More are that close to each other only if logits are huge.
@@ -324,27 +327,23 @@ class Native(Reference):
         )
         return out
 
-    def attend_both_ways(self, rows: Tensor, batch: TextBatch, reach: int | None) -> Tensor:
+    def attend_unmasked(self, rows: Tensor, batch: TextBatch, reach: int | None) -> Tensor:
         tokens, _, heads, head_dim = rows.shape
-        if head_dim % _HEAD_MULTIPLE:
-            return super().attend_both_ways(rows, batch, reach)
-        rows, scale = rows.contiguous(), head_dim**-0.5
-        # The kernel scales a bias with its score.
-        biases = None if batch.biases is None else batch.biases / scale
+        rows = rows.contiguous()
+        biases = None if batch.biases is None else batch.biases * _LOG2_E
         out = torch.empty(tokens, heads * head_dim)
-        self._library.attend_both_ways(
+        self._library.attend_unmasked(
             self._pool,
             rows.data_ptr(),
             batch.starts.data_ptr(),
-            batch.sizes.data_ptr(),
-            batch.zeros.data_ptr(),
             len(batch.lengths),
             heads,
             head_dim,
             -1 if reach is None else reach,
             None if biases is None else biases.data_ptr(),
+            0 if biases is None else biases.shape[1],
             batch.farthest,
-            scale,
+            head_dim**-0.5 * _LOG2_E,
             out.data_ptr(),
         )
         return out

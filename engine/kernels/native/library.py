@@ -23,7 +23,7 @@ logger = logging.getLogger("penstock.engine")
 
 _FOLDER = Path(__file__).parent
 #: The penstock_version() that this file expects.
-VERSION = 20
+VERSION = 21
 #: The kinds of numbers, by the name of their type.
 _KINDS: Final = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8": 3}
 _PAIRED: Final = 4
@@ -63,7 +63,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "penstock_gate": [_P, _P, _P, _I, _L, _L],
     "penstock_activate": [_P, _P, _P, _I, _L, _L],
     "penstock_layer_norm": [_P, _P, _P, _P, _P, _P, _L, _L, _F],
-    "penstock_attend_both_ways": [_P, _P, _P, _P, _P, _L, _L, _L, _L, _P, _L, _F, _P],
+    "penstock_attend_unmasked": [_P, _P, _P, _L, _L, _L, _L, _P, _L, _L, _F, _P],
     "penstock_attention": [_P, _P, _L, _P, _P, _I, _P, _P, _P, _P, _L, _P, *[_L] * 6, _F, _F, _P],
     "penstock_route": [_P, _P, _P, _L, _P, _P],
     "penstock_experts": [_P, _P, _P, _P, _L, _P],
@@ -131,7 +131,7 @@ class Library:
         self.gate = library.penstock_gate
         self.activate = library.penstock_activate
         self.layer_norm = library.penstock_layer_norm
-        self.attend_both_ways = library.penstock_attend_both_ways
+        self.attend_unmasked = library.penstock_attend_unmasked
         self.attention = library.penstock_attention
         self.route = library.penstock_route
         self.experts = library.penstock_experts

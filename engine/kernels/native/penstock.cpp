@@ -1,6 +1,7 @@
 // The C ABI: only pointers and sizes, without torch or Python. It is built once for each instruction set.
 #include <exception>
 
+#include "attention_unmasked.h"
 #include "draws.h"
 #include "layers.h"
 #include "peaks.h"
@@ -9,7 +10,7 @@
 extern "C" {
 
 // Increased with every change of the functions below.
-int penstock_version() { return 20; }
+int penstock_version() { return 21; }
 // Returns 0 if the system lets this process use the build's instructions, else errno.
 int penstock_refused() {
 #ifdef TILES
@@ -129,19 +130,12 @@ void penstock_attention(void* pool, const float* query, int64_t query_stride, co
     attend(*(Pool*)pool, a);
 }
 
-// Attention of encoders. `rows`: [tokens, 3, heads, head_dim], queries, keys, values. `reach`: the distance of the
-// farthest tokens that a token sees; -1 for all. `biases`: see walk.h, may be null.
-void penstock_attend_both_ways(void* pool, const float* rows, const int32_t* starts, const int32_t* lengths,
-                               const int32_t* leads, int64_t sequences, int64_t heads, int64_t head_dim, int64_t reach,
-                               const float* biases, int64_t farthest, float scale, float* out) {
-    int64_t width = heads * head_dim;
-    Attention a{rows, 3 * width, rows + width, rows + 2 * width, starts, lengths, leads, nullptr, 0, nullptr, sequences,
-                heads, heads, head_dim, 1, 0, reach < 0 ? 0 : reach + 1, scale, 0, out};
-    a.pitch = 3 * width * sizeof(float);
-    a.ahead = reach < 0 ? INT32_MAX : reach;
-    a.biases = biases;
-    a.farthest = farthest;
-    attend(*(Pool*)pool, a);
+// See attention_unmasked.h. `biases` may be null.
+void penstock_attend_unmasked(void* pool, const float* rows, const int32_t* starts, int64_t sequences, int64_t heads,
+                              int64_t head_dim, int64_t reach, const float* biases, int64_t biases_stride,
+                              int64_t farthest, float unit, float* out) {
+    attend(*(Pool*)pool,
+           Unmasked{rows, starts, sequences, heads, head_dim, reach, biases, biases_stride, farthest, unit, out});
 }
 
 // See experts.h. `experts` and `shares`: [rows, mixture's chosen].

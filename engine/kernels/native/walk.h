@@ -36,16 +36,6 @@ struct Attention {
     int64_t window;  // 0: none
     float scale, cap;  // cap 0: none
     float* out;  // [tokens, heads, head_dim]
-    // Of an encoder, whose keys and values lie beside the queries: one place a token, without tables.
-    int64_t pitch = 0;  // the bytes from one token to the next; 0: there are tables
-    int64_t ahead = 0;  // the places after its own that a query sees
-    // [heads, 2 * farthest + kTile]: what is added to a score before it is scaled, by the distance of the key after
-    // its query, from -farthest on; may be null
-    const float* biases = nullptr;
-    int64_t farthest = 0;
-
-    // The places of a sequence, counted as chunks are.
-    int end(int sequence) const { return leads[sequence] + lengths[sequence]; }
 };
 
 struct Piece {
@@ -66,7 +56,7 @@ struct Span {
     Span(const Attention& a, const Piece& p, int chunk, int tile = kTile) {
         int place = p.place(a);
         from = chunk * kChunk;
-        to = std::min<int64_t>({from + kChunk, place + p.queries + a.ahead, a.end(p.sequence)});
+        to = std::min(from + kChunk, place + p.queries);
         if (a.window) from = std::max(from, std::max<int>(0, place - (int)a.window + 1) / tile * tile);
     }
 };
@@ -77,7 +67,6 @@ struct Places {
     int places = 0;
 
     void find(const Attention& a, const Piece& p, int first, int count, int64_t stored) {
-        if (a.pitch) return find_beside(a, p, first, count, stored);
         const int32_t* table = a.tables + (int64_t)a.table_rows[p.sequence] * a.table_stride;
         int64_t pitch = a.kv_heads * stored, head = p.kv_head * stored;
         int place = first - a.leads[p.sequence], block = (int)a.block, t = 0;
@@ -91,15 +80,6 @@ struct Places {
             place += some;
         }
         // Pad to whole vectors of scores by repeating the last place. The padding is hidden like all places not seen.
-        for (; t % kTogether; t++) at[t] = at[count - 1];
-        places = count;
-    }
-
-    // The same where each token's key and value have their place beside its query.
-    void find_beside(const Attention& a, const Piece& p, int first, int count, int64_t stored) {
-        int64_t from = (a.starts[p.sequence] + first) * a.pitch + p.kv_head * stored;
-        int t = 0;
-        for (; t < count; t++) at[t] = from + t * a.pitch;
         for (; t % kTogether; t++) at[t] = at[count - 1];
         places = count;
     }
@@ -141,7 +121,6 @@ template <int W> class Walk {
         rows_ = p.queries * share_;
         dim_ = (int)a.head_dim;
         place_ = p.place(a);
-        end_ = a.end(p.sequence);
         unit_ = 1.44269504f * (a.cap != 0 ? 1.0f : a.scale);
         token_ = a.starts[p.sequence] + p.query;
         score_ = memory;
@@ -255,7 +234,7 @@ template <int W> class Walk {
                                           Asked next_keys, Asked next_values) {
         // Each stage runs for all rows before the next stage. So keys, and then values, stay in the nearest cache, and
         // no row waits for its own previous stage.
-        bool plain = here.places == kTile && !scaled_ && a_.cap == 0 && !a_.biases;
+        bool plain = here.places == kTile && !scaled_ && a_.cap == 0;
         of_size<W>(dim_, [&](auto size) {
             constexpr int DIM = decltype(size)::value;
             each_rows([&](auto count, int r) {
@@ -310,12 +289,9 @@ template <int W> class Walk {
         }
     }
 
-    // For the tile at `first`: where row r's window begins, and how many of the places are not after those that row r
-    // sees.
+    // For the tile at `first`: where row r's window begins, and how many of the places are not after row r.
     int begin(int r, int first) const { return place_ + r / share_ - (int)a_.window + 1 - first; }
-    int seen(int r, int first, int places) const {
-        return (int)std::min<int64_t>({place_ + r / share_ + 1 + a_.ahead, end_, first + places}) - first;
-    }
+    int seen(int r, int first, int places) const { return std::min(place_ + r / share_ + 1 - first, places); }
 
     // Updates the largest score of each of R rows, and `before_`, the factor that this change gives to their sums so
     // far. Without PLAIN, it first scales, caps and masks the scores. With PLAIN, all rows see the whole tile with
@@ -325,10 +301,6 @@ template <int W> class Walk {
 #pragma GCC unroll 4
         for (int i = 0; i < R; i++) {
             int from = a_.window ? begin(r + i, first) : 0, to = seen(r + i, first, kTile);
-            const float* biases = a_.biases;
-            if (!PLAIN && biases)
-                biases += (p_.kv_head * share_ + (r + i) % share_) * (2 * a_.farthest + kTile) + a_.farthest + first -
-                          (place_ + (r + i) / share_);
             tops[i] = splat<8>(kNothing);
 #pragma GCC unroll 8
             for (int t = 0; t < kTile; t += 8) {
@@ -337,7 +309,6 @@ template <int W> class Walk {
                 F<8> s = W == 16 ? load<8>(at) : joined(load<4>(at), load<4>(at + 4));
                 if (!PLAIN) {
                     if (scaled_) s *= load<8>(key_scales_ + t);
-                    if (biases) s += load<8>(biases + t);
                     // cap * tanh(scale * s / cap)
                     if (a_.cap != 0)
                         s = a_.cap - 2.0f * a_.cap / (exponential<8>(s * (2.0f * a_.scale / a_.cap)) + 1.0f);
@@ -382,7 +353,7 @@ template <int W> class Walk {
 
     const Attention& a_;
     const Piece& p_;
-    int share_, rows_, dim_, place_, token_, end_;
+    int share_, rows_, dim_, place_, token_;
     float unit_;  // scores times this are powers of two
     const float** query_;
     float *score_, *wide_, *before_, *base_;

@@ -44,24 +44,24 @@ def test_attention_is_the_references(
     biases = noise(heads, 2100, seed=3) if biased else None
     rows = noise(sum(LENGTHS), 3, heads, head_dim)
     kernels = make(torch.float32, threads)
-    whole = kernels.attend_both_ways(rows, batch_of(LENGTHS, biases), reach)
-    expected = REFERENCE.attend_both_ways(rows, batch_of(LENGTHS, biases), reach)
+    whole = kernels.attend_unmasked(rows, batch_of(LENGTHS, biases), reach)
+    expected = REFERENCE.attend_unmasked(rows, batch_of(LENGTHS, biases), reach)
     torch.testing.assert_close(whole, expected, atol=2e-5, rtol=1e-4)
     # Each sequence alone, to the bit.
     for own, part in zip(torch.split(rows, LENGTHS), torch.split(whole, LENGTHS), strict=True):
-        assert torch.equal(kernels.attend_both_ways(own, batch_of([len(own)], biases), reach), part)
+        assert torch.equal(kernels.attend_unmasked(own, batch_of([len(own)], biases), reach), part)
 
 
 def test_heads_of_no_multiple_of_eight_are_attended_to_as_well(make: Make) -> None:
     rows = noise(40, 3, 2, 12)
-    found = make(torch.float32, 1).attend_both_ways(rows, batch_of([40]), None)
-    torch.testing.assert_close(found, REFERENCE.attend_both_ways(rows, batch_of([40]), None))
+    found = make(torch.float32, 1).attend_unmasked(rows, batch_of([40]), None)
+    torch.testing.assert_close(found, REFERENCE.attend_unmasked(rows, batch_of([40]), None))
 
 
 def test_numbers_that_overflow_stay_with_their_sequence(make: Make) -> None:
     rows = noise(90, 3, 2, 32)
     rows[7] = float("nan")
-    found = make(torch.float32, 2).attend_both_ways(rows, batch_of([40, 50]), None)
+    found = make(torch.float32, 2).attend_unmasked(rows, batch_of([40, 50]), None)
     assert not found[:40].isfinite().any()
     assert found[40:].isfinite().all()
 
