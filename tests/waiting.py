@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
 #: The longest pause between two looks, seconds.
@@ -49,3 +50,11 @@ async def auntil(condition: Callable[[], Any], seconds: float = 60) -> Any:
         assert time.monotonic() < deadline, f"not within {seconds} s"
         await asyncio.sleep(next(pause))
     return answer
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended: there is none, or it is one that nobody has asked for yet."""
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True

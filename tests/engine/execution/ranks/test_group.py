@@ -20,7 +20,7 @@ from engine.execution.ranks import Group, group
 from engine.kernels.native import load_library
 from engine.request import Request
 from tests.engine.random_models import VARIANTS, write_model
-from tests.waiting import until
+from tests.waiting import gone, until
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
 
@@ -40,14 +40,6 @@ def config(ranks: int, **settings: Any) -> EngineConfig:
 def followers(engine: Engine) -> list[int]:
     assert engine._group is not None
     return [each.process.pid for each in engine._group._followers]
-
-
-def gone(pid: int) -> bool:
-    """Whether a process has ended: it does not exist, or its parent has not asked for it yet."""
-    try:
-        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def test_a_group_is_one_engine_and_a_dead_rank_is_a_lost_device(folder: Path) -> None:
