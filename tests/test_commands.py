@@ -191,7 +191,8 @@ def test_a_command_and_its_options_are_there(line: str) -> None:
     command = penstock()
     words = shlex.split(line.removeprefix("COMMAND "))
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
-        command = command.commands[words.pop(0)]
+        name = words.pop(0)
+        command = command.commands[name if name in command.commands else getattr(command, "default", name)]
     known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
     assert {word for word in words if word.startswith("--")} <= {*known, "--help"}
 

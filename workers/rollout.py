@@ -26,7 +26,7 @@ from producers.connection.script import parsed, text
 from producers.connection.trouble import error_text
 from producers.contract import keys
 from producers.contract.profile import sane
-from producers.store.fleet import cards, rollouts
+from producers.store.fleet import canaries, cards, rollouts
 from producers.store.fleet.rollouts import Rollout
 from producers.store.fleet.routing import RoutingError
 from producers.store.fleet.scaling import is_fresh
@@ -62,6 +62,7 @@ def begin(store: Redis, new: New, workers: int | None, ready: int) -> Rollout:
     `workers`: ready workers to wait for; None: as many as the old version has, `ready`, and one at least.
     """
     name = new.model.name
+    _check_judged(store, name)
     last = rollouts.read(store, name)
     if last is not None and last.phase in rollouts.UNDER_WAY and last.version == new.version:
         return _again(store, last, workers)
@@ -88,6 +89,7 @@ def begin(store: Redis, new: New, workers: int | None, ready: int) -> Rollout:
 
 def cancel(store: Redis, model: str) -> Rollout:
     """End a rollout that has not switched yet. Raises Refused without one; redis errors."""
+    _check_judged(store, model)
     while True:
         current, card = rollouts.read(store, model), cards.read(store, model)
         if current is None or current.phase not in rollouts.UNDER_WAY:
@@ -102,6 +104,16 @@ def cancel(store: Redis, model: str) -> Rollout:
         ended = current.to("cancelled", rollouts.now(store), "an operator cancelled it")
         if rollouts.change(store, current, ended):
             return ended
+
+
+def _check_judged(store: Redis, model: str) -> None:
+    """Raises Refused while a rollout that judges is under way: it has the record, to bring its workers up."""
+    judged = canaries.read(store, model)
+    if judged is not None and judged.under_way:
+        raise Refused(
+            f"a rollout of {model} to version {judged.version} is {judged.phase}, at {judged.percent:g}%: let it "
+            f"end, or run `penstock rollout abort {model}`"
+        )
 
 
 def _again(store: Redis, current: Rollout, workers: int | None) -> Rollout:

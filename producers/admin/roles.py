@@ -129,9 +129,10 @@ ROLES: Final[dict[str, Rights]] = {
         "penstock:usage:* penstock:webhooks:* penstock:models penstock:versions penstock:pools penstock:profiles "
         "penstock:blob:* "
         "penstock:schedules penstock:source:* penstock:scale:pools penstock:journal penstock:revoked "
-        "penstock:metrics:*",
+        # Its rollouts change the routing, which the audit log has.
+        "penstock:metrics:* penstock:canaries penstock:canaries:* penstock:routing:* penstock:rollouts penstock:audit",
         # A batch's lines run within the limits that its key has by then. The journal has what was changed of these.
-        f"{_TASKS_READ} penstock:rollouts penstock:tenants:limits penstock:keys penstock:audit penstock:audit:*",
+        f"{_TASKS_READ} {_SCALING} penstock:tenants:limits penstock:keys penstock:audit:*",
         f"{_TASKS_CHANNELS} {_RESULTS} {_CONTROL_CHANNEL}",
         # It looks for tokenizers that no model has. SCAN tells the names of all keys.
         f"{CONNECTION} {KEYS} scan",
@@ -163,7 +164,8 @@ ROLES: Final[dict[str, Rights]] = {
         "penstock:batch:* penstock:file:* penstock:webhooks:row:* penstock:webhooks:due penstock:webhooks:delivered "
         "penstock:webhooks:dead penstock:webhooks:endpoints penstock:webhooks:secrets penstock:replies:* "
         "penstock:models penstock:versions penstock:routing:* penstock:adapters penstock:adapter:* penstock:routes "
-        "penstock:pools penstock:profiles penstock:rollouts penstock:schedules penstock:blob:* penstock:inbox:* "
+        "penstock:pools penstock:profiles penstock:rollouts penstock:canaries "
+        "penstock:schedules penstock:blob:* penstock:inbox:* "
         "penstock:limits:* penstock:erased:* penstock:keys penstock:tenants:limits "
         "penstock:audit penstock:audit:* penstock:ledger penstock:usage penstock:usage:* penstock:epoch penstock:dead "
         "penstock:weights penstock:sqs:* penstock:sorted:* penstock:deliveries:tokens penstock:incarnations "

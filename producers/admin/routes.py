@@ -46,7 +46,7 @@ def set_aliases(store: Redis, model: str, aliases: Mapping[str, str], removed: S
         return replace(before, default=default, aliases={**kept, **versions})
 
     what = ", ".join([*(f"{name}={version}" for name, version in aliases.items()), *(f"-{name}" for name in removed)])
-    return _change(store, model, what, change)
+    return update(store, model, what, change)
 
 
 def set_split(store: Redis, model: str, split: Mapping[str, float] | None, sticky: str | None = None) -> Routing:
@@ -58,17 +58,17 @@ def set_split(store: Redis, model: str, split: Mapping[str, float] | None, stick
     def change(before: Routing) -> Routing:
         return replace(before, split=before.split if split is None else split, sticky=sticky or before.sticky)
 
-    return _change(store, model, f"split {', '.join(what)}", change)
+    return update(store, model, f"split {', '.join(what)}", change)
 
 
 def set_rules(store: Redis, model: str, rules: Sequence[Rule]) -> Routing:
     """Replace the rules. Raises as `set_aliases`."""
-    return _change(store, model, f"{len(rules)} rules", lambda before: replace(before, rules=tuple(rules)))
+    return update(store, model, f"{len(rules)} rules", lambda before: replace(before, rules=tuple(rules)))
 
 
 def add_rule(store: Redis, model: str, rule: Rule) -> Routing:
     """Add a rule behind the others. Raises as `set_aliases`."""
-    return _change(store, model, f"rule to {rule.to}", lambda before: replace(before, rules=(*before.rules, rule)))
+    return update(store, model, f"rule to {rule.to}", lambda before: replace(before, rules=(*before.rules, rule)))
 
 
 def set_stages(store: Redis, model: str, stages: Mapping[str, str], reason: str = "") -> Routing:
@@ -86,14 +86,14 @@ def set_stages(store: Redis, model: str, stages: Mapping[str, str], reason: str 
         return replace(before, stages=after)
 
     what = ", ".join(f"{version} {stage}" for version, stage in stages.items())
-    return _change(store, model, what + (f": {reason}" if reason else ""), change, "model.stage")
+    return update(store, model, what + (f": {reason}" if reason else ""), change, "model.stage")
 
 
 def set_approval(store: Redis, model: str, *, required: bool) -> Routing:
     """Let the default, the split and rules lead to approved versions alone, or to any. Raises as `set_aliases`, also
     where one of them leads to a version that is not approved."""
     what = f"approval {'required' if required else 'not required'}"
-    return _change(store, model, what, lambda before: replace(before, approval=required), "model.policy")
+    return update(store, model, what, lambda before: replace(before, approval=required), "model.policy")
 
 
 def restore(store: Redis, model: str, generation: int) -> Routing:
@@ -108,13 +108,23 @@ def restore(store: Redis, model: str, generation: int) -> Routing:
         state = states[generation]
         return replace(state, generation=before.generation, stages=before.stages, approval=before.approval)
 
-    return _change(store, model, f"as of generation {generation}", change)
+    return update(store, model, f"as of generation {generation}", change)
 
 
-def _change(
-    store: Redis, model: str, what: str, change: Callable[[Routing], Routing], did: str = "model.route"
+def update(
+    store: Redis,
+    model: str,
+    what: str,
+    change_of: Callable[[Routing], Routing],
+    did: str = "model.route",
+    by: str | None = None,
 ) -> Routing:
-    by = operator()
+    """Write the next generation of a model's routing; nothing where `change_of` changes nothing.
+
+    `what`, `did`: the change, for the audit log; `by`: unset, the user of this process. Raises as `set_aliases`, and
+    what `change_of` raises.
+    """
+    by = by or operator()
     audit = Change(by, did, f"{model}: {what}"[:500])
     while True:
         before = current(store, model)
@@ -122,7 +132,7 @@ def _change(
         card = parsed(raw)
         if card.get("version") != before.default:
             continue  # it has just changed
-        after = routing.checked(change(before))
+        after = routing.checked(change_of(before))
         _check_targets(store, after)
         if after == before:
             return before

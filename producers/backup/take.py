@@ -55,6 +55,7 @@ TRIES: Final = 50
 NAMES: Final = (
     keys.REVOKED,
     *(keys.MODELS, keys.VERSIONS, keys.ADAPTERS, keys.ROUTES, keys.POOLS, keys.PROFILES, keys.ROLLOUTS),
+    keys.CANARIES,
     *(keys.SCHEDULES, "penstock:sqs:queues"),
     *(
         keys.AUDIT,

@@ -62,6 +62,8 @@ SCALE_POOLS: Final = "penstock:scale:pools"  # hash: pool -> its latest decision
 SCALE_RETRIES: Final = "penstock:scale:retries"  # hash: pool -> unix s; an operator asked for another try
 SCALE_DECISIONS: Final = "penstock:scale:decisions"  # stream: decisions that changed something, the latest 10,000
 ROLLOUTS: Final = "penstock:rollouts"  # hash: model -> its rolling update (JSON, `producers.store.fleet.rollouts`)
+CANARIES: Final = "penstock:canaries"  # hash: model -> its last judged rollout (JSON, `producers.store.fleet.canaries`)
+CANARY_EVIDENCE: Final = "penstock:canaries:evidence"  # hash: model -> what that has compared (JSON)
 FILES_EXPIRING: Final = "penstock:files:expiring"  # zset: file id -> unix s; end of its time to live
 FILE_NOTES: Final = "penstock:files:notes"  # zset: file id -> unix s, or 0; blobs that no file stands for
 SCHEDULES: Final = "penstock:schedules"  # hash: schedule's name -> unix s of the last time that was dealt with
@@ -316,6 +318,11 @@ def pool_queue(model: str, version: str, fingerprint: str) -> str:
 def routing(model: str) -> str:
     """Hash: which version of a model a new task goes to (`producers.store.fleet.routing`)."""
     return f"penstock:routing:{model}"
+
+
+def canary_log(model: str) -> str:
+    """Stream: decisions of a model's judged rollouts, and what they saw (`producers.store.fleet.canaries`)."""
+    return f"penstock:canaries:log:{model}"
 
 
 def version_queue(model: str, version: str) -> str:

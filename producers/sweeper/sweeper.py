@@ -3,7 +3,8 @@
     run   (gateways, and the leading sweeper): interrupted tasks, lost readers, deadlines, unsettled final tasks
     lead  (`penstock sweeper`, any number of them): acquire the lease -> run; and compact streams, store results of
           plain Celery tasks, return killed workers' messages, handle pools without workers and stale data;
-          withdraw models that nobody serves; take batches forward (`producers.sweeper.batches`)
+          withdraw models that nobody serves; take batches forward (`producers.sweeper.batches`); judge rollouts
+          (`producers.rollouts`)
           -> until the lease is lost
           All the while, leading or not, it hears Celery's `revoke` (`producers.sweeper.revocations`).
 
@@ -21,6 +22,7 @@ import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -43,6 +45,7 @@ from producers.connection.trouble import error_text
 from producers.contract import keys
 from producers.contract.sealing import Keyring
 from producers.errors import PenstockError
+from producers.rollouts.controller import Controller
 from producers.store import epoch, protocol
 from producers.store.batches import MAX_LINES
 from producers.store.blobs import open_blobs
@@ -300,6 +303,7 @@ async def _duties(
     if settings.journal is not None:
         journal = Journal(client.store, open_blobs(settings.journal), settings.journal_keys)
     stale = Stale(client, letters_kept_s=settings.letters_kept, unneeded_s=settings.unneeded)
+    judged = Controller(client, settings.store)
 
     async def pack(age_s: float = settings.compact_after) -> Counts:
         done = await compact(client, int(age_s * 1000), offload)
@@ -331,12 +335,20 @@ async def _duties(
             warn_throttled(log, "Tasks that end are not in the metrics, make the users' file anew: %s", error)
         return {}
 
+    async def judge_rollouts() -> Counts:
+        try:
+            return await judged.sweep()
+        except NoPermissionError as error:  # users of the server as an earlier release made them
+            warn_throttled(log, "Rollouts that judge stand still, make the users' file anew: %s", error)
+        return {}
+
     async def add_up() -> Counts:
         if journal is not None:
             await journal.keep()  # what is folded must be there
         return {"ledger_rows": await sum_usage(client, settings.usage)}
 
-    async with asyncio.TaskGroup() as group:
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+        stack.callback(judged.close)
         basics = run(
             client,
             settings.every,
@@ -358,7 +370,7 @@ async def _duties(
         if journal is not None:
             group.create_task(_repeat(client, partial(_kept, journal), min(JOURNAL_EVERY_S, settings.every)))
         seldom: tuple[Duty, ...] = (*removals, trim, expired_files, deleted)
-        each_second: tuple[Duty, ...] = (pack_at_once, measure_ended)
+        each_second: tuple[Duty, ...] = (pack_at_once, measure_ended, judge_rollouts)
         if traces is not None:
             each_second += (traces.sweep,)
         for duties, every_s in (

@@ -46,7 +46,7 @@ MODULES: Final = {
     "scale": "scale",
     "plan": "plan",
     "top": "top",
-    "models:rollout_app": "rollout",
+    "rollouts": "rollout",
     "worker:drain_app": "drain",
     "dlq": "dlq",
     "doctor": "doctor",

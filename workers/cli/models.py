@@ -58,7 +58,12 @@ SHAPE: Final = {
     "vocab_size": "vocabulary",
     "sliding_window": "sliding window",
 }
-rollout_app = Commands("Operations", OPERATOR_STATUS)
+rollout_app = Commands(
+    "Operations",
+    OPERATOR_STATUS,
+    "rollout",
+    "Replace a model's version: by steps that are judged (`start`), or at once.",
+)
 
 app = Commands("Models", PROCESS_STATUS, "models", "List, show, pull, publish and remove models.")
 
@@ -353,7 +358,7 @@ async def _removed(client: AsyncClient, store: Redis, name: str) -> dict[str, An
     from producers.admin.listing import look
     from producers.contract import keys
     from producers.contract.levels import looked_after
-    from producers.store.fleet import cards, rollouts
+    from producers.store.fleet import canaries, cards, rollouts
 
     while True:
         models = await look(client)
@@ -367,10 +372,14 @@ async def _removed(client: AsyncClient, store: Redis, name: str) -> dict[str, An
             raise Failure(
                 f"{name} is scaled by {', '.join(model.scaled_by)}: end that autoscaler, or take it out there"
             )
+        canary = canaries.read(store, name)
+        if canary is not None and canary.under_way:
+            raise Failure(f"a rollout of {name} is under way: end it first (penstock rollout abort {name})")
         rollout = rollouts.read(store, name)
         if rollout is not None and rollout.phase in rollouts.UNDER_WAY:
             raise Failure(f"a rollout of {name} is under way: end it first (penstock rollout {name} --cancel)")
         if cards.remove(store, name, model.raw, version):
+            canaries.forget(store, name)
             break
     queues = [*looked_after(keys.version_queue(name, version)), keys.model_queue(name)]
     waiting = await asyncio.gather(*map(client.broker.waiting, queues))
@@ -455,7 +464,7 @@ def publish_own(broker: str, store: str, model: ResolvedModel, publisher: str) -
     )
 
 
-@rollout_app.shown("penstock rollout tiny=./tiny-new --broker redis://10.0.0.5:6379/0")
+@rollout_app.shown("penstock rollout tiny=./tiny-new --broker redis://10.0.0.5:6379/0", "now")
 def rollout(
     model: Annotated[
         str | None, typer.Argument(metavar="NAME=MODEL", help=MODEL, autocompletion=complete_model)
@@ -486,7 +495,7 @@ def rollout(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rollout's last state as JSON.")] = False,
 ) -> None:
-    """Replace a model's version by another one, without a failed request.
+    """Replace a model's version by another one in one step, without a failed request; `now` may be left out.
 
     New workers come up first: `penstock up` starts them, and an autoscaler with a pool of the new version; elsewhere
     deploy them now. Once they are ready, new tasks go to the new version. Workers of the old version finish what was

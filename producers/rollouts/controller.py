@@ -1,0 +1,305 @@
+"""The controller of rollouts that judge: a duty of the sweeper that leads.
+
+    look:  state ─▶ decided, but not acted? act ─▶ else: rows of the ledger ─▶ evidence ─▶ decide ─▶ act
+
+Each write names what it replaces, so any number of controllers may run, and die between any two lines; the table is in
+`docs/how/rollouts.md`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+from redis import Redis
+
+from producers.admin import routes
+from producers.admin.fleet import Fleet, read_fleet
+from producers.client.aio import AsyncClient
+from producers.connection.connect import connect
+from producers.connection.script import text
+from producers.contract import keys
+from producers.contract.levels import split
+from producers.contract.profile import sane
+from producers.rollouts.metrics import Evidence, Finding, Matcher, findings
+from producers.store.fleet import canaries, rollouts
+from producers.store.fleet.canaries import ALIAS, Canary
+from producers.store.fleet.rollouts import Rollout
+from producers.store.fleet.routing import Routing, RoutingError
+
+log = logging.getLogger(__name__)
+
+#: Rows of the ledger that one look takes at most; the next look goes on.
+PAGE: Final = 2000
+#: A row of the log has what was compared whenever that has grown by this factor.
+NOTED: Final = 1.1
+#: Who decides, in rows and in the audit log.
+BY: Final = "controller"
+
+
+class Decision(NamedTuple):
+    """A change of a rollout. `what`: as of `canaries.change`."""
+
+    what: str
+    phase: str
+    reason: str
+    step: int | None = None
+
+
+class Controller:
+    """Looks at all rollouts that are under way. `store`: blocking, of the client's system."""
+
+    def __init__(self, client: AsyncClient, url: str) -> None:
+        self._client = client
+        self._store = connect(url)
+        self._matchers: dict[str, Matcher] = {}
+        #: Rollout's id -> since when (monotonic) no worker of its candidate is ready.
+        self._lost: dict[str, float] = {}
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._store.close()
+
+    async def sweep(self) -> dict[str, int]:
+        """One look at each rollout. Returns how often what was decided. Raises redis.RedisError or OSError."""
+        raw: Any = await self._client.store.hgetall(keys.CANARIES)
+        states = [state for state in map(Canary.of, raw.values()) if state is not None and state.under_way]
+        ids = {state.id for state in states}
+        self._matchers = {name: matcher for name, matcher in self._matchers.items() if name in ids}
+        self._lost = {name: since for name, since in self._lost.items() if name in ids}
+        if not states:
+            return {}
+        fleet = await read_fleet(self._client.store, self._client.broker)
+        decided = [await asyncio.to_thread(self.look, state, fleet) for state in states]
+        return {"rollouts_decided": sum(decided)}
+
+    def look(self, state: Canary, fleet: Fleet) -> int:
+        """One look at a rollout. Returns 1 if it decided something."""
+        if not state.since:
+            act(self._store, state)
+            return 0
+        decision = self._decide(state, fleet)
+        if decision is None:
+            return 0
+        decided = decide(self._store, state, decision, BY)
+        if decided is not None:
+            act(self._store, decided)
+        return int(decided is not None)
+
+    def _decide(self, state: Canary, fleet: Fleet) -> Decision | None:
+        try:
+            current = routes.current(self._store, state.model)
+        except RoutingError:
+            return Decision("abort", "aborted", f"the model {state.model} was removed")
+        if (interference := _interference(state, current)) is not None:
+            return interference
+        if state.phase == "preparing":
+            return self._prepared(state, fleet)
+        found, compared = self._observe(state)
+        if (worse := max((f for f in found if f.worse), key=lambda f: f.odds, default=None)) is not None:
+            return Decision("roll_back", "rolled_back", worse.text())
+        if (lost := self._lost_for(state, fleet)) is not None and lost >= state.plan.lost_s:
+            return Decision("roll_back", "rolled_back", f"no worker of {state.version} has been ready for {lost:.0f} s")
+        return None if state.phase == "paused" else raised(state, found, compared, canaries.now_ms(self._store))
+
+    def _prepared(self, state: Canary, fleet: Fleet) -> Decision | None:
+        """The first step, once enough workers of the candidate are ready; the end, if that takes too long."""
+        ready, unready = workers_of(fleet, state.model, state.version)
+        if ready >= state.plan.workers:
+            return Decision("raise", "judging", f"{ready} of {state.plan.workers} workers of it are ready", 0)
+        _bring_up(self._store, state)
+        waited = (canaries.now_ms(self._store) - state.begun) / 1000
+        scaling = fleet.scaling.states.get(f"{state.model}@{state.version}") or {}
+        given_up = (sane(scaling.get("given_up")) or 0.0) * 1000 >= state.begun
+        if waited < state.plan.timeout_s and not given_up:
+            return None
+        why = str(scaling.get("trouble") or "")
+        waits = f"ready workers of {state.version} after {waited:.0f} s: {ready} of {state.plan.workers}"
+        more = f" ({unready} more are not ready)" if unready else ""
+        return Decision("fail", "failed", f"it got no tasks; {waits}{more}{'; ' + why if why else ''}")
+
+    def _observe(self, state: Canary) -> tuple[list[Finding], int]:
+        """Enter new rows of the ledger into the evidence. Returns all findings, and the comparisons of this step."""
+        matcher = self._matchers.setdefault(state.id, Matcher(state))
+        raw = canaries.read_evidence(self._store, state.model)
+        evidence = Evidence.of(raw, state)
+        entries: Any = self._store.xrange(keys.LEDGER, f"({evidence.cursor}", "+", count=PAGE)
+        rows = self._rows(state, matcher, entries)
+        matcher.enter(rows, evidence, state.step)
+        found = findings(state, evidence)
+        if entries:
+            evidence.cursor = text(entries[-1][0])
+            total = sum(evidence.compared(step) for step in range(len(evidence.steps)))
+            row = None
+            if total > evidence.noted * NOTED:
+                evidence.noted, row = total, seen(state, evidence, found)
+            if not canaries.write_evidence(self._store, state.model, raw, evidence.to_json(), row):
+                self._matchers.pop(state.id)  # another controller was faster: go on from what it wrote
+                return [], 0
+        return found, evidence.compared(state.step)
+
+    def _rows(self, state: Canary, matcher: Matcher, entries: Any) -> list[dict[str, str]]:
+        """The rows that are compared, with the time of their end and, while their record is there, finish reasons."""
+        rows = [
+            {**{text(name): text(value) for name, value in fields.items()}, "ended": text(entry).partition("-")[0]}
+            for entry, fields in entries
+        ]
+        rows = [row for row in rows if matcher.is_candidate(row) is not None]
+        with self._store.pipeline(transaction=False) as pipe:
+            for row in rows:
+                pipe.hget(keys.task(row["id"]), "reasons")
+            reasons = pipe.execute()
+        return [{**row, "reasons": text(value or "")} for row, value in zip(rows, reasons, strict=True)]
+
+    def _lost_for(self, state: Canary, fleet: Fleet) -> float | None:
+        """Seconds for which no worker of the candidate has been ready, as this controller saw it; None: one is."""
+        if workers_of(fleet, state.model, state.version)[0]:
+            self._lost.pop(state.id, None)
+            return None
+        now = time.monotonic()
+        return now - self._lost.setdefault(state.id, now)
+
+
+def workers_of(fleet: Fleet, model: str, version: str) -> tuple[int, int]:
+    """The version's workers: how many take tasks, and how many do not."""
+    prefix = f"{model}@{version}"
+    pools = [pool for pool in fleet.pools if f"{split(pool.name)[0]}.".startswith(f"{prefix}.")]
+    taking = [not worker.get("draining") and not worker.get("unready") for pool in pools for worker in pool.workers]
+    return sum(taking), len(taking) - sum(taking)
+
+
+def raised(state: Canary, found: list[Finding], compared: int, now: int) -> Decision | None:
+    """The next step, or the candidate as the default, once this one has lasted and nothing looks worse."""
+    held = (now - state.since) / 1000
+    if held < state.plan.hold_s or compared < state.plan.min_samples or any(finding.suspect for finding in found):
+        return None
+    return next_step(state, f"held {held:.0f} s at {state.percent:g}%; nothing looks worse in {compared} comparisons")
+
+
+def next_step(state: Canary, reason: str) -> Decision:
+    """The next step, or the promotion behind the last one."""
+    if state.step + 1 < len(state.plan.steps):
+        return Decision("raise", "judging", reason, state.step + 1)
+    return Decision("promote", "promoted", reason)
+
+
+def waits_for(state: Canary, found: list[Finding], compared: int, now: int) -> str:
+    """What keeps a rollout at its step, for a person."""
+    if state.phase == "preparing":
+        return f"for {state.plan.workers} ready workers of {state.version}"
+    if state.phase == "paused":
+        return "for `resume`, `promote` or `abort`"
+    suspects = [finding.text() for finding in found if finding.suspect]
+    held = (now - state.since) / 1000
+    reasons = [f"for {state.plan.hold_s - held:.0f} s of {state.plan.hold_s:g} s"] if held < state.plan.hold_s else []
+    if compared < state.plan.min_samples:
+        reasons.append(f"for comparisons: {compared} of {state.plan.min_samples}")
+    return "; ".join([*reasons, *(f"it looks worse: {text_}" for text_ in suspects)])
+
+
+def seen(state: Canary, evidence: Evidence, found: list[Finding]) -> dict[str, Any]:
+    """The row of a look: what was compared so far."""
+    figures = {finding.settings.metric.name: finding.figures() for finding in found if finding.count}
+    tasks = {"candidate": evidence.candidate.tasks, "baseline": evidence.baseline.tasks}
+    return {
+        "rollout": state.id,
+        "what": "seen",
+        "step": state.step,
+        "percent": state.percent,
+        **tasks,
+        "metrics": figures,
+    }
+
+
+def _interference(state: Canary, current: Routing) -> Decision | None:
+    """What is done where somebody else changed what the rollout had made of the routing."""
+    if current.default == state.version:
+        return Decision("promote", "promoted", f"somebody else made it the default (generation {current.generation})")
+    if current.default != state.before:
+        return Decision("abort", "aborted", f"somebody made {current.default} the default: it has no baseline any more")
+    wanted = routed(current, state)
+    if wanted == current or state.phase == "paused":
+        return None
+    return Decision(
+        "pause",
+        "paused",
+        f"{current.by or 'somebody'} changed its part in generation {current.generation}: "
+        "`penstock rollout resume` sets it again",
+    )
+
+
+def routed(current: Routing, state: Canary) -> Routing:
+    """The routing that a state asks for, where all else stays as it is."""
+    aliases = {name: version for name, version in current.aliases.items() if name != ALIAS}
+    split = {target: percent for target, percent in current.split.items() if target != ALIAS}
+    if state.phase in canaries.UNDER_WAY:
+        aliases[ALIAS] = state.version
+        if state.percent:
+            split[ALIAS] = state.percent
+    default = state.version if state.phase == "promoted" else current.default
+    return replace(current, aliases=aliases, split=split, default=default)
+
+
+def decide(store: Redis, state: Canary, decision: Decision, by: str) -> Canary | None:
+    """Write a decision, with its row. None if the state was changed meanwhile. Raises redis errors."""
+    new = state.decided(decision.phase, decision.reason, decision.step)
+    if not canaries.change(store, state, new, decision.what, by):
+        return None
+    log.info("rollout of %s to %s: %s: %s", new.model, new.version, decision.what, decision.reason)
+    return new
+
+
+def act(store: Redis, state: Canary) -> Canary:
+    """Do what a state says, and note that it is done: the routing, and the record by which workers are brought up.
+
+    May be done any number of times, by any number of processes. Returns the state that stands. Raises redis errors.
+    """
+    try:
+        what = f"rollout {state.phase} {state.percent:g}%"
+        routes.update(store, state.model, what, lambda now: _ours(store, now, state), by=BY)
+    except RoutingError as error:
+        if state.phase in canaries.UNDER_WAY:  # such as parts of others that leave too little
+            return _refused(store, state, str(error))
+        log.warning("the routing of %s stays as it is: %s", state.model, error)
+    except _Stale:
+        return canaries.read(store, state.model) or state
+    _bring_up(store, state)
+    done = state.acted(canaries.now_ms(store))
+    return done if canaries.change(store, state, done, "acted", BY) else canaries.read(store, state.model) or state
+
+
+class _Stale(Exception):
+    """The rollout's state was changed before the routing was."""
+
+
+def _ours(store: Redis, current: Routing, state: Canary) -> Routing:
+    """`routed`, unless the rollout was decided otherwise meanwhile: a controller that was stopped for a while must not
+    bring back what an operator has ended. What it reads before that, ROUTE's generation covers. A paused rollout
+    leaves the routing as it is: perhaps somebody else wants it so."""
+    if (standing := canaries.read(store, state.model)) is None or standing.revision != state.revision:
+        raise _Stale
+    return current if state.phase == "paused" else routed(current, state)
+
+
+def _refused(store: Redis, state: Canary, reason: str) -> Canary:
+    ended = state.decided("aborted", f"its part could not be set: {reason}")
+    if canaries.change(store, state, ended, "abort", BY):
+        return act(store, ended)
+    return canaries.read(store, state.model) or state
+
+
+def _bring_up(store: Redis, state: Canary) -> None:
+    """Keep the record that makes autoscalers bring the candidate's workers up, and end them when it has ended."""
+    record = rollouts.read(store, state.model)
+    ours = record is not None and record.version == state.version and record.asked * 1000 >= state.begun
+    if state.phase in canaries.UNDER_WAY:
+        if not ours or record is None or record.phase not in rollouts.UNDER_WAY:
+            at = rollouts.now(store)
+            new = Rollout(state.model, state.reference, state.version, state.before, state.plan.workers, at, at)
+            rollouts.begin(store, new)
+    elif ours and record is not None and record.phase in rollouts.UNDER_WAY:
+        phase = "done" if state.phase == "promoted" else "failed"
+        rollouts.change(store, record, record.to(phase, rollouts.now(store), state.reason if phase == "failed" else ""))

@@ -1,0 +1,405 @@
+"""What a rollout compares: metrics of a task's row in the ledger, and comparisons of candidate with baseline.
+
+A candidate's task is compared with up to MATCHES tasks of the baseline that ended last before it and are like it: of
+its tier, and of its size class (prompt tokens that no cache had, by powers of four). Each task of the baseline is used
+once; where there are few for each of the candidate's, fewer are taken. So load and callers may change as they like:
+both are compared at the same time, and no two comparisons share a task.
+
+| kind | difference of a comparison | the candidate is worse where its expectation is above |
+| --- | --- | --- |
+| share | 1 if the candidate's task is bad, less the bad share of the baseline's tasks | the margin, a share |
+| rank | part of the baseline's tasks that the candidate's is worse than by more than the tolerance, less the part \
+that it is not | the margin, usually 0: it is worse by more than the tolerance in more than half of all pairs |
+| tail | as share; bad is what takes longer than the tolerance over the p95 of the baseline's last tasks | the margin |
+
+Ranks need no mean, which heavy tails would spoil; the share needs none either. A metric that does not apply to one of
+the tasks (no first token) is passed over for it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple
+
+from producers.connection.script import parsed
+from producers.rollouts.evidence import GRID, Bounds, bounds, comparisons, log_wealth
+from producers.store.fleet.canaries import ALIAS, Canary
+from producers.store.fleet.routing import DEFAULT
+
+#: Most tasks of the baseline that one comparison takes; powers of two, so that differences are multiples of 1/GRID.
+MATCHES: Final = 8
+#: Unused tasks of the baseline, and candidate's tasks that wait for some, that a stratum keeps.
+BUFFERED: Final = 64
+#: Strata at most: tiers by size classes.
+STRATA: Final = 64
+#: Tasks of the baseline whose p95 the tail metric takes, and how many it needs.
+TAIL_KEPT, TAIL_NEEDED = 256, 40
+#: Base of the buckets of a metric's figures: quantiles of reports are right within 5%.
+BUCKET: Final = 1.1
+#: Evidence of 10 to 1 that a candidate is worse holds a step; a rollback needs much more.
+SUSPICION: Final = 10.0
+
+Row = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One thing to compare. `value`: of a row; None where it does not apply. `lower_is_worse`: of ranks."""
+
+    name: str
+    text: str
+    kind: Literal["share", "rank", "tail"]
+    value: Callable[[Row], float | None]
+    margin: float = 0.0
+    tolerance: float = 0.0
+    lower_is_worse: bool = False
+    of_time: bool = False
+    """Whether it is a time, which a cold start spoils."""
+
+
+def _number(row: Row, name: str) -> float | None:
+    raw = row.get(name, "")
+    return float(raw) if raw.isascii() and raw.isdecimal() and len(raw) < 16 else None
+
+
+def _between(row: Row, begin: str, end: str) -> float | None:
+    first, last = _number(row, begin), _number(row, end)
+    return None if first is None or last is None else max(0.0, last - first) / 1000
+
+
+def _failed(row: Row) -> float | None:
+    return float(row["status"] == "failed" or (_number(row, "deaths") or 0) > 0)
+
+
+def _abandoned(row: Row) -> float | None:
+    return float(row["status"] in ("cancelled", "incomplete"))
+
+
+def _completed(row: Row) -> bool:
+    return row["status"] == "completed"
+
+
+def _empty(row: Row) -> float | None:
+    return float((_number(row, "output") or 0) <= 1) if _completed(row) and row.get("reasons") else None
+
+
+def _cut_off(row: Row) -> float | None:
+    reasons = row.get("reasons", "")
+    return float('"length"' in reasons) if _completed(row) and reasons else None
+
+
+def _longest(row: Row) -> float | None:
+    return _number(row, "longest") if _completed(row) else None
+
+
+def _first_token(row: Row) -> float | None:
+    return _between(row, "created", "first")
+
+
+def _per_token(row: Row) -> float | None:
+    tokens, time = _longest(row) or 0, _between(row, "first", "ended")
+    return None if time is None or tokens < 2 or _number(row, "discarded") else time / (tokens - 1)
+
+
+def _end_to_end(row: Row) -> float | None:
+    return _between(row, "created", "ended") if _completed(row) else None
+
+
+#: All metrics, in the order of reports. `penstock rollout start --metric` sets their margins and tolerances.
+METRICS: Final = (
+    Metric("failed", "tasks that failed, or whose worker died", "share", _failed, margin=0.01),
+    Metric("abandoned", "tasks that were cancelled, or late", "share", _abandoned, margin=0.02),
+    Metric("empty", "answers of at most one token", "share", _empty, margin=0.01),
+    Metric("cut_off", "answers cut off at their limit (finish reason `length`)", "share", _cut_off, margin=0.02),
+    Metric("first_token", "time to first token (s)", "rank", _first_token, tolerance=0.05, of_time=True),
+    Metric("per_token", "time per output token (s)", "rank", _per_token, tolerance=0.05, of_time=True),
+    Metric("end_to_end", "time from submission to end (s)", "rank", _end_to_end, tolerance=0.05, of_time=True),
+    Metric(
+        *("end_to_end_p95", "time to end beyond the baseline's p95", "tail", _end_to_end),
+        margin=0.01,
+        tolerance=0.05,
+        of_time=True,
+    ),
+    Metric("longer", "answers that are longer (tokens)", "rank", _longest, tolerance=0.5),
+    Metric("shorter", "answers that are shorter (tokens)", "rank", _longest, tolerance=0.5, lower_is_worse=True),
+)
+BY_NAME: Final = {metric.name: metric for metric in METRICS}
+
+
+class MetricSettings(NamedTuple):
+    """A metric as a rollout compares it."""
+
+    metric: Metric
+    margin: float
+    tolerance: float
+
+
+def settings(canary: Canary) -> list[MetricSettings]:
+    """The metrics of a rollout. One that its release had and this one lacks is left out."""
+    return [
+        MetricSettings(BY_NAME[name], values["margin"], values["tolerance"])
+        for name, values in canary.plan.metrics.items()
+        if name in BY_NAME
+    ]
+
+
+def defaults() -> dict[str, dict[str, float]]:
+    """All metrics with their usual margins and tolerances."""
+    return {metric.name: {"margin": metric.margin, "tolerance": metric.tolerance} for metric in METRICS}
+
+
+@dataclass(slots=True)
+class Arm:
+    """What was seen of one version: for reports alone. Metric -> bucket (or 0 and 1 of a share) -> tasks."""
+
+    tasks: int = 0
+    figures: dict[str, Counter[int]] = field(default_factory=dict)
+
+    def enter(self, metric: Metric, value: float) -> None:
+        """Count a task's value."""
+        bucket = int(value) if metric.kind == "share" else math.floor(math.log(max(value, 1e-6), BUCKET))
+        self.figures.setdefault(metric.name, Counter())[bucket] += 1
+
+    def quantile(self, name: str, part: float) -> float | None:
+        """A quantile, right within 5%; None without a value."""
+        buckets = self.figures.get(name, Counter())
+        rank, total = 0, sum(buckets.values())
+        for bucket in sorted(buckets):
+            rank += buckets[bucket]
+            if rank >= part * total:
+                return math.exp((bucket + 0.5) * math.log(BUCKET))
+        return None
+
+    def share(self, name: str) -> float | None:
+        """The share of bad tasks; None without a task."""
+        buckets = self.figures.get(name, Counter())
+        return buckets[1] / total if (total := sum(buckets.values())) else None
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What a rollout has compared. `cursor`: the last row of the ledger in it; `steps`: metric -> difference (in
+    1/GRID) -> comparisons, of each step that began."""
+
+    rollout: str
+    cursor: str
+    steps: list[dict[str, Counter[int]]] = field(default_factory=list)
+    candidate: Arm = field(default_factory=Arm)
+    baseline: Arm = field(default_factory=Arm)
+    noted: int = 0
+    """Comparisons when the last row of the log was written."""
+
+    @classmethod
+    def of(cls, raw: str, canary: Canary) -> Evidence:
+        """The stored evidence of this rollout, or none yet."""
+        fields = parsed(raw)
+        if fields.get("rollout") != canary.id:
+            return cls(canary.id, f"{canary.traffic - 1}-0")
+        candidate, baseline = (
+            Arm(fields[arm]["tasks"], _counters(fields[arm]["figures"])) for arm in ("candidate", "baseline")
+        )
+        steps = [_counters(step) for step in fields["steps"]]
+        return cls(canary.id, fields["cursor"], steps, candidate, baseline, fields["noted"])
+
+    def to_json(self) -> str:
+        """The stored form."""
+        arms = {
+            name: {"tasks": arm.tasks, "figures": arm.figures}
+            for name, arm in (("candidate", self.candidate), ("baseline", self.baseline))
+        }
+        head = {"rollout": self.rollout, "cursor": self.cursor, "noted": self.noted}
+        return json.dumps({**head, "steps": self.steps, **arms})
+
+    def of_metric(self, name: str) -> list[Counter[int]]:
+        """Its differences, by step."""
+        return [step.get(name, Counter()) for step in self.steps]
+
+    def compared(self, step: int) -> int:
+        """Comparisons of a step: those of the metric with most of them."""
+        if step >= len(self.steps):
+            return 0
+        return max((sum(counts.values()) for counts in self.steps[step].values()), default=0)
+
+
+def _counters(raw: Mapping[str, Mapping[str, int]]) -> dict[str, Counter[int]]:
+    return {name: Counter({int(key): count for key, count in counts.items()}) for name, counts in raw.items()}
+
+
+class _Task(NamedTuple):
+    values: dict[str, float]
+
+
+class Matcher:
+    """Compares the rows of one rollout, as they come. What waits for a match is in memory alone: a process that takes
+    over begins without, which loses comparisons and biases none."""
+
+    def __init__(self, canary: Canary) -> None:
+        self._canary = canary
+        self._settings = settings(canary)
+        self._baseline: dict[tuple[str, int], deque[_Task]] = {}
+        self._waiting: dict[tuple[str, int], deque[_Task]] = {}
+        self._tail: dict[str, deque[float]] = {entry.metric.name: deque(maxlen=TAIL_KEPT) for entry in self._settings}
+
+    def enter(self, rows: Iterable[Row], evidence: Evidence, step: int) -> None:
+        """Enter rows of the ledger, with `ended` (ms) and `reasons`, into the evidence of a step."""
+        while len(evidence.steps) <= step:
+            evidence.steps.append({})
+        for row in rows:
+            candidate = self.is_candidate(row)
+            if candidate is not None:
+                self._enter(row, step, candidate=candidate, evidence=evidence)
+
+    def is_candidate(self, row: Row) -> bool | None:
+        """Whether a row is of the candidate (True) or the baseline (False); None: of neither. What callers address to a
+        version themselves, or a rule sends there, is of neither."""
+        begun = _number(row, "created") or _number(row, "started") or 0.0
+        if row.get("model") != self._canary.model or not self._canary.traffic or begun < self._canary.traffic:
+            return None
+        if row.get("status") not in ("completed", "failed", "cancelled", "incomplete"):
+            return None
+        arm = row.get("alias", ""), row.get("version", "")
+        return {(ALIAS, self._canary.version): True, (DEFAULT, self._canary.before): False}.get(arm)
+
+    def _enter(self, row: Row, step: int, *, candidate: bool, evidence: Evidence) -> None:
+        percent, differences = self._canary.plan.steps[step], evidence.steps[step]
+        matches = min(MATCHES, max(1, int((100 - percent) / percent)))
+        arm = evidence.candidate if candidate else evidence.baseline
+        task = _Task(self._values(row))
+        arm.tasks += 1
+        for entry in self._settings:
+            if entry.metric.name in task.values and entry.metric.kind != "tail":
+                arm.enter(entry.metric, task.values[entry.metric.name])
+        stratum = self._stratum(row)
+        free = self._baseline.setdefault(stratum, deque())
+        waiting = self._waiting.setdefault(stratum, deque(maxlen=BUFFERED))
+        if candidate and free:
+            self._compare(task, [free.pop() for _ in range(_power_of_two(min(matches, len(free))))], differences)
+        elif candidate:
+            waiting.append(task)
+        elif waiting:
+            self._compare(waiting.popleft(), [task], differences)
+        else:
+            free.append(task)
+            if len(free) > BUFFERED:
+                self._retire(free.popleft())
+
+    def _stratum(self, row: Row) -> tuple[str, int]:
+        tokens = (_number(row, "prompt") or 0.0) - (_number(row, "cached") or 0.0)
+        stratum = row.get("tier", ""), math.ceil(math.log(max(tokens, 64.0) / 64, 4))
+        return stratum if stratum in self._baseline or len(self._baseline) < STRATA else ("", 0)
+
+    def _values(self, row: Row) -> dict[str, float]:
+        cold = (_number(row, "created") or 0.0) < self._canary.traffic + self._canary.plan.warm_up_s * 1000
+        values = {
+            entry.metric.name: entry.metric.value(row)
+            for entry in self._settings
+            if not (cold and entry.metric.of_time)
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _compare(self, task: _Task, matches: Sequence[_Task], differences: dict[str, Counter[int]]) -> None:
+        for entry in self._settings:
+            name = entry.metric.name
+            others = [match.values[name] for match in matches if name in match.values]
+            others = others[: _power_of_two(len(others))]
+            if name in task.values and others and (d := self._difference(entry, task.values[name], others)) is not None:
+                differences.setdefault(name, Counter())[d] += 1
+        for match in matches:
+            self._retire(match)
+
+    def _difference(self, entry: MetricSettings, value: float, others: Sequence[float]) -> int | None:
+        """In 1/GRID."""
+        if entry.metric.kind == "share":
+            differences = [value - other for other in others]
+        elif entry.metric.kind == "rank":
+            sign = -1 if entry.metric.lower_is_worse else 1
+            factor = (1 + entry.tolerance) ** sign
+            differences = [
+                math.copysign(float(value != other * factor), sign * (value - other * factor)) for other in others
+            ]
+        elif (limit := self._limit(entry)) is not None:
+            differences = [float(value > limit) - float(other > limit) for other in others]
+        else:
+            return None
+        return round(sum(differences) * GRID / len(others))
+
+    def _limit(self, entry: MetricSettings) -> float | None:
+        """The tail's beginning, by tasks of the baseline that are in no comparison any more."""
+        values = sorted(self._tail[entry.metric.name])
+        return values[int(0.95 * len(values))] * (1 + entry.tolerance) if len(values) >= TAIL_NEEDED else None
+
+    def _retire(self, task: _Task) -> None:
+        for name, value in task.values.items():
+            self._tail[name].append(value)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count.bit_length() - 1) if count else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One metric of a rollout. `odds`: the wealth, to 1, against its being no worse; `limit`: those that roll back."""
+
+    settings: MetricSettings
+    steps: list[Counter[int]]
+    of_steps: int
+    odds: float
+    limit: float
+
+    @property
+    def count(self) -> int:
+        """Comparisons."""
+        return comparisons(self.steps)
+
+    @property
+    def bounds(self) -> Bounds:
+        """Those of the mean difference, at the metric's part of the error."""
+        return bounds(self.steps, self.of_steps, 1 / self.limit)
+
+    @property
+    def worse(self) -> bool:
+        return self.odds >= self.limit
+
+    @property
+    def suspect(self) -> bool:
+        return self.odds >= min(SUSPICION, self.limit)
+
+    def text(self) -> str:
+        """What was found, for a person."""
+        metric, margin = self.settings.metric, self.settings.margin
+        lower, average, _ = self.bounds
+        unit = "points" if metric.kind != "rank" else "points of rank"
+        tolerance = f" by more than {self.settings.tolerance:.0%}" if self.settings.tolerance else ""
+        return (
+            f"{metric.name}: {metric.text}{tolerance}: {100 * average:+.1f} {unit} against the baseline, at least "
+            f"{100 * lower:+.1f}, with {100 * margin:g} allowed; {self.count} comparisons, odds "
+            f"{min(self.odds, 1e9):,.0f} to 1 (rolled back at {self.limit:,.0f})"
+        )
+
+    def figures(self) -> dict[str, float]:
+        """The numbers, for rows and reports."""
+        lower, average, upper = (round(value, 5) for value in self.bounds)
+        return {
+            "n": self.count,
+            "lower": lower,
+            "mean": average,
+            "upper": upper,
+            "odds": round(min(self.odds, 1e12), 3),
+        }
+
+
+def findings(canary: Canary, evidence: Evidence) -> list[Finding]:
+    """All metrics, tested at alpha divided by their number."""
+    entries = settings(canary)
+    alpha, of_steps = canary.plan.alpha / max(1, len(entries)), len(canary.plan.steps)
+    result = []
+    for entry in entries:
+        steps = evidence.of_metric(entry.metric.name)
+        odds = math.exp(min(700.0, log_wealth(steps, of_steps, entry.margin)))
+        result.append(Finding(entry, steps, of_steps, odds, 1 / alpha))
+    return result

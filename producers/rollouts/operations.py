@@ -1,0 +1,152 @@
+"""What operators do with rollouts that judge: start, pause, resume, promote and abort them.
+
+Each is a change of the state, with its row, that any process may then act on: the operator's does at once, so none of
+them needs a sweeper; what goes on by itself does (`producers.rollouts.controller`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from redis import Redis
+
+from producers.admin import routes
+from producers.connection.script import text
+from producers.contract import keys
+from producers.rollouts.controller import Decision, act, decide, next_step, routed
+from producers.rollouts.metrics import BY_NAME, defaults
+from producers.store.access.audit import operator
+from producers.store.fleet import canaries, cards, rollouts, routing
+from producers.store.fleet.canaries import ALIAS, Canary, Plan
+
+#: Most steps of a rollout.
+MOST_STEPS = 20
+
+
+class RolloutError(ValueError):
+    """A rollout that makes no sense, or is not in a state for this; the message says what to do."""
+
+
+def checked(plan: Plan) -> Plan:
+    """The plan, with all metrics' settings and without a last step of 100. Raises RolloutError."""
+    steps = plan.steps[:-1] if plan.steps and plan.steps[-1] == 100 else plan.steps
+    if not 1 <= len(steps) <= MOST_STEPS or list(steps) != sorted(set(steps)) or not 0 < steps[0] <= steps[-1] < 100:
+        raise RolloutError(
+            f"the steps are {','.join(f'{step:g}' for step in plan.steps)}: they are 1 to {MOST_STEPS} rising "
+            "percentages above 0 and below 100; a last one of 100 stands for the promotion"
+        )
+    if not 0 < plan.alpha <= 0.2:
+        raise RolloutError(f"alpha is {plan.alpha:g}: it is above 0 and at most 0.2")
+    if unknown := plan.metrics.keys() - BY_NAME.keys():
+        raise RolloutError(f"there is no metric {sorted(unknown)[0]!r}; there are {', '.join(BY_NAME)}")
+    metrics = plan.metrics or defaults()
+    for name, values in metrics.items():
+        if not 0 <= values["margin"] < 1 or not 0 <= values["tolerance"] <= 10:
+            raise RolloutError(f"{name}: a margin is a share from 0 to below 1, a tolerance a part from 0 to 10")
+    return replace(plan, steps=tuple(steps), metrics=metrics)
+
+
+def start(store: Redis, model: str, to: str, plan: Plan, reference: str = "") -> Canary:
+    """Begin a rollout. `to`: a version or an alias. Raises RolloutError, and RoutingError; redis errors.
+
+    `reference`: NAME=FOLDER, for `penstock up`.
+    """
+    plan = checked(plan)
+    current = routes.current(store, model)
+    version = current.version_at(to)
+    card = cards.of_version(store, model, version)
+    if card is None:
+        known = ", ".join(cards.versions_of(store.hgetall(keys.VERSIONS), model)) or "none"
+        raise RolloutError(
+            f"{to!r} is no alias or version of {model}; its versions are {known}; `penstock models publish FOLDER --as "
+            f"{model}@candidate` adds one"
+        )
+    if version == current.default:
+        raise RolloutError(f"{version} is the default of {model} already")
+    _check(card, cards.read(store, model) or {}, version)
+    others = {target: percent for target, percent in current.split.items() if target != ALIAS}
+    if sum(others.values()) + plan.steps[-1] > 100:
+        raise RolloutError(
+            f"others have {sum(others.values()):g}% of the tasks of {model}: end that split, or give steps that "
+            "leave them their part"
+        )
+    short = rollouts.read(store, model)
+    raw: Any = store.hget(keys.CANARIES, model)
+    last = Canary.of(raw)
+    if last is not None and last.under_way:
+        raise RolloutError(
+            f"a rollout of {model} to {last.version} is {last.phase}, at {last.percent:g}%: let it end, or run "
+            f"`penstock rollout abort {model}`"
+        )
+    if short is not None and short.phase == "starting":
+        raise RolloutError(
+            f"a rollout of {model} to version {short.version} is under way: let it end, or run "
+            f"`penstock rollout {model} --cancel`"
+        )
+    if ALIAS in current.aliases:
+        raise RolloutError(
+            f"{model} has an alias {ALIAS!r}, which is kept for rollouts: `penstock models alias {model} --rm {ALIAS}`"
+        )
+    now, by = canaries.now_ms(store), operator()
+    new = Canary(model, f"{now:x}", version, current.default, plan, now, by, reference, reason="it was started")
+    for later in (new.decided("judging", "", len(plan.steps) - 1), new.decided("promoted", "")):
+        routing.checked(routed(current, later))  # such as stages, which may forbid it
+    if not canaries.begin(store, new, text(raw or ""), by):
+        raise RolloutError(
+            f"somebody else started a rollout of {model} at the same time: see `penstock rollout status`"
+        )
+    return act(store, new)
+
+
+def pause(store: Redis, model: str) -> Canary:
+    """Let it stay at its step. It is still rolled back if it turns out worse. Raises as `start`."""
+    return _changed(store, model, ("judging",), lambda state: Decision("pause", "paused", "an operator paused it"))
+
+
+def resume(store: Redis, model: str) -> Canary:
+    """Go on with a paused rollout. Raises as `start`."""
+    return _changed(store, model, ("paused",), lambda state: Decision("resume", "judging", "an operator resumed it"))
+
+
+def promote(store: Redis, model: str, *, full: bool = False) -> Canary:
+    """Go to the next step now; `full`: make the candidate the default now. Raises as `start`."""
+
+    def decided(state: Canary) -> Decision:
+        why = "an operator promoted it"
+        return Decision("promote", "promoted", why) if full else next_step(state, why)
+
+    return _changed(store, model, canaries.UNDER_WAY, decided)
+
+
+def abort(store: Redis, model: str) -> Canary:
+    """End it: the baseline gets all tasks again, at once. Raises as `start`."""
+    return _changed(
+        store, model, canaries.UNDER_WAY, lambda state: Decision("abort", "aborted", "an operator aborted it")
+    )
+
+
+def _changed(store: Redis, model: str, phases: tuple[str, ...], decision: Any) -> Canary:
+    while True:
+        state = canaries.read(store, model)
+        if state is None:
+            raise RolloutError(f"{model} has no rollout: `penstock rollout start {model} --to VERSION` begins one")
+        if not state.since:
+            act(store, state)  # whoever decided it died, or is about to act
+            continue
+        if state.phase not in phases:
+            hint = ""
+            if state.phase == "promoted":
+                hint = f": `penstock models alias {model} default={state.before}` moves new tasks back"
+            raise RolloutError(f"the rollout of {model} is {state.phase}{hint}")
+        if (new := decide(store, state, decision(state), operator())) is not None:
+            return act(store, new)
+
+
+def _check(card: dict[str, Any], current: dict[str, Any], version: str) -> None:
+    """Raises RolloutError for a candidate that would break requests of today."""
+    missing = [name for name in current.get("capabilities", ()) if name not in card.get("capabilities", ())]
+    if missing:
+        raise RolloutError(
+            f"version {version} lacks {', '.join(missing)}, which {current['version']} has: requests would fail"
+        )

@@ -1,0 +1,158 @@
+"""How often rollouts that judge roll back, and after how many requests: simulated, by the code that judges.
+
+    .venv/bin/python -m tests.bench.rollouts                       # 300 null rollouts, 200 of each kind of candidate
+    .venv/bin/python -m tests.bench.rollouts --null 20 --others 5  # in small
+
+Each rollout has the usual plan. Requests come one after another; each draws its version by the step's percentage, its
+sizes and its times: lognormal, with heavy tails, and a load that wanders by a factor of 3 and slows both versions.
+The baseline fails 0.5% of its tasks, its callers leave 2%, a fifth of its answers is cut off at 256 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from producers.rollouts.controller import raised
+from producers.rollouts.metrics import Evidence, Matcher, findings
+from producers.rollouts.operations import checked
+from producers.store.fleet.canaries import ALIAS, Canary, Plan
+
+#: Requests in a second; those between two looks at the first step, and later.
+RATE: Final = 10.0
+LOOKS: Final = (10, 100)
+LONGEST: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A candidate beside its baseline. `slower`: factor of its times; shares are added to the baseline's."""
+
+    slower: float = 1.0
+    fails: float = 0.0
+    cut_off: float = 0.0
+    empty: float = 0.0
+    slow_tail: float = 0.0
+    """Share of its tasks that take five times as long."""
+
+
+KINDS: Final = {
+    "null": Kind(),
+    "a fifth faster": Kind(slower=0.8),
+    "20% slower": Kind(slower=1.2),
+    "5 points more fail": Kind(fails=0.05),
+    "5 points are empty": Kind(empty=0.05),
+    "5 points more are cut off": Kind(cut_off=0.0625),
+    "5% take five times as long": Kind(slow_tail=0.05),
+    "crashes": Kind(fails=1.0),
+    "answers nothing": Kind(empty=1.0),
+    "never ends by itself": Kind(cut_off=1.0),
+}
+
+
+class Traffic:
+    """Rows of the ledger of a system with both versions. Times are ms."""
+
+    def __init__(self, kind: Kind, seed: int) -> None:
+        self.kind, self.draw, self.now = kind, random.Random(seed), 1_000_000.0
+        self._load = 0.0
+
+    def rows(self, percent: float, count: int) -> Iterator[dict[str, str]]:
+        """The next tasks that end."""
+        for _ in range(count):
+            self.now += self.draw.expovariate(RATE) * 1000
+            self._load = max(-0.6, min(0.6, self._load + self.draw.gauss(0, 0.01)))
+            yield self._row(candidate=self.draw.random() * 100 < percent)
+
+    def _row(self, *, candidate: bool) -> dict[str, str]:
+        draw, kind = self.draw, self.kind if candidate else Kind()
+        factor = kind.slower * math.exp(self._load) * (5 if draw.random() < kind.slow_tail else 1)
+        prompt = int(min(4000, draw.lognormvariate(5, 1)))
+        tokens, reason = 1 + int(draw.expovariate(1 / 160)), "stop"
+        if tokens >= LONGEST or draw.random() < kind.cut_off:
+            tokens, reason = LONGEST, "length"
+        if draw.random() < kind.empty:
+            tokens, reason = 0, "stop"
+        status = (
+            "failed" if draw.random() < 0.005 + kind.fails else "cancelled" if draw.random() < 0.02 else "completed"
+        )
+        first = factor * draw.lognormvariate(4.5, 0.6) * (1 + prompt / 1000)
+        ended = first + max(0, tokens - 1) * factor * draw.lognormvariate(3, 0.2)
+        created = self.now - ended
+        row = {"model": "m", "tier": "default", "status": status, "prompt": prompt, "cached": 0, "output": tokens}
+        row |= {"longest": tokens, "deaths": 0, "discarded": 0, "created": int(created), "started": int(created)}
+        row |= {"first": int(created + first) if tokens and status != "failed" else "", "ended": int(self.now)}
+        row |= {"alias": ALIAS if candidate else "default", "version": "b" if candidate else "a"}
+        row |= {"reasons": f'["{reason}"]' if status == "completed" else ""}
+        return {name: str(value) for name, value in row.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A rollout's end. `candidate`: requests that the candidate had by then."""
+
+    promoted: bool
+    metric: str
+    requests: int
+    candidate: int
+    step: int
+
+
+def rollout(kind: Kind, seed: int, plan: Plan, most: int = 200_000) -> Result:
+    """One rollout, as the controller carries it. After `most` requests it counts as held."""
+    traffic = Traffic(kind, seed)
+    state = Canary("m", str(seed), "b", "a", checked(plan), 0, "bench", phase="judging")
+    state = state.decided("judging", "", 0).acted(int(traffic.now))
+    evidence, matcher, requests = Evidence.of("", state), Matcher(state), 0
+    while requests < most:
+        count = LOOKS[min(state.step, 1)]
+        matcher.enter(traffic.rows(state.percent, count), evidence, state.step)
+        requests += count
+        found = findings(state, evidence)
+        if worse := [finding for finding in found if finding.worse]:
+            metric = max(worse, key=lambda finding: finding.odds).settings.metric.name
+            return Result(False, metric, requests, evidence.candidate.tasks, state.step)
+        decision = raised(state, found, evidence.compared(state.step), int(traffic.now))
+        if decision is not None and decision.phase == "promoted":
+            return Result(True, "", requests, evidence.candidate.tasks, state.step)
+        if decision is not None:
+            state = state.decided(decision.phase, decision.reason, decision.step).acted(int(traffic.now))
+    return Result(False, "held", requests, evidence.candidate.tasks, state.step)
+
+
+def summary(results: list[Result]) -> dict[str, Any]:
+    """What became of rollouts of one kind."""
+    back = [result for result in results if not result.promoted and result.metric != "held"]
+    needed = sorted(result.candidate for result in back)
+    named = [result.metric for result in back]
+    return {
+        "rollouts": len(results),
+        "rolled_back": len(back),
+        "held": sum(result.metric == "held" for result in results),
+        "candidate_requests_median": needed[len(needed) // 2] if needed else None,
+        "candidate_requests_most": needed[-1] if needed else None,
+        "requests_median": sorted(result.requests for result in back)[len(back) // 2] if back else None,
+        "at_first_step": sum(result.step == 0 for result in back),
+        "by": {name: named.count(name) for name in sorted(set(named))},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--null", type=int, default=300, help="null rollouts")
+    parser.add_argument("--others", type=int, default=200, help="rollouts of each other kind")
+    parser.add_argument("--kind", choices=KINDS, help="this kind alone")
+    options = parser.parse_args()
+    for name in [options.kind] if options.kind else KINDS:
+        count = options.null if name == "null" else options.others
+        results = [rollout(KINDS[name], seed, replace(Plan())) for seed in range(count)]
+        print(json.dumps({"candidate": name, **summary(results)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

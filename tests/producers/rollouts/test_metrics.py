@@ -1,0 +1,124 @@
+"""Which tasks are compared with which, and what comes of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from producers.rollouts.metrics import BUFFERED, MATCHES, METRICS, Evidence, Matcher, findings
+from producers.rollouts.operations import checked
+from producers.store.fleet.canaries import ALIAS, Canary, Plan
+
+STATE = replace(
+    Canary("m", "r", "b", "a", checked(Plan(steps=(10.0,), warm_up_s=0.0)), 1, "me")
+    .decided("judging", "", 0)
+    .acted(1000)
+)
+
+
+def row(arm: str, **more: Any) -> dict[str, str]:
+    alias, version = {"candidate": (ALIAS, "b"), "baseline": ("default", "a")}[arm]
+    fields: dict[str, Any] = {
+        "model": "m",
+        "alias": alias,
+        "version": version,
+        "status": "completed",
+        "tier": "default",
+    }
+    fields |= {
+        "prompt": 10,
+        "cached": 0,
+        "output": 20,
+        "longest": 20,
+        "deaths": 0,
+        "discarded": 0,
+        "reasons": '["stop"]',
+    }
+    fields |= {"created": 2000, "started": 2001, "first": 2100, "ended": 4000}
+    return {name: str(value) for name, value in (fields | more).items()}
+
+
+def compared(*rows: dict[str, str], state: Canary = STATE) -> dict[str, Counter[int]]:
+    evidence = Evidence.of("", state)
+    Matcher(state).enter(rows, evidence, 0)
+    return evidence.steps[0]
+
+
+def test_a_candidates_task_takes_the_last_ones_of_the_baseline_and_each_once() -> None:
+    failed = row("candidate", status="failed", first="")
+    before = [row("baseline", status="failed")] * 3 + [row("baseline")] * MATCHES
+    differences = compared(*before, failed, failed)
+    assert differences["failed"] == {16: 1, 0: 1}, "the second finds two of the failed ones alone: a power of two"
+    assert "first_token" not in differences, "what failed had no first token"
+
+
+def test_a_candidates_task_waits_for_one_like_it() -> None:
+    differences = compared(row("candidate", prompt=5000), row("baseline"), row("baseline", tier="flex"))
+    assert differences == {}
+    differences = compared(row("candidate", prompt=5000), row("baseline", prompt=9000, cached=4000))
+    assert differences["failed"] == {0: 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "expected"),
+    [
+        ("failed", {"status": "failed"}, 16),
+        ("failed", {"deaths": 1}, 16),
+        ("abandoned", {"status": "cancelled"}, 16),
+        ("empty", {"output": 0, "longest": 0}, 16),
+        ("cut_off", {"reasons": '["length"]'}, 16),
+        ("first_token", {"first": 2106}, 16),
+        ("first_token", {"first": 2104}, -16),
+        ("per_token", {"ended": 4200}, 16),
+        ("end_to_end", {"ended": 4200}, 16),
+        ("end_to_end", {"ended": 4099}, -16),
+        ("longer", {"longest": 31}, 16),
+        ("shorter", {"longest": 13}, 16),
+        ("shorter", {"longest": 14}, -16),
+    ],
+)
+def test_what_is_worse(name: str, more: dict[str, Any], expected: int) -> None:
+    assert compared(row("baseline"), row("candidate", **more))[name] == {expected: 1}
+
+
+def test_a_slow_tail_is_that_of_tasks_that_are_in_no_comparison_any_more() -> None:
+    usual = [row("baseline")] * (BUFFERED + 50)
+    assert compared(*usual, row("candidate", ended=9000))["end_to_end_p95"] == {16: 1}
+    assert "end_to_end_p95" not in compared(*usual[:60], row("candidate", ended=9000))
+
+
+def test_what_callers_chose_themselves_or_sent_before_is_not_compared() -> None:
+    others = [row("baseline", alias="candidate"), row("baseline", alias=""), row("baseline", created=999)]
+    others += [row("baseline", model="other"), row("baseline", version="c")]
+    assert compared(*others, row("candidate")) == {}
+
+
+def test_times_of_a_cold_start_are_not_compared_and_its_failures_are() -> None:
+    state = replace(STATE, plan=replace(STATE.plan, warm_up_s=5.0))
+    differences = compared(row("baseline"), row("candidate", status="failed"), state=state)
+    assert (differences["failed"], "end_to_end" in differences) == ({16: 1}, False)
+
+
+def test_evidence_is_the_same_after_it_was_stored_and_of_no_other_rollout() -> None:
+    evidence = Evidence.of("", STATE)
+    assert evidence.cursor == "999-0"
+    Matcher(STATE).enter([row("baseline"), row("candidate", status="failed")], evidence, 0)
+    stored = Evidence.of(evidence.to_json(), STATE)
+    assert (stored.steps, stored.candidate, stored.baseline) == (evidence.steps, evidence.candidate, evidence.baseline)
+    assert Evidence.of(evidence.to_json(), replace(STATE, id="other")).steps == []
+
+
+def test_a_candidate_that_fails_always_is_found_within_20_tasks_and_an_equal_one_never() -> None:
+    evidence, matcher = Evidence.of("", STATE), Matcher(STATE)
+    for _ in range(17):
+        matcher.enter([*[row("baseline")] * MATCHES, row("candidate", status="failed", reasons="")], evidence, 0)
+    (worse,) = [finding for finding in findings(STATE, evidence) if finding.worse]
+    assert worse.text().startswith("failed: tasks that failed, or whose worker died: +100.0 points")
+    evidence, matcher = Evidence.of("", STATE), Matcher(STATE)
+    for _ in range(500):
+        matcher.enter([row("baseline"), row("candidate")], evidence, 0)
+    assert len(findings(STATE, evidence)) == len(METRICS)
+    assert not any(finding.suspect for finding in findings(STATE, evidence))

@@ -1,0 +1,274 @@
+"""`penstock rollout start`, `status`, `pause`, `resume`, `promote` and `abort`: rollouts that judge."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from typer.core import TyperGroup
+
+from workers.cli.exits import Failure, refusing
+from workers.cli.models import rollout_app as app
+from workers.cli.options import Broker, DataDir, Json, Store
+from workers.cli.terminal import aligned, note, say
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+    from producers.store.fleet.canaries import Canary, Plan
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A model in the store.")]
+_UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+class _Group(TyperGroup):
+    """`penstock rollout NAME=MODEL` and its options stand for `penstock rollout now NAME=MODEL`."""
+
+    default = "now"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0].startswith("-") and args[0] != "--help":
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, args if args[0] in self.commands else [self.default, *args])
+
+
+app.info.cls = _Group
+
+
+def seconds(text: str) -> float:
+    """A time such as `90`, `90s`, `10m`, `2h`. Raises Failure."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
+    if match is None:
+        raise Failure(f"{text!r} is no time: write seconds, or 90s, 10m, 2h")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _steps(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise Failure(f"{text!r} are no steps: write percentages with commas between, as 1,5,25,100") from None
+
+
+def _metrics(changed: Sequence[str], dropped: Sequence[str]) -> dict[str, dict[str, float]]:
+    """All metrics but the dropped ones, with what is changed: NAME=MARGIN or NAME=MARGIN:TOLERANCE. Raises Failure."""
+    from producers.rollouts.metrics import defaults
+
+    metrics = defaults()
+    for name in [*dropped, *(item.partition("=")[0] for item in changed)]:
+        if name not in metrics:
+            raise Failure(f"there is no metric {name!r}; there are {', '.join(metrics)}")
+    for item in changed:
+        match = re.fullmatch(r"(\w+)=(\d*\.?\d+)(?::(\d*\.?\d+))?", item)
+        if match is None:
+            raise Failure(f"{item!r} is not NAME=MARGIN or NAME=MARGIN:TOLERANCE, as failed=0.02 or per_token=0:0.1")
+        metrics[match[1]]["margin"] = float(match[2])
+        if match[3] is not None:
+            metrics[match[1]]["tolerance"] = float(match[3])
+    kept = {name: values for name, values in metrics.items() if name not in dropped}
+    if not kept:
+        raise Failure("no metric is left: leave out one --without")
+    return kept
+
+
+@contextmanager
+def _records(broker: str | None, store: str | None, data_dir: Path | None) -> Iterator[Redis]:
+    """The store. What makes no sense, and a store that does not answer, are a Failure."""
+    from producers.connection.trouble import error_text
+    from workers.cli.servers import addresses
+    from workers.connect import LOST, connect
+
+    try:
+        with refusing(ValueError), connect(addresses(broker, store, data_dir)[1]) as records:
+            yield records
+    except LOST as error:
+        raise Failure(f"the store does not answer: {error_text(error)}") from error
+
+
+@app.shown("penstock rollout start tiny --to candidate --steps 1,5,25,100 --hold 10m --data-dir data")
+def start(
+    name: Name,
+    to: Annotated[
+        str, typer.Option("--to", metavar="VERSION", help="The candidate: a version, an alias, or a model's FOLDER.")
+    ],
+    steps: Annotated[
+        str, typer.Option(metavar="PERCENTAGES", help="Parts of new tasks; 100 makes it the default.")
+    ] = "1,5,25,50,100",
+    hold: Annotated[str, typer.Option(metavar="TIME", help="Shortest time of a step: 90s, 10m, 2h.")] = "10m",
+    min_samples: Annotated[int, typer.Option(min=1, help="Fewest comparisons of a step.")] = 50,
+    workers: Annotated[int, typer.Option(min=1, help="Ready workers of the candidate to wait for, at 0%.")] = 1,
+    timeout: Annotated[str, typer.Option(metavar="TIME", help="Longest time for them to become ready.")] = "10m",
+    lost: Annotated[
+        str, typer.Option(metavar="TIME", help="Time without a ready worker of it after which it is rolled back.")
+    ] = "30s",
+    warm_up: Annotated[
+        str, typer.Option(metavar="TIME", help="Time from the first traffic whose tasks' times are not compared.")
+    ] = "30s",
+    alpha: Annotated[
+        float, typer.Option(help="Probability of rolling back a candidate that is no worse: of all metrics and looks.")
+    ] = 0.01,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option("--metric", metavar="NAME=MARGIN[:TOLERANCE]", help="How much worse a metric may become."),
+    ] = None,
+    without: Annotated[list[str] | None, typer.Option("--without", metavar="NAME", help="Leave a metric out.")] = None,
+    broker: Broker = None,
+    store: Store = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Give a candidate a growing part of a model's new tasks, compare it with the default, and promote it or roll back.
+
+    The sweeper that leads carries it out. The candidate's workers come up first: `penstock up` and autoscalers start
+    them where it is a FOLDER; else start them now. `status` says why a candidate was rolled back.
+    """
+    from producers.rollouts import operations
+    from producers.store.fleet.canaries import Plan
+
+    plan = Plan(
+        _steps(steps),
+        *(seconds(hold), min_samples, workers, seconds(timeout), seconds(lost), seconds(warm_up), alpha),
+        _metrics(metric or (), without or ()),
+    )
+    plan = _refusing(lambda: operations.checked(plan))
+    reference = ""
+    if "/" in to or Path(to).exists():
+        to, reference = _published(name, to, broker, store, data_dir)
+    with _records(broker, store, data_dir) as records:
+        state = operations.start(records, name, to, plan, reference)
+        note(f"{name}: {state.before} -> {state.version}; see `penstock rollout status {name}`")
+        _warn_unled(records)
+        _show(records, state, as_json)
+
+
+def _refusing(plan: Any) -> Plan:
+    with refusing(ValueError):
+        checked: Plan = plan()
+    return checked
+
+
+def _published(name: str, folder: str, broker: str | None, store: str | None, data_dir: Path | None) -> tuple[str, str]:
+    """Add the version of a folder to the store. Returns it, and its reference."""
+    from producers.store.fleet import cards
+    from workers.cli.models import _checked, _new_version
+    from workers.connect import connect
+
+    urls = _checked(broker, store, data_dir)
+    new = _new_version(f"{name}={folder}", urls)
+    with connect(urls[1]) as records:
+        cards.add_version(records, new.card, new.files)
+    return new.version, new.model.reference
+
+
+@app.shown("penstock rollout status tiny --data-dir data")
+def status(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A model; unset, all.")] = None,
+    broker: Broker = None,
+    store: Store = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Show where rollouts are, what they wait for, and what they have compared."""
+    from producers.store.fleet import canaries
+
+    with _records(broker, store, data_dir) as records:
+        states = [state for state in canaries.all_of(records) if name in (None, state.model)]
+        if name is not None and not states:
+            raise Failure(f"{name} has no rollout: `penstock rollout start {name} --to VERSION` begins one")
+        for state in states:
+            _show(records, state, as_json)
+        if any(state.under_way for state in states):
+            _warn_unled(records)
+
+
+@app.shown("penstock rollout pause tiny --data-dir data")
+def pause(
+    name: Name, broker: Broker = None, store: Store = None, data_dir: DataDir = None, as_json: Json = False
+) -> None:
+    """Let a rollout stay at its step. It is still rolled back if it turns out worse."""
+    from producers.rollouts import operations
+
+    with _records(broker, store, data_dir) as records:
+        _show(records, operations.pause(records, name), as_json)
+
+
+@app.shown("penstock rollout resume tiny --data-dir data")
+def resume(
+    name: Name, broker: Broker = None, store: Store = None, data_dir: DataDir = None, as_json: Json = False
+) -> None:
+    """Go on with a paused rollout."""
+    from producers.rollouts import operations
+
+    with _records(broker, store, data_dir) as records:
+        _show(records, operations.resume(records, name), as_json)
+
+
+@app.shown("penstock rollout promote tiny --data-dir data")
+def promote(
+    name: Name,
+    full: Annotated[bool, typer.Option("--full", help="Make the candidate the default now.")] = False,
+    broker: Broker = None,
+    store: Store = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Go to a rollout's next step now, whatever it has compared."""
+    from producers.rollouts import operations
+
+    with _records(broker, store, data_dir) as records:
+        _show(records, operations.promote(records, name, full=full), as_json)
+
+
+@app.shown("penstock rollout abort tiny --data-dir data")
+def abort(
+    name: Name, broker: Broker = None, store: Store = None, data_dir: DataDir = None, as_json: Json = False
+) -> None:
+    """End a rollout: the default gets all tasks again, within a second."""
+    from producers.rollouts import operations
+
+    with _records(broker, store, data_dir) as records:
+        _show(records, operations.abort(records, name), as_json)
+
+
+def _warn_unled(store: Redis) -> None:
+    from producers.contract import keys
+
+    if not store.exists(keys.SWEEPER):
+        note("no sweeper leads (`penstock sweeper`): rollouts stand still until one does")
+
+
+def _show(store: Redis, state: Canary, as_json: bool) -> None:
+    from producers.rollouts.controller import waits_for
+    from producers.rollouts.metrics import Evidence, findings
+    from producers.store.fleet import canaries
+
+    evidence = Evidence.of(canaries.read_evidence(store, state.model), state)
+    found = findings(state, evidence)
+    waits = waits_for(state, found, evidence.compared(state.step), canaries.now_ms(store)) if state.under_way else ""
+    if as_json:
+        metrics = {finding.settings.metric.name: finding.figures() for finding in found}
+        typer.echo(json.dumps({**asdict(state), "waits": waits, "metrics": metrics}))
+        return
+    when = datetime.fromtimestamp((state.since or state.begun) / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    say(f"{state.model}: {state.before} -> {state.version}: {state.phase} at {state.percent:g}% since {when}")
+    say(f"  {state.reason}")
+    if waits:
+        say(f"  waits {waits}")
+    rows = [("  metric", "comparisons", "difference", "bounds", "odds it is worse")]
+    for finding in found:
+        lower, mean, upper = finding.bounds
+        odds = f"{min(finding.odds, 1e9):,.3g} to 1"
+        figures = (f"{100 * mean:+.1f}", f"{100 * lower:+.1f} to {100 * upper:+.1f}", odds)
+        rows.append((f"  {finding.settings.metric.name}", str(finding.count), *figures))
+    for line in aligned(rows, 5) if state.traffic else ():
+        say(line)
