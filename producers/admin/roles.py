@@ -73,7 +73,7 @@ _TASKS: Final = (
     "penstock:waiting:* penstock:drain:* penstock:limits:* penstock:ledger penstock:batch:* penstock:batches "
     "penstock:batches:* penstock:files:notes penstock:replies penstock:replies:* penstock:webhooks:due "
     "penstock:webhooks:row:* penstock:taken:* penstock:lease:* penstock:workers:* penstock:erasing penstock:erased:* "
-    "penstock:kept:* penstock:webhooks:waiting penstock:webhooks:waiting:*"
+    "penstock:kept:* penstock:webhooks:waiting penstock:webhooks:waiting:* penstock:shadows penstock:shadows:*"
 )
 _TASKS_READ: Final = (
     "penstock:webhooks:endpoints penstock:webhooks:endpoints:* penstock:pools penstock:models penstock:adapters "

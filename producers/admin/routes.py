@@ -14,11 +14,12 @@ from typing import Any
 
 from redis import Redis
 
+from producers.client.submission import encoding_of_card
 from producers.connection.script import parsed, text
 from producers.contract import keys
 from producers.store.access.audit import Change, operator
 from producers.store.fleet import cards, routing
-from producers.store.fleet.routing import DEFAULT, NO_STAGE, Routing, RoutingError, Rule
+from producers.store.fleet.routing import DEFAULT, NO_STAGE, Routing, RoutingError, Rule, Shadow
 
 
 def current(store: Redis, model: str) -> Routing:
@@ -94,6 +95,25 @@ def set_approval(store: Redis, model: str, *, required: bool) -> Routing:
     where one of them leads to a version that is not approved."""
     what = f"approval {'required' if required else 'not required'}"
     return update(store, model, what, lambda before: replace(before, approval=required), "model.policy")
+
+
+def set_shadow(store: Redis, model: str, shadow: Shadow | None) -> Routing:
+    """Copy a part of the tasks to a version (`producers.store.shadows`), or to none. Raises as `set_aliases`, also for
+    a version whose token ids mean other texts than those of the default."""
+
+    def change(before: Routing) -> Routing:
+        after = replace(before, shadow=shadow)
+        if shadow is not None:
+            default, other = (cards.of_version(store, model, before.version_at(to)) for to in (DEFAULT, shadow.to))
+            if default and other and encoding_of_card(default) != encoding_of_card(other):
+                raise RoutingError(
+                    f"{shadow.to} of {model} has another tokenizer or chat template than the default: outputs are "
+                    "compared token by token, so that nothing could be compared"
+                )
+        return after
+
+    what = "shadow off" if shadow is None else f"shadow to {shadow.to}, {shadow.percent:g}%"
+    return update(store, model, what, change)
 
 
 def restore(store: Redis, model: str, generation: int) -> Routing:

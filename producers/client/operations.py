@@ -262,12 +262,11 @@ def repeated(record: Record, chunks: Sequence[str] = ()) -> tuple[Task, dict[str
     return task, {**repeated_fields(record, task), "retried_from": record.id}
 
 
-def task_of_record(record: Record, texts: Mapping[str, Any] = MappingProxyType({})) -> Task:
-    """The task of a record, with the alias or version that it named. `texts`: a parent's, which its record lacks.
-    Raises InvalidTask, and BrokenRecord."""
+def task_of_record(record: Record, update: Mapping[str, Any] = MappingProxyType({})) -> Task:
+    """The task of a record, with the alias or version that it named, and these fields in place of its own. Raises
+    InvalidTask, and BrokenRecord."""
     fields: Any = record.json("task") or {}
-    named = record.fields.get("named")
-    return Task.parse({**fields, **texts, **({} if named is None else {"version": named})})
+    return Task.parse({**fields, "version": record.fields.get("named"), **update})
 
 
 def chunk_tasks(record: Record, patience_s: float) -> Steps[list[str]]:

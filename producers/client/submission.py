@@ -26,10 +26,10 @@ from producers.contract.record import FINAL
 from producers.contract.task import Task
 from producers.errors import InvalidTask, SubmitFailed, TaskErased, TaskExists, TokenizerChanged, UnknownModel, shown
 from producers.release import release
-from producers.store import batches, chunks, protocol
+from producers.store import batches, chunks, protocol, shadows
 from producers.store.fleet import adapters
 from producers.store.fleet.cards import profile_field
-from producers.store.fleet.routing import ANY, DEFAULT, NO_HEADERS, Routing, Selection
+from producers.store.fleet.routing import ANY, DEFAULT, NO_HEADERS, Routing, Selection, Shadow
 from producers.store.usage.limits import Charge
 from producers.store.waiting import Room, refused
 
@@ -69,7 +69,8 @@ class ResolvedModel:
     """The version of a model that a task goes to: its card and queue, as read from the store. `encoding`: the digest of
     the files by which the version makes token ids; `fingerprint`: of its version's pool, None while there is none or
     several; `clock_ms`: server time minus this process's monotonic time. `alias`: what led to it, empty where
-    no alias did; `generation`: of the model's routing, 0 where it has none; `selection`: what the task said of it."""
+    no alias did; `generation`: of the model's routing, 0 where it has none; `selection`: what the task said of it;
+    `shadow`: the version that gets copies of a part of the model's tasks."""
 
     card: dict[str, Any]
     queue: str
@@ -80,6 +81,7 @@ class ResolvedModel:
     alias: str = ""
     generation: int = 0
     selection: Selection = ANY
+    shadow: Shadow | None = None
 
     @property
     def named(self) -> bool:
@@ -101,7 +103,7 @@ def encoding_of(record: Mapping[str, str]) -> str:
     return record.get("encoding") or f"@{record.get('version', '')}"
 
 
-def _encoding_of_card(card: Mapping[str, Any]) -> str:
+def encoding_of_card(card: Mapping[str, Any]) -> str:
     """16 hexadecimal digits of the files by which a version makes token ids of texts and messages."""
     files = {name: card.get("files", {}).get(name) for name in ENCODING_FILES}
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
@@ -192,9 +194,10 @@ class Directory:
             return replace(resolved, selection=selection)
         aliases = () if routing is None else routing.aliases
         alias = target if target == DEFAULT or target in aliases else ""
-        return replace(
-            resolved, alias=alias, generation=0 if routing is None else routing.generation, selection=selection
-        )
+        if routing is None:
+            return replace(resolved, alias=alias, selection=selection)
+        shadow = routing.copied_to()
+        return replace(resolved, alias=alias, generation=routing.generation, selection=selection, shadow=shadow)
 
     def again(self, resolved: ResolvedModel, patience_s: float, *, withdrawn: bool = False) -> Steps[ResolvedModel]:
         """The version of `resolved`, if such tasks may go there still; else as `find`."""
@@ -253,7 +256,7 @@ def _resolved(name: str, card: dict[str, Any], look: _Look) -> ResolvedModel:
     return ResolvedModel(
         card=card,
         queue=keys.version_queue(name, card["version"]),
-        encoding=_encoding_of_card(card),
+        encoding=encoding_of_card(card),
         fingerprint=_only_fingerprint(look.pools, name, card["version"]),
         clock_ms=look.clock_ms,
         read_at=look.at,
@@ -321,6 +324,8 @@ def submit(
         fields = record_fields(routed, current, whole=len(texts) == 1) | dict(more) | {"encoding": current.encoding}
         if len(texts) > 1:
             fields |= _parent_fields(routed, texts, fields)
+        if current.shadow is not None and shadows.is_sampled(current.shadow, fields, task_id):
+            fields["shadow"] = current.shadow.to
         if (yield from _admit(directory, routed, task_id, current, fields, patience_s, charge, room)):
             break
         directory.forget(task.model)  # its routing has changed

@@ -48,6 +48,8 @@ WAITING_MEMORY: Final = "penstock:waiting:memory"  # hash: the last look at the 
 WAITING_KEYS: Final = "penstock:waiting:keys"  # hash: API key's id -> the same
 PARENTS: Final = "penstock:waiting:parents"  # zset: task id -> ms; tasks in chunks that are not tidied up yet
 READERS: Final = "penstock:readers"  # zset: task id -> ms; end of its reader lease
+SHADOW_SAMPLES: Final = "penstock:shadows"  # list: ids of tasks that are to be copied (`producers.store.shadows`)
+SHADOW_COPIES: Final = "penstock:shadows:open"  # zset: task id of a copy -> ms of its ADMIT
 MODELS: Final = "penstock:models"  # hash: model name -> card (JSON)
 ADAPTERS: Final = "penstock:adapters"  # hash: adapter's name -> what it is (JSON, `producers.store.fleet.adapters`)
 VERSIONS: Final = "penstock:versions"  # hash: model@version -> its card (JSON, `producers.store.fleet.cards`)
@@ -102,6 +104,16 @@ def metrics(model: str) -> str:
 def metrics_mark(source: str) -> str:
     """String: the last increments of a worker's process, or of the ledger, that are in those hashes."""
     return f"penstock:metrics:mark:{source}"
+
+
+def shadow_pairs(model: str) -> str:
+    """Stream: copies of the model's tasks, compared with these (`producers.store.shadows`)."""
+    return f"penstock:shadows:pairs:{model}"
+
+
+def shadow_drops(model: str) -> str:
+    """Hash with a TTL: why tasks were not copied, or copies not compared -> how many."""
+    return f"penstock:shadows:drops:{model}"
 
 
 def adapter(version: str) -> str:

@@ -30,11 +30,13 @@
 | `deadline`, `ttl` | server time (ms); seconds for which the settled record is kept |
 | `waits` | while it waits: that it is counted, and as what (`producers.store.waiting`) |
 | `nonce` | id of the submit that made the record |
-| `origin` | who asked: `task` (client, /v1/tasks), `response` (background), `batch`, `chunk`; else its caller waits |
+| `origin` | `task` (client, /v1/tasks), `response` (background), `batch`, `chunk`, `shadow`; else its caller waits |
 | `batch`, `line` | the batch's id, and the line's number from 0; whatever makes the record final counts it there |
 | `idempotency` | key of the entry of the submit's Idempotency-Key (`producers.store.idempotency`) |
 | `metadata` | the task's metadata (JSON), if it has some |
 | `shortened` | overload shortened its outputs (JSON): `to` so many tokens, `from` the `max_tokens` that it asked for |
+| `shadow` | the version that gets a copy of it, of a task that is a sample (`producers.store.shadows`) |
+| `shadow_of`, `paired` | of such a copy: the task that it copies; 1: it was compared |
 | `retried_from` | id of the task that this one repeats |
 | `webhook` | the task's own webhook (JSON: url, events) |
 | `webhook_secret` | its secret, as `producers.contract.sealing` stores it; absent: the tenant's own is used |

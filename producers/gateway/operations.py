@@ -3,6 +3,7 @@
     /v1/scaling              decisions of the autoscaler; another try to start workers
     /v1/workers              tell one to drain
     /v1/routing              which versions new tasks go to
+    /v1/shadows/{model}      copies of tasks for another version, compared
     /v1/rollouts             the last rolling update of each model
     /v1/sources              when schedules last fired, and replies that wait
     /v1/webhook_deliveries   rows of the outbox; deliver one again
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Query, Request
@@ -33,7 +35,7 @@ from producers.gateway.http.authorization import ADMINISTERS, ANYBODY, MEASURES,
 from producers.gateway.http.errors import ONCE, Problem
 from producers.gateway.tasks.views import errors
 from producers.release import release
-from producers.store import outbox
+from producers.store import outbox, shadows
 from producers.store.access import audit
 from producers.store.fleet import scaling
 from producers.store.fleet.rollouts import Rollout
@@ -190,6 +192,13 @@ class RuleView(BaseModel):
     header: str | None
 
 
+class ShadowTarget(BaseModel):
+    """What gets copies of tasks."""
+
+    to: str = Field(description="an alias or a version")
+    percent: float = Field(description="of the tasks that go to other versions")
+
+
 class RoutingView(BaseModel):
     """Which versions of a model new tasks go to."""
 
@@ -203,12 +212,15 @@ class RoutingView(BaseModel):
     sticky: str = Field(description="what stays with its target: caller or tenant")
     stages: dict[str, str] = Field(description="version -> staging, approved or archived; others have none")
     approval: bool = Field(description="whether the default, the split and rules lead to approved versions alone")
+    shadow: ShadowTarget | None = Field(description="what gets copies of tasks; null: nothing does")
     changed_at: float = Field(description="unix seconds")
     by: str = Field(description="who changed it")
 
     @classmethod
     def of(cls, routing: Routing) -> Self:
+        shadow = routing.shadow
         return cls(
+            shadow=None if shadow is None else ShadowTarget(to=text(shadow.to), percent=sane(shadow.percent) or 0.0),
             model=text(routing.model),
             generation=routing.generation,
             default=text(routing.default),
@@ -240,6 +252,58 @@ async def routing(request: Request) -> RoutingList:
     routings = [Routing.of(model, raw) for model, raw in zip(models, states, strict=True)]
     views = [RoutingView.of(state) for state in routings if state is not None]
     return RoutingList(data=sorted(views, key=lambda view: view.model))
+
+
+class ShadowPair(BaseModel):
+    """A task and its copy. Of two values the task's is the first."""
+
+    task: str
+    version: str = Field(description="that ran the task")
+    shadow: str = Field(description="that ran the copy")
+    statuses: tuple[str, str]
+    tokens: tuple[int, int] = Field(description="of all choices")
+    same: float | None = Field(description="share of tokens before the first difference; null: one did not complete")
+    reasons: tuple[list[str | None], list[str | None]] = Field(description="finish reasons, by choice")
+    ms: tuple[int | None, int | None] = Field(description="from start to end")
+    engine_seconds: tuple[float | None, float | None] = Field(description="the engine's time; null: nobody noted it")
+
+
+class ShadowSummary(BaseModel):
+    """The pairs of two versions, as far as both outputs have completed."""
+
+    version: str
+    shadow: str
+    pairs: int
+    completed: int = Field(description="pairs of which both have completed")
+    same: float | None = Field(description="mean share of tokens before the first difference")
+    equal: float | None = Field(description="share of pairs with the same tokens")
+    same_reason: float | None = Field(description="share of pairs with the same finish reasons")
+    length: float | None = Field(description="tokens of the copies by those of the tasks")
+    time: float | None = Field(description="median of the copies' times from start to end by the tasks'")
+
+
+class ShadowReport(BaseModel):
+    object: Literal["shadows"] = "shadows"
+    model: str
+    summaries: list[ShadowSummary] = Field(description=f"of the last {shadows.KEPT} pairs, by their versions")
+    drops: dict[str, int] = Field(description="reason -> tasks that were not copied, or not compared")
+    data: list[ShadowPair] = Field(description="the latest pairs first")
+
+
+@router.get("/shadows/{model:path}", dependencies=MEASURES, response_model=ShadowReport)
+async def shadow_pairs(
+    request: Request,
+    model: str,
+    limit: Annotated[int, Query(ge=0, le=MAX_PAGE, description="most pairs to answer with")] = PAGE,
+) -> ShadowReport:
+    """Compare copies of a model's tasks for another version with the tasks: shadow traffic."""
+    report = shadows.Report.of(*await aexecute_many(_store(request), shadows.pairs_read(model, shadows.KEPT)))
+    return ShadowReport(
+        model=model,
+        summaries=[ShadowSummary(**asdict(each)) for each in shadows.summaries(report.pairs)],
+        drops={text(reason): min(count, 2**53) for reason, count in report.drops.items()},
+        data=[ShadowPair.model_validate(asdict(pair)) for pair in report.pairs[:limit]],
+    )
 
 
 def _optional(value: str | None) -> str | None:

@@ -31,6 +31,7 @@ from redis.asyncio import Redis
 
 from producers.connection.script import Call, aexecute, aexecute_many, arun, script, text
 from producers.contract import keys
+from producers.store import shadows
 from producers.store.protocol import PACKAGE
 from producers.store.usage.ledger import STATUSES
 
@@ -173,7 +174,7 @@ async def count_ended(store: Redis) -> int:
         tallies: dict[str, Tally] = {}
         for entry, fields in rows:
             row = {text(name): text(value) for name, value in zip(fields[::2], fields[1::2], strict=True)}
-            if (model := row.get("model", "")) in models:
+            if (model := row.get("model", "")) in models and row.get("tenant") != shadows.TENANT:
                 _count(tallies.setdefault(model, Tally()), row, int(text(entry).partition("-")[0]))
         if await arun(store, measure(LEDGER, text(rows[-1][0]), tallies, before=mark)):
             total += len(rows)

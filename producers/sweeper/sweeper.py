@@ -81,6 +81,7 @@ from producers.sweeper.retention import (
     trim_outbox,
 )
 from producers.sweeper.revocations import hear
+from producers.sweeper.shadows import Shadows
 from producers.sweeper.tasks import UNSETTLED_AGE_MS as ORPHAN_MS
 from producers.sweeper.tasks import Orphans, advance_parents, expire_late
 from producers.sweeper.traces import TaskTraces
@@ -370,7 +371,7 @@ async def _duties(
         if journal is not None:
             group.create_task(_repeat(client, partial(_kept, journal), min(JOURNAL_EVERY_S, settings.every)))
         seldom: tuple[Duty, ...] = (*removals, trim, expired_files, deleted)
-        each_second: tuple[Duty, ...] = (pack_at_once, measure_ended, judge_rollouts)
+        each_second: tuple[Duty, ...] = (pack_at_once, measure_ended, judge_rollouts, Shadows(client).sweep)
         if traces is not None:
             each_second += (traces.sweep,)
         for duties, every_s in (

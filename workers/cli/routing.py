@@ -1,10 +1,11 @@
-"""`penstock models alias`, `split`, `rule`, `stage`, `routing`, `versions`: which version new tasks go to."""
+"""`penstock models alias`, `split`, `rule`, `stage`, `shadow`, `routing`, `versions`: where new tasks go."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from redis import Redis
 
     from producers.store.fleet.routing import Routing, Rule
+    from producers.store.shadows import Report
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A model in the store.")]
 
@@ -196,6 +198,66 @@ def stage(
         _show(state or routes.current(records, name), as_json)
 
 
+@app.shown("penstock models shadow tiny --to candidate --percent 5 --data-dir data", status=OPERATOR_STATUS)
+def shadow(
+    name: Name,
+    to: Annotated[str | None, typer.Option(metavar="TARGET", help="An alias or a version that gets copies.")] = None,
+    percent: Annotated[
+        float | None, typer.Option(help="How many percent of the tasks of other versions are copied.")
+    ] = None,
+    off: Annotated[bool, typer.Option("--off", help="Copy nothing more.")] = False,
+    pairs: Annotated[int, typer.Option(min=0, max=1000, help="Show so many of the latest pairs, too.")] = 0,
+    broker: Broker = None,
+    store: Store = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Copy a sample of a model's new tasks to another version, and compare the outputs. Alone: show how they compare.
+
+    Callers notice nothing: copies have the tier batch and the tenant ~shadow, are charged to nobody, and give way as
+    soon as live tasks wait for the version. A sweeper makes them; so there must be one, and a worker of the version.
+    """
+    from producers.admin import routes
+    from producers.store import shadows
+    from producers.store.fleet.routing import Shadow
+
+    if (to is None) != (percent is None) or (off and to is not None):
+        raise Failure("give --to TARGET and --percent together, or --off, or nothing of them")
+    with _records(broker, store, data_dir) as records:
+        if to is not None and percent is not None:
+            state = routes.set_shadow(records, name, Shadow(to, percent))
+        else:
+            state = routes.set_shadow(records, name, None) if off else routes.current(records, name)
+        entries, drops = (records.execute_command(*command) for command in shadows.pairs_read(name, shadows.KEPT))
+        _show_pairs(state, shadows.Report.of(entries, drops), pairs, as_json)
+
+
+def _show_pairs(state: Routing, report: Report, limit: int, as_json: bool) -> None:
+    from producers.store.shadows import summaries
+
+    between = summaries(report.pairs)
+    if as_json:
+        target = None if state.shadow is None else asdict(state.shadow)
+        shown: dict[str, Any] = {"model": state.model, "shadow": target, "drops": dict(report.drops)}
+        shown |= {"summaries": list(map(asdict, between)), "pairs": list(map(asdict, report.pairs[:limit]))}
+        typer.echo(json.dumps(shown))
+        return
+    where = "nothing is copied" if state.shadow is None else f"{state.shadow.percent:g}% go to {state.shadow.to}, too"
+    say(f"{state.model}: {where}")
+    for each in between:
+        say(f"  {each.version} and {each.shadow}: {each.pairs} pairs, of which both completed {each.completed}")
+        if each.completed:
+            say(f"    tokens before the first difference: {each.same:.1%}; equal outputs: {each.equal:.1%}")
+            length = "" if each.length is None else f"; tokens: {each.length:.2f} times as many"
+            took = "" if each.time is None else f"; time: {each.time:.2f} times as long"
+            say(f"    same finish reasons: {each.same_reason:.1%}{length}{took}")
+    if report.drops:
+        say("  dropped: " + ", ".join(f"{count} {reason}" for reason, count in report.drops.items()))
+    for row in report.pairs[:limit]:
+        same = "-" if row.same is None else f"{row.same:.1%}"
+        say(f"  {row.task}  {' '.join(row.statuses)}  tokens {row.tokens[0]} {row.tokens[1]}  same {same}")
+
+
 @app.shown("penstock models routing tiny --history --data-dir data", status=OPERATOR_STATUS)
 def routing(
     name: Name,
@@ -264,6 +326,8 @@ def _show(state: Routing, as_json: bool) -> None:
         say(f"  rule {number}: {_condition(each)} go to {each.to}")
     for version, its_stage in sorted(state.stages.items()):
         say(f"  {version} is {its_stage}")
+    if state.shadow is not None:
+        say(f"  {state.shadow.percent:g}% of other versions' tasks are copied to {state.shadow.to}")
     if state.approval:
         say("  the default, the split and rules lead to approved versions alone")
     if state.split:

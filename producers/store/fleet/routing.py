@@ -14,6 +14,7 @@ it at once, one is told to look again, and nothing remains half done whoever die
 | `rules` | of `{"to": target, "tenant" or "tier" or "header": value}`; the first that fits goes before the split |
 | `sticky` | `caller`: tasks with equal `sticky` go to the same target; `tenant`: those of a tenant do |
 | `stages` | version -> its stage: `staging`, `approved`, `archived`; of any other `none` |
+| `shadow` | `{"to": target, "percent": ...}`: what gets copies of a part of the tasks (`producers.store.shadows`) |
 | `approval` | whether only approved versions may be the default, or the target of a split or rule |
 | `at`, `by` | when (unix ms), and who |
 
@@ -118,6 +119,14 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class Shadow:
+    """A target that gets copies of so many percent of the tasks."""
+
+    to: str
+    percent: float
+
+
+@dataclass(frozen=True, slots=True)
 class Routing:
     """The state of a model's routing; the module describes its fields."""
 
@@ -132,6 +141,7 @@ class Routing:
     by: str = ""
     stages: Mapping[str, str] = field(default_factory=dict)
     approval: bool = False
+    shadow: Shadow | None = None
 
     @classmethod
     def of(cls, model: str, raw: str | bytes | None) -> Self | None:
@@ -141,7 +151,8 @@ class Routing:
             rules = tuple(Rule(**rule) for rule in fields["rules"])
             names = ("generation", "default", "aliases", "split", "sticky", "at", "by")
             later = {name: fields[name] for name in ("stages", "approval") if name in fields}
-            return cls(model, rules=rules, **{name: fields[name] for name in names}, **later)
+            shadow = Shadow(**fields["shadow"]) if "shadow" in fields else None
+            return cls(model, rules=rules, shadow=shadow, **{name: fields[name] for name in names}, **later)
         except (KeyError, TypeError):
             return None
 
@@ -150,7 +161,7 @@ class Routing:
         rules = [{name: value for name, value in asdict(rule).items() if value is not None} for rule in self.rules]
         state = asdict(replace(self, rules=())) | {"rules": rules}
         del state["model"]
-        for name in ("stages", "approval"):
+        for name in ("stages", "approval", "shadow"):
             if not state[name]:
                 del state[name]
         return json.dumps(state)
@@ -165,12 +176,18 @@ class Routing:
 
     def leads_to(self, version: str) -> bool:
         """Whether new tasks may go to a version that they do not name."""
-        return version in self.versions()
+        targets = (*self.split, *(rule.to for rule in self.rules), *self.aliases, DEFAULT)
+        return any(self.version_at(target) == version for target in targets)
 
     def versions(self) -> set[str]:
         """All versions that it names."""
         targets = {*self.split, *(rule.to for rule in self.rules), *self.aliases, DEFAULT}
+        targets |= set() if self.shadow is None else {self.shadow.to}
         return {self.version_at(target) for target in targets}
+
+    def copied_to(self) -> Shadow | None:
+        """The version that gets copies of tasks, and of how many percent; None if none does."""
+        return None if self.shadow is None else replace(self.shadow, to=self.version_at(self.shadow.to))
 
     def stage(self, version: str) -> str:
         """The stage of a version."""
@@ -222,6 +239,8 @@ def checked(routing: Routing) -> Routing:
             raise RoutingError(f"{target} has {percent:g} percent; a part of a split is above 0, and at most 100")
     if (whole := sum(routing.split.values())) > 100 + 1e-9:
         raise RoutingError(f"the parts of the split are {whole:g} percent together; they are at most 100")
+    if routing.shadow is not None and not 0 < routing.shadow.percent <= 100:
+        raise RoutingError(f"{routing.shadow.percent:g} percent are copied; say more than 0, and at most 100")
     if routing.sticky not in STICKY:
         raise RoutingError(f"sticky is {routing.sticky!r}; it is {' or '.join(STICKY)}")
     for rule in routing.rules:
@@ -245,6 +264,8 @@ def staged(routing: Routing) -> Routing:
     deciding = {DEFAULT: "the default", **dict.fromkeys(routing.split, "the split")}
     deciding |= {rule.to: "a rule" for rule in routing.rules if rule.to not in deciding}
     leads = {**{name: f"the alias {name!r}" for name in routing.aliases}, **deciding}
+    if routing.shadow is not None:
+        leads.setdefault(routing.shadow.to, "its shadow")
     for target, what in leads.items():
         version = routing.version_at(target)
         stage = routing.stage(version)

@@ -31,7 +31,7 @@ end
 -- Counts a task, if it is not counted yet.
 local function wait_begins(task)
   local r = redis.call('HMGET', task, 'waits', 'origin', 'tier', 'tokens', 'queue', 'tenant', 'key', 'result_bytes')
-  if r[1] then
+  if r[1] or r[2] == 'shadow' then -- a copy, which is dropped before it makes anybody wait
     return
   end
   local kind = r[2] == 'batch' and 'line' or string.match(r[3] or '', '^%w+$') or 'default'

@@ -6,6 +6,8 @@
 -- of requests, which keeps the last MOST. With accounts, they are charged in the same script; if a limit, or a bound on what waits or is kept, is reached, or the server is
 -- too full for the task's tier, nothing is written.
 -- Its bytes are counted among its tenant's.
+-- A task with the field `shadow` is a sample of which a copy is to be made. A copy (`shadow_of`) is made of a task that
+-- has a record, and enters the copies that are open; no index lists it.
 -- A parent (a record with `chunks`) is `queued` at once: no message announces it, and CHUNKS makes its chunks. It is
 -- charged, and counts against the bounds, as all of them together.
 -- KEYS: task, submitting, deadlines, then the accounts that are charged
@@ -24,6 +26,7 @@
 -- include: _memory.lua
 -- include: _routing.lua
 local MOST = 10000 -- as producers/store/task_index.py has it
+local SAMPLES = 1000 -- more that wait to be copied are left out
 
 local task, submitting = KEYS[1], KEYS[2]
 local id, nonce, asked, window = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -43,6 +46,10 @@ local given = {}
 for i = 8, #ARGV, 2 do
   fields[#fields + 1], fields[#fields + 2] = ARGV[i], ARGV[i + 1]
   given[ARGV[i]] = ARGV[i + 1]
+end
+local copied = given.shadow_of
+if copied and redis.call('EXISTS', 'penstock:task:' .. copied) == 0 then
+  return 'erased'
 end
 local tenant, tier, tokens, chunks = given.tenant, given.tier, given.tokens, tonumber(given.chunks or nil)
 if ARGV[7] ~= '' then
@@ -81,6 +88,16 @@ admit(task, submitting, KEYS[3], id, now, fields, chunks)
 local entry, origin = unpack(redis.call('HMGET', task, 'idempotency', 'origin'))
 if entry then
   made(entry)
+end
+if copied then
+  redis.call('ZADD', 'penstock:shadows:open', now, id)
+  return charged or 'new'
+end
+if given.shadow then -- a user without these keys makes no copies
+  local samples = redis.pcall('LLEN', 'penstock:shadows')
+  if type(samples) == 'number' and samples < SAMPLES then
+    redis.call('RPUSH', 'penstock:shadows', id)
+  end
 end
 local index = origin == 'task' and 'penstock:tasks' or 'penstock:requests'
 redis.call('ZADD', index, now, id)

@@ -7,6 +7,7 @@
 -- `gone`, CLAIM says `done`. What is deleted stays so: a key with the id alone keeps ADMIT from making it again, and
 -- CLAIM of a plain message, for as long as a late request or message may come.
 -- What is not in this store (dead letters) is the sweeper's: the id enters an index.
+-- Its copy for another version goes with it, cancelled first if it has not ended.
 -- KEYS: task, stream   ARGV: id, nonce of this call, least time for which the id is kept (s), the same of plain tasks
 -- Answers: {the status before} | {mine} (this call came before, and its reply was lost) | {gone}
 --          {batch, its id} (a line of it: nothing is done)
@@ -39,7 +40,7 @@ end
 local task, stream, id = KEYS[1], KEYS[2], ARGV[1]
 local erased = 'penstock:erased:' .. id
 local r = redis.call('HMGET', task, 'status', 'owner', 'batch', 'tenant', 'idempotency', 'created', 'plain', 'written',
-  'parent')
+  'parent', 'shadow', 'shadow_of')
 if not r[1] or r[9] then
   return { redis.call('GET', erased) == ARGV[2] and 'mine' or 'gone' }
 end
@@ -60,7 +61,7 @@ if r[5] then
     redis.call('UNLINK', r[5])
   end
 end
-chunks_each(id, 0, tonumber(r[8] or nil) or 0, function(chunk, name)
+local function drop(chunk, name)
   local status, owner = unpack(redis.call('HMGET', chunk, 'status', 'owner'))
   if owner and redis.call('EXISTS', 'penstock:lease:' .. owner) == 1 then
     local control = 'penstock:control:' .. owner
@@ -77,7 +78,18 @@ chunks_each(id, 0, tonumber(r[8] or nil) or 0, function(chunk, name)
   if status == 'failed' or owner then -- it may have left a dead letter, or leave one yet
     redis.call('ZADD', 'penstock:erasing', now_ms(), name)
   end
-end)
+end
+chunks_each(id, 0, tonumber(r[8] or nil) or 0, drop)
+local copy = 'shadow:' .. id
+if r[10] and redis.call('HGET', 'penstock:task:' .. copy, 'shadow_of') == id then
+  kept_gone('penstock:task:' .. copy)
+  drop('penstock:task:' .. copy, copy)
+  redis.call('ZREM', 'penstock:shadows:open', copy)
+  redis.call('SETEX', 'penstock:erased:' .. copy, ttl, ARGV[2])
+end
+if r[11] then
+  redis.call('ZREM', 'penstock:shadows:open', id)
+end
 forget_rows(task)
 kept_gone(task)
 redis.call('UNLINK', task, stream)

@@ -76,7 +76,9 @@ def scope_of(method: str, path: str) -> str:
     """The scope that docs/run/security.md names for this."""
     if path == "/v1/whoami":
         return "any"
-    if path == "/metrics" or re.match("/v1/(fleet|overview|scaling/decisions|rollouts|routing|sources)$", path):
+    if path == "/metrics" or re.match(
+        "/v1/(fleet|overview|scaling/decisions|rollouts|routing|sources|shadows/.*)$", path
+    ):
         return "metrics"
     if re.match("/v1/(keys|audit|tenants|dead_letters|scaling|workers|webhook_deliveries)", path):
         return "admin"

@@ -16,8 +16,9 @@ from producers.contract import keys
 from producers.store import outbox
 from producers.store.fleet import scaling
 from producers.store.fleet.rollouts import Rollout
-from producers.store.fleet.routing import Routing, Rule
+from producers.store.fleet.routing import Routing, Rule, Shadow
 from producers.store.outbox import Attempt
+from producers.store.shadows import Pair
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door, Make, Open
 from tests.producers.gateway.test_dead_letters import bury, page
@@ -110,14 +111,36 @@ def test_where_new_tasks_go_is_told(http: httpx.Client, valkey: Redis, model: st
     state = Routing(
         model, 3, "v1", {"next": "v2"}, {"next": 10}, (Rule("next", tier="batch"),), "tenant", 5000, "cli:x"
     )
+    state = replace(state, shadow=Shadow("v2", 5))
     valkey.hset(keys.routing(model), "now", state.to_json())
     (view,) = data(http, "/v1/routing")
     assert (view["model"], view["generation"], view["default"], view["sticky"]) == (model, 3, "v1", "tenant")
     assert (view["aliases"], view["split"]) == ({"next": "v2"}, {"next": 10.0})
     assert view["rules"] == [{"to": "next", "tenant": None, "tier": "batch", "header": None}]
-    assert (view["changed_at"], view["by"]) == (5.0, "cli:x")
+    assert (view["changed_at"], view["by"], view["shadow"]) == (5.0, "cli:x", {"to": "v2", "percent": 5.0})
     valkey.hset(keys.routing(model), "now", "{")
     assert data(http, "/v1/routing") == []
+
+
+def test_copies_are_told_beside_their_tasks(http: httpx.Client, valkey: Redis, model: str) -> None:
+    for same in (1.0, 0.5):
+        row = Pair("t", "v1", "v2", ("completed",) * 2, (4, 2), same, (("stop",), ("length",)), (9, None), (None, 0.5))
+        valkey.xadd(keys.shadow_pairs(model), {"row": row.to_json()})
+    valkey.xadd(keys.shadow_pairs(model), {"row": "{"})
+    valkey.hset(keys.shadow_drops(model), "late", 2)
+    report = http.get(f"/v1/shadows/{model}", params={"limit": 1}).json()
+    assert report["drops"] == {"late": 2}
+    (pair,) = report["data"]
+    assert (pair["same"], pair["tokens"], pair["reasons"], pair["ms"]) == (
+        0.5,
+        [4, 2],
+        [["stop"], ["length"]],
+        [9, None],
+    )
+    (summary,) = report["summaries"]
+    assert (summary["pairs"], summary["completed"], summary["same"], summary["equal"]) == (2, 2, 0.75, 0.5)
+    assert (summary["same_reason"], summary["length"], summary["time"]) == (0.0, 0.5, None)
+    assert http.get("/v1/shadows/other").json()["data"] == []
 
 
 # ---- rollouts -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from redis import Redis
 
+from producers.contract import keys
+from producers.store.shadows import Pair
 from tests.workers.cli.conftest import Run
 
 
@@ -52,6 +55,24 @@ def test_stages_are_set_and_shown(operate: Run, routed: list[str]) -> None:
     assert {row["version"]: row["stage"] for row in rows} == {old: "approved", new: "staging"}
 
 
+def test_a_shadow_is_set_and_shown_with_its_pairs(operate: Run, routed: list[str], valkey: Redis) -> None:
+    old, new = routed
+    assert "5% go to candidate" in operate("models", "shadow", "tiny", "--to", "candidate", "--percent", "5").out
+    for same, status in ((1.0, "completed"), (0.5, "completed"), (None, "failed")):
+        reasons, ms = (("stop",), ("stop",)), (100, 50)
+        row = Pair("t", old, new, ("completed", status), (4, 2), same, reasons, ms, (None, 0.5))
+        valkey.xadd(keys.shadow_pairs("tiny"), {"row": row.to_json()})
+    valkey.hset(keys.shadow_drops("tiny"), "overload", 3)
+    shown = operate("models", "shadow", "tiny", "--pairs", "1").out
+    assert f"{old} and {new}: 3 pairs, of which both completed 2" in shown
+    assert "before the first difference: 75.0%; equal outputs: 50.0%" in shown
+    assert "same finish reasons: 100.0%; tokens: 0.50 times as many; time: 0.50 times as long" in shown
+    assert "dropped: 3 overload" in shown
+    assert "t  completed failed  tokens 4 2  same -" in shown
+    state = json.loads(operate("models", "shadow", "tiny", "--off", "--json", "--pairs", "2").out)
+    assert (state["shadow"], state["drops"], len(state["pairs"])) == (None, {"overload": 3}, 2)
+
+
 def test_what_is_replaced_is_replaced_at_once_or_not_at_all(operate: Run, routed: list[str]) -> None:
     operate("models", "rule", "tiny", "--to", "candidate", "--tenant", "acme")
     assert operate("models", "rule", "tiny", "--clear", "--to", "typo", "--tenant", "acme").status != 0
@@ -76,6 +97,8 @@ def test_what_is_replaced_is_replaced_at_once_or_not_at_all(operate: Run, routed
         (("rule", "tiny", "--tenant", "acme"), "a rule needs --to TARGET"),
         (("stage", "tiny", "candidate=archived"), "the alias 'candidate' leads to it"),
         (("stage", "tiny", "--require-approval"), "is not approved"),
+        (("shadow", "tiny", "--to", "candidate"), "give --to TARGET and --percent together"),
+        (("shadow", "tiny", "--to", "candidate", "--percent", "200"), "200 percent are copied"),
         (("alias", "other"), "there is no model 'other'; there are tiny"),
         (("publish", "tiny-v2", "--as", "other@candidate"), "publish its first version without an alias"),
     ],
