@@ -51,6 +51,7 @@ from producers.store.batches import MAX_LINES
 from producers.store.blobs import open_blobs
 from producers.store.measurements import count_ended
 from producers.store.protocol import READER_LEASE_S
+from producers.store.usage.ledger import add_overhead
 from producers.sweeper import tasks
 from producers.sweeper.batches.duty import EVERY_S as BATCHES_EVERY_S
 from producers.sweeper.batches.duty import Batches
@@ -98,6 +99,8 @@ EVERY_S: Final = 10.0
 #: Interval (s) at which the leader counts tasks that have ended, and looks whether the store is filling: then it
 #: compacts at once what is settled.
 PRESSED_EVERY_S: Final = 1.0
+#: Workers' time without tasks enters the ledger as often (s).
+OVERHEAD_EVERY_S: Final = 60.0
 #: Interval (s) of the sweep for deadlines.
 DEADLINES_EVERY_S: Final = 1.0
 #: Interval (s) of the sweep for tasks in chunks.
@@ -343,6 +346,13 @@ async def _duties(
             warn_throttled(log, "Rollouts that judge stand still, make the users' file anew: %s", error)
         return {}
 
+    async def count_overhead() -> Counts:
+        try:
+            return {"overhead_rows": await add_overhead(client.store)}
+        except NoPermissionError as error:
+            warn_throttled(log, "Workers' idle time is not in usage, make the users' file anew: %s", error)
+            return {}
+
     async def add_up() -> Counts:
         if journal is not None:
             await journal.keep()  # what is folded must be there
@@ -375,6 +385,7 @@ async def _duties(
         if traces is not None:
             each_second += (traces.sweep,)
         for duties, every_s in (
+            ((count_overhead,), OVERHEAD_EVERY_S),
             (often, settings.every),
             (seldom, settings.seldom),
             (each_second, min(PRESSED_EVERY_S, settings.every)),

@@ -65,8 +65,11 @@ _COLUMNS = {
     "recomputed_tokens": "recomputed",
     "seconds": "seconds",
     "engine_seconds": "engine s",
+    "idle_seconds": "idle s",
+    "starting_seconds": "starting s",
     "joules": "joules",
     "device_cost": "device",
+    "overhead_cost": "overhead",
     "cost": "cost",
 }
 usage_app = Commands("Operations", OPERATOR_STATUS)

@@ -21,6 +21,10 @@ first token (ms); empty where it did not |
 | `longest` | tokens of its longest choice |
 | `alias`, `generation` | what led to its version, as in the record; rows of earlier releases lack them |
 
+Each minute OVERHEAD adds rows that are no task's: what workers of a model were idle, and what they took to start
+(microseconds, in `engine`), with that state as the `tier` and everything else empty. A reader of an earlier release
+counts them as engine time without a tenant.
+
 FOLD adds rows to the sums of their hours, ROLL hours to days (UTC). Each adds and removes in one script, so that a task
 is counted once, as a row or in a sum, whoever dies when. `penstock:usage:sums:hour:<unix s>:<tenant>` and
 `...:day:<unix s>:<tenant>` are hashes: `[key, tenant, model, version, tier]` (JSON) -> its COUNTS, with spaces between.
@@ -37,15 +41,19 @@ from typing import Any, Final, NamedTuple
 
 from redis.asyncio import Redis
 
-from producers.connection.script import Call, aexecute, script, text
+from producers.connection.script import Call, aexecute, arun, script, text
 from producers.contract import keys
 from producers.store.protocol import PACKAGE
 
 #: The counts of a sum, in its order: tasks by how they ended; then the fields of rows.
 STATUSES: Final = ("completed", "failed", "cancelled", "incomplete")
 COUNTS: Final = (*STATUSES, "prompt", "cached", "output", "discarded", "again", "attempts", "deaths", "ms", "engine")
+#: What a row without a task counts, in place of its tier: workers' time that no task has a share in.
+OVERHEAD: Final = ("idle", "starting")
 #: Rows, or sums, that one script takes: a few ms of the server's time.
 BATCH_SIZE: Final = 500
+#: Time (s) for which OVERHEAD's marks are kept: as long as the counters.
+MARKS_KEPT_S: Final = 30 * 24 * 3600
 #: Rows that a reader gets at a time.
 PAGE: Final = 1000
 _HOUR_MS: Final = 3_600_000
@@ -78,6 +86,16 @@ def roll(age_s: int, limit: int = BATCH_SIZE) -> Call:
     """ROLL: add about `limit` sums of the oldest hour that began longer ago than `age_s` to its day's, or split as many
     of an earlier release by tenants. Answers how many; 0 once there is nothing of either."""
     return Call(script(PACKAGE, "ledger_roll"), (keys.USAGE, keys.USAGE_UNSPLIT), (age_s, limit))
+
+
+async def add_overhead(store: Redis) -> int:
+    """OVERHEAD: enter workers' time without tasks since the last call of whomever. Answers how many rows.
+
+    Raises redis.exceptions.RedisError or OSError.
+    """
+    models = [text(name) for name in await aexecute(store, "HKEYS", keys.MODELS)]
+    names = (keys.metrics_mark("overhead"), keys.LEDGER, *map(keys.metrics, models))
+    return int(await arun(store, Call(script(PACKAGE, "overhead"), names, (MARKS_KEPT_S, *models))))
 
 
 async def prune(store: Redis, age_s: float) -> int:

@@ -104,7 +104,7 @@ class Prices:
         fresh = counts[_PROMPT] - counts[_CACHED]
         return (fresh * prompt + counts[_CACHED] * cached + counts[_OUTPUT] * output) / _MILLION
 
-    def device_cost(self, model: str, engine_us: int) -> Decimal | None:
+    def device_cost(self, model: str, engine_us: int | Decimal) -> Decimal | None:
         """What a device costs for so much of the engine's time; None where the table has no price for it."""
         device = self._device(model)
         return None if device is None else device.hour * engine_us / _HOUR_US

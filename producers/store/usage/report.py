@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from redis.asyncio import Redis
 
-from producers.store.usage.ledger import COUNTS, STATUSES, Group, usage_between
+from producers.store.usage.ledger import COUNTS, OVERHEAD, STATUSES, Group, usage_between
 from producers.store.usage.prices import Prices
 
 #: Most reports of a tenant that wait for another of it.
@@ -78,13 +78,16 @@ class BadSpan(ValueError):
 @dataclass(slots=True)
 class Line:
     """One line of a report. `cost`: of what has a price; `unpriced`: tasks without one. `device_cost`, `joules`: of the
-    engine's time, where the table says what its device costs and draws."""
+    engine's time, where the table says what its device costs and draws; `overhead_cost`: of the overhead."""
 
     counts: list[int] = field(default_factory=lambda: [0] * len(COUNTS))
     cost: Decimal = Decimal(0)
     unpriced: int = 0
     device_cost: Decimal = Decimal(0)
     joules: Decimal = Decimal(0)
+    overhead: dict[str, Decimal] = field(default_factory=lambda: dict.fromkeys(OVERHEAD, Decimal(0)))
+    """Its share of workers' time without tasks, by state (microseconds)."""
+    overhead_cost: Decimal = Decimal(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,8 @@ class Report:
     currency: str | None
     devices: bool = False
     """Whether the table has prices of devices."""
+    overhead: bool = False
+    """Whether lines have their share of workers' time without tasks, which is the operator's affair."""
 
     def rows(self) -> list[dict[str, Any]]:
         """The lines, in order, each as a flat object."""
@@ -117,8 +122,11 @@ class Report:
         numbers: dict[str, Any] = {"tasks": sum(line.counts[: len(STATUSES)])}
         numbers |= {NAMES.get(name, name): count for name, count in zip(COUNTS, line.counts, strict=True)}
         numbers |= {NAMES[name]: line.counts[COUNTS.index(name)] / per_second for name, per_second in _SECOND.items()}
+        if self.overhead:
+            numbers |= {f"{state}_seconds": round(float(us) / 1e6, 6) for state, us in line.overhead.items()}
         if self.devices:
             numbers |= {"device_cost": _plain(line.device_cost), "joules": round(float(line.joules), 3)}
+            numbers |= {"overhead_cost": _plain(line.overhead_cost)}
         if self.currency is not None:
             numbers |= {"cost": _plain(line.cost), "currency": self.currency}
             numbers["unpriced_tasks"] = line.unpriced
@@ -145,9 +153,18 @@ async def report(
     Where `until` is yet to come, nothing is left out as too late: the store's clock may have been ahead.
     """
     lines: dict[tuple[str, ...], Line] = {} if by else {(): Line()}
+    shares = _Shares()
     for start, group, counts in await usage_between(store, since, _LATEST if until > time.time() else until, tenant):
         values = group._asdict() | {"day": datetime.fromtimestamp(start, UTC).date().isoformat()}
-        line = lines.setdefault(tuple(values[part] for part in by), Line())
+        name = tuple(values[part] for part in by)
+        day = values["day"] if "day" in by else ""
+        if group.tier in OVERHEAD:
+            if tenant is None:
+                without = tuple(values[part] if part in ("day", "model") else "" for part in by)
+                shares.overhead(day, group, counts[_ENGINE], without)
+            continue
+        shares.engine(day, group.model, name, counts[_ENGINE])
+        line = lines.setdefault(name, Line())
         line.counts = [had + more for had, more in zip(line.counts, counts, strict=True)]
         cost = None if prices is None else prices.of(group, counts)
         line.cost += cost or 0
@@ -156,8 +173,39 @@ async def report(
             engine_us = counts[_ENGINE]
             line.device_cost += prices.device_cost(group.model, engine_us) or 0
             line.joules += prices.joules(group.model, engine_us) or 0
+    shares.add_to(lines, prices)
     devices = prices is not None and bool(prices.devices) and tenant is None
-    return Report(since, until, by, lines, None if prices is None else prices.currency, devices)
+    currency = None if prices is None else prices.currency
+    return Report(since, until, by, lines, currency, devices, overhead=tenant is None)
+
+
+class _Shares:
+    """Divides the time of a model's workers without tasks among the lines that used the model, by their engine time. If
+    none did, it has a line of its own."""
+
+    def __init__(self) -> None:
+        #: Day (empty: all), model -> line -> engine time (us).
+        self._engine: dict[tuple[str, str], dict[tuple[str, ...], int]] = {}
+        #: The same, and the state -> time (us), and the line where nobody used the model.
+        self._overhead: dict[tuple[str, str, str], tuple[int, tuple[str, ...]]] = {}
+
+    def engine(self, day: str, model: str, line: tuple[str, ...], us: int) -> None:
+        used = self._engine.setdefault((day, model), {})
+        used[line] = used.get(line, 0) + us
+
+    def overhead(self, day: str, group: Group, us: int, line: tuple[str, ...]) -> None:
+        had, _ = self._overhead.get((day, group.model, group.tier), (0, line))
+        self._overhead[day, group.model, group.tier] = had + us, line
+
+    def add_to(self, lines: dict[tuple[str, ...], Line], prices: Prices | None) -> None:
+        for (day, model, state), (us, alone) in self._overhead.items():
+            used = self._engine.get((day, model), {})
+            whole = sum(used.values())
+            for name, engine in used.items() if whole else [(alone, 1)]:
+                share = Decimal(us) * engine / (whole or 1)
+                line = lines.setdefault(name, Line())
+                line.overhead[state] += share
+                line.overhead_cost += (None if prices is None else prices.device_cost(model, share)) or 0
 
 
 def read_by(values: Sequence[str]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,21 @@ def ledger(valkey: Redis) -> None:
 @pytest.mark.usefixtures("ledger")
 def test_usage_is_shown_to_people_and_programs(operate: Run, tmp_path: Path) -> None:
     shown = operate("usage", "--by", "tenant").out
-    assert [line.split() for line in shown.splitlines()[::2]] == [
-        ["tenant", "tasks", "prompt", "cached", "output", "recomputed", "seconds", "engine", "s"],
-        ["acme", "2", "2000", "0", "12", "0", "0.0", "0.0"],
+    head = [
+        "tenant",
+        "tasks",
+        "prompt",
+        "cached",
+        "output",
+        "recomputed",
+        "seconds",
+        "engine s",
+        "idle s",
+        "starting s",
+    ]
+    assert [re.split(r"\s{2,}", line.strip()) for line in shown.splitlines()[::2]] == [
+        head,
+        ["acme", "2", "2000", "0", "12", "0", "0.0", "0.0", "0.0", "0.0"],
     ]
     assert "\x1b" not in shown
     (whole,) = map(json.loads, operate("usage", "--json").out.splitlines())
@@ -37,7 +50,7 @@ def test_usage_is_shown_to_people_and_programs(operate: Run, tmp_path: Path) -> 
 
 
 def test_what_cannot_be_meant_is_refused(operate: Run, tmp_path: Path) -> None:
-    assert operate("usage").out.split()[-6:] == ["0", "0", "0", "0", "0.0", "0.0"]
+    assert operate("usage").out.split()[-8:] == ["0", "0", "0", "0", "0.0", "0.0", "0.0", "0.0"]
     assert operate("usage", "--by", "day").out == "No task ended in this time.\n"
     backwards = ["--since", "2026-11-01T12:30", "--until", "2026-11-01T12:10"]
     for bad in (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -17,7 +18,19 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.record import Run
 from producers.store import protocol
-from producers.store.usage.ledger import COUNTS, STATUSES, Group, GroupUsage, fold, prune, roll, usage_between
+from producers.store.measurements import WORKER_TIME, Tally, measure
+from producers.store.usage.ledger import (
+    COUNTS,
+    STATUSES,
+    Group,
+    GroupUsage,
+    add_overhead,
+    fold,
+    prune,
+    roll,
+    usage_between,
+)
+from producers.store.usage.report import report
 from tests.exhaustive import few
 from tests.histories import histories
 from tests.producers.fake_worker import FakeWorker
@@ -217,3 +230,52 @@ async def test_old_days_go_and_nothing_else_does(valkey: Redis, valkey_url: str)
     hour = f"hour:{(now - 2 * DAY) // HOUR * HOUR}"
     assert left == {keys.usage(hour, "t"), keys.usage_tenants(hour)}
     assert valkey.xlen(keys.LEDGER) == 1
+
+
+def worked(valkey: Redis, mark: int, model: str, **seconds: int) -> None:
+    """As a worker adds to its model's counters."""
+    tally = Tally()
+    for state, its in seconds.items():
+        tally.add(WORKER_TIME, 1_000_000 * its, state)
+    run(valkey, measure("worker", str(mark), {model: tally}))
+
+
+def test_workers_time_without_tasks_is_shared_by_who_used_the_model(valkey: Redis, valkey_url: str) -> None:
+    """To the microsecond, however many sweepers enter it; what was counted before the first is nobody's any more."""
+
+    def entered() -> int:
+        async def many() -> int:
+            async with AsyncRedis.from_url(valkey_url) as store:
+                return sum(await asyncio.gather(*(add_overhead(store) for _ in range(3))))
+
+        return asyncio.run(many())
+
+    def lines(*by: str, tenant: str | None = None) -> list[dict[str, object]]:
+        async def rows() -> list[dict[str, object]]:
+            async with AsyncRedis.from_url(valkey_url) as store:
+                return (await report(store, *ALL, by, tenant=tenant)).rows()
+
+        return asyncio.run(rows())
+
+    valkey.hset(keys.MODELS, mapping={"used": "{}", "unused": "{}", "silent": "{}"})
+    worked(valkey, 1, "used", idle=500, starting=7)
+    assert entered() == 0
+    worked(valkey, 2, "used", busy=40, idle=90, starting=3)
+    worked(valkey, 3, "unused", idle=11)
+    for tenant, seconds in (("a", 30), ("b", 10)):
+        row: dict[Any, Any] = dict.fromkeys(COUNTS[4:], 0) | {"engine": 1_000_000 * seconds, "status": "completed"}
+        valkey.xadd(keys.LEDGER, row | {"key": "k", "tenant": tenant, "model": "used", "version": "1", "tier": "flex"})
+    assert entered() == 3
+    times = ("engine_seconds", "idle_seconds", "starting_seconds")
+    expected = {"a": (30, 67.5, 2.25), "b": (10, 22.5, 0.75), "": (0, 11, 0)}
+    assert {line["tenant"]: tuple(line[name] for name in times) for line in lines("tenant")} == expected
+    by_model = {line["model"]: tuple(line[name] for name in times) for line in lines("model")}
+    assert by_model == {"used": (40, 90, 3), "unused": (0, 11, 0)}
+    assert [line["tasks"] for line in lines()] == [2]
+    assert "idle_seconds" not in lines("tenant", tenant="a")[0]
+    run(valkey, fold(-1000))
+    assert {line["tenant"]: tuple(line[name] for name in times) for line in lines("tenant")} == expected
+    valkey.delete(keys.metrics("used"))
+    worked(valkey, 4, "used", idle=5)  # from zero again, as after a failover that lost the counters
+    assert entered() == 1
+    assert sum(float(str(line["idle_seconds"])) for line in lines("tenant")) == 106

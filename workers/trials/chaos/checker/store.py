@@ -63,9 +63,12 @@ class Ledger:
             sums = found_sets[len(buckets) :]
             if sorted(now) == buckets and [sorted(whose) for whose in found_sets[: len(buckets)]] == tenants:
                 break
-        ledger = cls(dict(rows), total(row for _, row in rows))
+        tasks = {entry: row for entry, row in rows if row["id"]}  # the others tell of workers without tasks
+        ledger = cls(tasks, total(tasks.values()))
         for group, numbers in (item for bucket in sums for item in bucket.items()):
-            key, tenant, *_ = json.loads(group)
+            key, tenant, *_, tier = json.loads(group)
+            if tier in ("idle", "starting"):
+                continue
             counts = zip(COUNTS, map(int, numbers.split()), strict=True)
             ledger.totals.update({(key, tenant, name): count for name, count in counts})
         return ledger
@@ -170,7 +173,8 @@ class Watcher(threading.Thread):
         self._follow()
         with suppress(RedisError):
             last = max(self.rows or self.before.rows or ["0-0"], key=_order)
-            self.rows |= dict(self._store.xrange(LEDGER, f"({last}"))  # type: ignore[arg-type]
+            rows: Any = self._store.xrange(LEDGER, f"({last}")
+            self.rows |= {entry: row for entry, row in rows if row["id"]}
         for part in _parts(sorted(self.open)):
             try:
                 pipe = self._store.pipeline(transaction=False)
