@@ -4,5 +4,5 @@
     ─▶ rows of the ledger ─▶ metrics: comparisons ─▶ evidence ─▶ decision: a row, then ROUTE ─▶ next step, ... or back
 
 State and rows are in `producers.store.fleet.canaries`. `metrics` says what is compared, `evidence` how sure that is,
-`controller` decides and acts, `operations` is what operators do.
+`controller` decides and acts, `operations` is what operators do, `report` what they read.
 """

@@ -220,7 +220,7 @@ class Evidence:
 
     def compared(self, step: int) -> int:
         """Comparisons of a step: those of the metric with most of them."""
-        if step >= len(self.steps):
+        if not 0 <= step < len(self.steps):
             return 0
         return max((sum(counts.values()) for counts in self.steps[step].values()), default=0)
 

@@ -1,4 +1,4 @@
-"""`penstock rollout start`, `status`, `pause`, `resume`, `promote` and `abort`: rollouts that judge."""
+"""`penstock rollout start`, `status`, `pause`, `resume`, `promote`, `abort` and `report`: rollouts that judge."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from workers.cli.exits import Failure, refusing
+from workers.cli.exits import Failure, refusing, touching
 from workers.cli.models import rollout_app as app
 from workers.cli.options import Broker, DataDir, Json, Store
 from workers.cli.terminal import aligned, note, say
@@ -238,6 +238,34 @@ def abort(
 
     with _records(broker, store, data_dir) as records:
         _show(records, operations.abort(records, name), as_json)
+
+
+@app.shown("penstock rollout report tiny --out report.html --data-dir data")
+def report(
+    name: Name,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write it there: HTML for .html, else JSON.")
+    ] = None,
+    broker: Broker = None,
+    store: Store = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Report what a model's last rollout compared and decided, and why: as JSON, or as one HTML page with plots."""
+    from producers.rollouts.report import html
+    from producers.rollouts.report import report as reported
+    from producers.store.fleet import canaries
+
+    with _records(broker, store, data_dir) as records:
+        state = canaries.read(records, name)
+        if state is None:
+            raise Failure(f"{name} has no rollout: `penstock rollout start {name} --to VERSION` begins one")
+        data = reported(records, state)
+    if out is None:
+        typer.echo(json.dumps(data))
+        return
+    with touching(out, "write"):
+        out.write_text(html(data) if out.suffix == ".html" else json.dumps(data) + "\n", "utf-8")
+    note(f"{name}: {state.phase}; written to {out}")
 
 
 def _warn_unled(store: Redis) -> None:

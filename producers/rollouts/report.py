@@ -1,0 +1,219 @@
+"""The report of a rollout: as JSON, and as one HTML page that needs nothing else.
+
+It has the state, each decision with its time and reason, each metric's figures of both versions, and how its bounds
+went: from the log's rows (`producers.store.fleet.canaries`), of which the latest are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from html import escape
+from typing import Any, Final
+
+from redis import Redis
+
+from producers.rollouts.controller import waits_for
+from producers.rollouts.metrics import Arm, Evidence, Finding, findings
+from producers.store.fleet import canaries
+from producers.store.fleet.canaries import Canary
+
+#: Width and height of a plot, and its margins: left, right, top, bottom.
+SIZE: Final = (640, 180)
+INSET: Final = (56, 12, 10, 26)
+#: Colours of candidate, baseline and limit, which are told apart without colours, too: by dashes.
+LINE, BAND, LIMIT = "#2563eb", "#93c5fd", "#b91c1c"
+
+
+def report(store: Redis, state: Canary) -> dict[str, Any]:
+    """The report as JSON. Raises redis.RedisError or OSError."""
+    evidence = Evidence.of(canaries.read_evidence(store, state.model), state)
+    rows = canaries.rows(store, state.model, state.id)
+    found = findings(state, evidence)
+    waits = waits_for(state, found, evidence.compared(state.step), canaries.now_ms(store)) if state.under_way else ""
+    return {
+        **asdict(state),
+        "waits": waits,
+        "tasks": {"candidate": evidence.candidate.tasks, "baseline": evidence.baseline.tasks},
+        "metrics": [_metric(finding, evidence) for finding in found],
+        "decisions": [row for row in rows if row["what"] not in ("seen", "acted")],
+        "seen": [row for row in rows if row["what"] == "seen"],
+    }
+
+
+def _metric(finding: Finding, evidence: Evidence) -> dict[str, Any]:
+    settings = finding.settings
+    return {
+        "name": settings.metric.name,
+        "text": settings.metric.text,
+        "kind": settings.metric.kind,
+        "margin": settings.margin,
+        "tolerance": settings.tolerance,
+        "limit": round(finding.limit),
+        "verdict": "worse" if finding.worse else "looks worse" if finding.suspect else "no worse, as far as is known",
+        "candidate": _figures(finding, evidence.candidate),
+        "baseline": _figures(finding, evidence.baseline),
+        **finding.figures(),
+    }
+
+
+def _figures(finding: Finding, arm: Arm) -> dict[str, float | None]:
+    metric = finding.settings.metric
+    if metric.kind == "share":
+        return {"share": arm.share(metric.name)}
+    name = "end_to_end" if metric.kind == "tail" else metric.name
+    return {f"p{round(100 * part)}": arm.quantile(name, part) for part in (0.5, 0.95)}
+
+
+def html(data: dict[str, Any]) -> str:
+    """The report as a page. All text in it is escaped, and it loads nothing."""
+    title = f"Rollout of {data['model']}: {data['before']} to {data['version']}"
+    head = [
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="phase {escape(data["phase"])}"><b>{escape(data["phase"].replace("_", " "))}</b> at '
+        f"{data['percent']:g}%: {escape(data['reason'])}</p>",
+        f"<p>Begun {_when(data['begun'])} by {escape(data['by'])}. {data['tasks']['candidate']} tasks of the candidate "
+        f"and {data['tasks']['baseline']} of the baseline. Error budget {data['plan']['alpha']:g} over all metrics, "
+        f"steps and looks."
+        f"{' Waits ' + escape(data['waits']) + '.' if data['waits'] else ''}</p>",
+    ]
+    parts = [*head, "<h2>Decisions</h2>", _decisions(data["decisions"]), _percentages(data)]
+    parts += ["<h2>Metrics</h2>", _table(data["metrics"])]
+    for metric in data["metrics"]:
+        parts.append(f"<h3>{escape(metric['name'])}: {escape(metric['text'])}</h3>")
+        parts.append(_bounds(metric, data["seen"]))
+    source = escape(json.dumps(data), quote=False)
+    parts += ["<details><summary>All of it, as JSON</summary><pre>", source, "</pre></details>"]
+    return _PAGE.format(title=escape(title), body="\n".join(parts))
+
+
+def _decisions(rows: Iterable[dict[str, Any]]) -> str:
+    cells = [
+        f"<tr><td>{_when(row['at'])}</td><td>{escape(row['what'].replace('_', ' '))}</td><td>{row['percent']:g}%</td>"
+        f"<td>{escape(row['by'])}</td><td>{escape(row['reason'])}</td></tr>"
+        for row in rows
+    ]
+    head = "<tr><th>when</th><th>decision</th><th>part</th><th>by</th><th>why</th></tr>"
+    return f"<table>{head}{''.join(cells)}</table>"
+
+
+def _table(metrics: Iterable[dict[str, Any]]) -> str:
+    rows = []
+    for metric in metrics:
+        figures = [_texts(metric[arm]) for arm in ("baseline", "candidate")]
+        difference = f"{100 * metric['mean']:+.1f} ({100 * metric['lower']:+.1f} to {100 * metric['upper']:+.1f})"
+        cells = (metric["name"], *figures, metric["n"], difference, f"{100 * metric['margin']:g}")
+        odds = f"{min(metric['odds'], 1e9):,.3g} of {metric['limit']:,}"
+        row = "".join(f"<td>{escape(str(cell))}</td>" for cell in (*cells, odds, metric["verdict"]))
+        rows.append(f"<tr{' class=worse' if metric['verdict'] == 'worse' else ''}>{row}</tr>")
+    names = ("metric", "baseline", "candidate", "comparisons", "difference, points", "allowed", "odds", "verdict")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def _texts(figures: dict[str, float | None]) -> str:
+    known = {name: value for name, value in figures.items() if value is not None}
+    if "share" in known:
+        return f"{known['share']:.1%}"
+    return ", ".join(f"{name} {value:.3g}" for name, value in known.items()) or "none"
+
+
+def _bounds(metric: dict[str, Any], seen: Sequence[dict[str, Any]]) -> str:
+    """The mean difference and its bounds by comparisons, with the margin."""
+    points = [row["metrics"][metric["name"]] for row in seen if metric["name"] in row["metrics"]]
+    if metric["n"]:
+        points.append(metric)
+    if len(points) < 2:
+        return "<p>Too few comparisons for a plot.</p>"
+    plot = _Plot([math.log10(max(1, point["n"])) for point in points], (-1.0, 1.0))
+    band = [*(point["upper"] for point in points), *(point["lower"] for point in reversed(points))]
+    shape = " ".join(plot.point(x, y) for x, y in zip([*plot.xs, *reversed(plot.xs)], band, strict=True))
+    body = f'<polygon points="{shape}" fill="{BAND}" fill-opacity=".5"/>'
+    body += plot.line([point["mean"] for point in points], LINE) + plot.level(metric["margin"], LIMIT, "margin")
+    body += plot.level(0.0, "#888", "")
+    ends = f"{points[0]['n']} comparisons", f"{points[-1]['n']} (logarithmic)"
+    label = f"{metric['name']}: mean difference with bounds, by comparisons"
+    return plot.svg(body, label, [(-1.0, "-100"), (0.0, "0"), (1.0, "+100")], ends)
+
+
+def _percentages(data: dict[str, Any]) -> str:
+    """The candidate's part over time."""
+    rows = [*data["decisions"], *data["seen"]]
+    rows.sort(key=lambda row: row["at"])
+    if len(rows) < 2:
+        return ""
+    plot = _Plot([float(row["at"]) for row in rows], (0.0, 100.0))
+    path = [plot.point(plot.xs[0], rows[0]["percent"])]
+    for x, before, row in zip(plot.xs[1:], rows, rows[1:], strict=False):
+        path += [plot.point(x, before["percent"]), plot.point(x, row["percent"])]
+    body = f'<polyline points="{" ".join(path)}" fill="none" stroke="{LINE}" stroke-width="2"/>'
+    ends = _when(rows[0]["at"]), _when(rows[-1]["at"])
+    return plot.svg(body, "The candidate's part of new tasks, in percent", [(0.0, "0%"), (100.0, "100%")], ends)
+
+
+class _Plot:
+    """Scales of one plot. `xs`: of its points; `span`: lowest and highest y."""
+
+    def __init__(self, xs: list[float], span: tuple[float, float]) -> None:
+        self.xs, self._span = xs, span
+
+    def point(self, x: float, y: float) -> str:
+        """`x,y` in pixels."""
+        left, right, top, bottom = INSET
+        low, high = min(self.xs), max(self.xs)
+        across = (x - low) / (high - low) if high > low else 0.5
+        up = (min(max(y, self._span[0]), self._span[1]) - self._span[0]) / (self._span[1] - self._span[0])
+        width, height = SIZE[0] - left - right, SIZE[1] - top - bottom
+        return f"{left + across * width:.1f},{top + (1 - up) * height:.1f}"
+
+    def line(self, ys: Sequence[float], colour: str) -> str:
+        """A line through all points."""
+        points = " ".join(self.point(x, y) for x, y in zip(self.xs, ys, strict=True))
+        return f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
+
+    def level(self, y: float, colour: str, label: str) -> str:
+        """A dashed horizontal line."""
+        (x1, y1), (x2, y2) = (self.point(x, y).split(",") for x in (min(self.xs), max(self.xs)))
+        text = (
+            f'<text x="{x2}" y="{float(y2) - 4:.1f}" text-anchor="end" fill="{colour}">{label}</text>' if label else ""
+        )
+        return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{colour}" stroke-dasharray="5 4"/>{text}'
+
+    def svg(self, body: str, label: str, ticks: Sequence[tuple[float, str]], ends: tuple[str, str]) -> str:
+        """The plot with its axes' texts."""
+        heights = [float(self.point(0.0, y).split(",")[1]) + 4 for y, _ in ticks]
+        texts = [
+            f'<text x="{INSET[0] - 6}" y="{y:.1f}" text-anchor="end">{text}</text>'
+            for y, (_, text) in zip(heights, ticks, strict=True)
+        ]
+        below = SIZE[1] - 8
+        texts += [f'<text x="{INSET[0]}" y="{below}">{escape(ends[0])}</text>']
+        texts += [f'<text x="{SIZE[0] - INSET[1]}" y="{below}" text-anchor="end">{escape(ends[1])}</text>']
+        size = f'viewBox="0 0 {SIZE[0]} {SIZE[1]}" width="{SIZE[0]}" height="{SIZE[1]}"'
+        return f'<svg {size} role="img" aria-label="{escape(label)}">{body}{"".join(texts)}</svg>'
+
+
+def _when(ms: float) -> str:
+    return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+_PAGE: Final = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1000px; padding: 0 1rem; color: #111 }}
+table {{ border-collapse: collapse; display: block; overflow-x: auto }}
+td, th {{ border-bottom: 1px solid #ddd; padding: .3rem .6rem; text-align: left; vertical-align: top }}
+.phase {{ padding: .6rem .8rem; background: #eef2ff }}
+.phase.rolled_back, .phase.failed, .phase.aborted, tr.worse {{ background: #fee2e2 }}
+.phase.promoted {{ background: #dcfce7 }}
+svg {{ max-width: 100%; height: auto }} svg text {{ font: 11px system-ui, sans-serif; fill: #444 }}
+pre {{ white-space: pre-wrap; overflow-wrap: anywhere }}
+</style></head><body>
+{body}
+</body></html>
+"""
