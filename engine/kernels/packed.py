@@ -19,7 +19,7 @@ from torch import Tensor
 _PLANE = 64
 _TILE = 128
 #: The fewest inputs of a group, because tensor cores multiply this many inputs at once.
-_LEAST = 16
+LEAST_GROUP = 16
 #: The number that stands for 0 in symmetric 4-bit weights.
 MIDDLE = 8
 
@@ -189,8 +189,8 @@ def _within(group: int, inputs: int, largest: int) -> int:
     ValueError."""
     if group == inputs:
         return largest
-    if group < 1 or inputs % group or group % _LEAST:
+    if group < 1 or inputs % group or group % LEAST_GROUP:
         raise ValueError(
-            f"group={group} must be a multiple of {_LEAST} that divides the {inputs} inputs, or all of them"
+            f"group={group} must be a multiple of {LEAST_GROUP} that divides the {inputs} inputs, or all of them"
         )
     return min(largest, group & -group)

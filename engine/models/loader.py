@@ -133,7 +133,9 @@ def opened_file(located: LocatedTensor) -> AbstractContextManager[Any]:
 def read(file: Any, located: LocatedTensor) -> Tensor:
     """Read a tensor, or its part, from its open file. Quantised types of GGUF become fp32."""
     if isinstance(located, GgufTensor):
-        return torch.cat([part for _, part in gguf_rows(file, located)]).view(located.stored.shape)
+        whole = replace(located, stored=located.whole or located.stored)
+        rows = torch.cat([part for _, part in gguf_rows(file, whole)]).view(whole.stored.shape)
+        return rows[located.part] if located.part else rows
     tensor: Tensor = file.get_slice(located.name)[located.part] if located.part else file.get_tensor(located.name)
     return tensor
 
@@ -141,6 +143,9 @@ def read(file: Any, located: LocatedTensor) -> Tensor:
 def _parts(file: Any, located: LocatedTensor, destination: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of a part of `destination` and what belongs there."""
     if not isinstance(located, GgufTensor):
+        yield destination, read(file, located)
+        return
+    if located.part:
         yield destination, read(file, located)
         return
     rows = destination if destination.dim() == 2 else destination.unsqueeze(1)

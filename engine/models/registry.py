@@ -27,8 +27,8 @@ from engine.models.encoders import ENCODERS, FUSED
 from engine.models.families import FAMILIES
 from engine.models.loader import Fill, Progress, match, separate, split_fused, weights_of
 from engine.models.settings import DecoderSettings
-from engine.models.shares import check_ranks, shares_of
-from engine.quant.formats import Scheme, Stored, read_scheme, stored_as
+from engine.models.shares import Cut, check_ranks, cut_of, shares_of
+from engine.quant.formats import NarrowedStored, Scheme, Stored, read_scheme, stored_as
 from engine.text.config import Config, architectures, read_config
 from engine.text.gguf import TYPES, in_memory
 from engine.text.tensors import LocatedTensor, StoredTensor, locate
@@ -141,26 +141,30 @@ def load_model(
     made = partial(make, kernel_set, weight_dtype)
     if exchange is not None:
         check_ranks_of(path, exchange.share.ranks)
+        settings: DecoderSettings = make.args[0].read(config)
         whole = made(torch.device("meta"))
-        matched = match(path, located, whole.weights(), whole.canonical)
-        located = shares_of(matched, make.args[0].read(config), exchange.share)
+        kept = None if scheme is None else adopt(path, whole, scheme, located)
+        matched = match(path, located, whole.weights(), whole.canonical if kept is None else kept.canonical)
+        located = shares_of(matched, settings, exchange.share, () if kept is None else kept.exact)
         kernel_set.exchange = exchange
-    ranks = 1 if exchange is None else exchange.share.ranks
-    return _filled(path, located, made, config, scheme, weight_dtype, device, progress, ranks)
+        cuts = partial(cut_of, c=settings, share=exchange.share)
+        return _filled(path, located, made, config, scheme, weight_dtype, device, progress, exchange.share.ranks, cuts)
+    return _filled(path, located, made, config, scheme, weight_dtype, device, progress)
 
 
 def check_ranks_of(folder: Path, ranks: int) -> None:
     """Raise ModelError if `ranks` processes cannot compute the model in `folder` together."""
     make, config, _ = _read(folder, "auto")
-    if read_scheme(config) is not None or TYPES in config:
+    settings: DecoderSettings = make.args[0].read(config)
+    if settings.fused and read_scheme(config) is not None:
         raise ModelError(
             ErrorText.of(
-                "{}: {tensor_parallel}={} does not go with quantised checkpoints and GGUF files; serve the model "
-                "by one process, or its checkpoint that is not quantised",
+                "{}: {tensor_parallel}={} does not go with quantised checkpoints that have one matrix for queries, "
+                "keys and values; serve the model by one process, or its checkpoint that is not quantised",
                 *(folder, ranks),
             )
         )
-    check_ranks(folder, make.args[0].read(config), ranks)
+    check_ranks(folder, settings, ranks)
 
 
 def load_encoder(
@@ -216,10 +220,11 @@ def _filled(
     device: torch.device,
     progress: Progress,
     ranks: int = 1,
+    cuts: Cuts = lambda name: None,
 ) -> M:
     """The model that `make` makes for a device, with the weights of the checkpoint in `path`. Raises ModelError.
 
-    `ranks`: the processes that load as much at the same time.
+    `ranks`: the processes that load as much at the same time. `cuts`: see adopt.
     """
     for name, counted in _PARTS.items():
         if name in config and config.integer(name) > len(located):
@@ -229,18 +234,20 @@ def _filled(
             )
     # Made without memory first: config.json is checked against the checkpoint before anything is allocated.
     shape = make(torch.device("meta"))
-    kept = None if scheme is None else adopt(path, shape, scheme, located)
+    kept = None if scheme is None else adopt(path, shape, scheme, located, cuts)
+    exact = frozenset[str]() if kept is None else kept.exact
     places = shape.weights()
     matched = match(path, located, places, shape.canonical if kept is None else kept.canonical)
-    check_weights(path, ranks * sum(tensor.nbytes for tensor in places.values()), device)
+    # What is read whole is then cut: all ranks together keep it once.
+    check_weights(path, sum((1 if name in exact else ranks) * place.nbytes for name, place in places.items()), device)
     if TYPES in config:
         dtype_name = str(dtype).removeprefix("torch.")
         weights = in_memory(config.get(TYPES), dtype_name, scheme is not None, gpu=device.type == "cuda")
         logger.info("%s: weights are %s", path.name, weights)
     model = make(device)
     if scheme is not None:
-        adopt(path, model, scheme, located)
-    with weights_of(matched, dtype, frozenset() if kept is None else kept.exact, progress) as fill:
+        adopt(path, model, scheme, located, cuts)
+    with weights_of(matched, dtype, exact, progress) as fill:
         model.pack(fill)
     return model
 
@@ -341,6 +348,10 @@ def _dtype(path: Path, config: Config, requested: str) -> torch.dtype:
     return DTYPES[name]
 
 
+#: A rank's part of the matrix of a name. None: the model has all of it.
+Cuts = Callable[[str], Cut | None]
+
+
 class Quantisable(Protocol):
     def linears(self) -> Iterable[tuple[str, Linear]]: ...
     def embedding(self) -> tuple[str, Embedding]: ...
@@ -356,9 +367,16 @@ class Adopted:
     """The model's `canonical`, which also skips tensors of quantised matrices that nothing uses."""
 
 
-def adopt(folder: Path, model: Quantisable, scheme: Scheme, located: Mapping[str, LocatedTensor]) -> Adopted:
+def adopt(
+    folder: Path,
+    model: Quantisable,
+    scheme: Scheme,
+    located: Mapping[str, LocatedTensor],
+    cuts: Cuts = lambda name: None,
+) -> Adopted:
     """Set the stored form of each Linear of `model`, and of its embedding. Call it before asking for their weights.
 
+    `cuts`: the part that the model has of each matrix, if it is one rank's share.
     Raises ModelError if no matrix is quantised, or if one does not fit `scheme`.
     """
     stored_tensors = _by_matrix(model, located)
@@ -368,8 +386,11 @@ def adopt(folder: Path, model: Quantisable, scheme: Scheme, located: Mapping[str
 
     def form_of(name: str, outputs: int, inputs: int, device: torch.device, *, head: bool) -> Stored | None:
         part_scheme = scheme.head if head and scheme.head is not None else scheme
-        form = stored_as(part_scheme, name, outputs, inputs, stored_tensors[name], device)
+        cut = cuts(name)
+        whole = (outputs, inputs) if cut is None else (cut.outputs, cut.inputs)
+        form = stored_as(part_scheme, name, *whole, stored_tensors[name], device)
         if form is not None:
+            form = form if cut is None else NarrowedStored(form, cut.own_outputs, cut.own_inputs)
             every.append(form)
             exact.update(f"{name}.{end}" for end in form.places)
             ignored.update(f"{name}.{end}" for end in form.ignored() - form.places.keys())

@@ -5,19 +5,21 @@
     norms, routers                       whole            every rank computes them alike
 
 Where there are fewer KV heads than ranks, neighbouring ranks hold the same KV head. Slices are read from the files: a
-rank never holds more of a matrix than its own part.
+rank never holds more of a matrix than its own part. Quantised matrices are read whole, one layer after another, and cut
+in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from engine.errors import ErrorText, ModelError
 from engine.kernels.native.exchange import Share
 from engine.models.settings import DecoderSettings
+from engine.text.gguf import GgufTensor
 from engine.text.tensors import LocatedTensor, StoredTensor
 
 #: The ends of the names of biases that are added to a sum over the ranks, and so by one rank only.
@@ -62,10 +64,51 @@ def _kv_heads(c: DecoderSettings, share: Share) -> range:
     return share.of(c.kv_heads)
 
 
-def shares_of(matched: Mapping[str, LocatedTensor], c: DecoderSettings, share: Share) -> dict[str, LocatedTensor]:
-    """A rank's parts of a whole checkpoint's tensors, by the names of `share_of`'s model. `c`: the whole settings."""
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A rank's part of a matrix of `outputs` and `inputs`."""
+
+    outputs: int
+    inputs: int
+    own_outputs: range
+    own_inputs: range
+
+
+def cut_of(name: str, *, c: DecoderSettings, share: Share) -> Cut | None:
+    """A rank's part of the matrix `name`, as the engine names it. None for one that every rank has whole. `c`: the
+    whole settings."""
+    matrix, width = name.rpartition(".")[2], c.hidden_size
+    inside = c.intermediate_size if c.experts is None or ".experts." not in name else c.experts.width
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    heads, kv_heads = _rows(share.of(c.heads), c.head_dim), _rows(_kv_heads(c, share), c.head_dim)
+    by_outputs = {
+        "q_proj": (q, heads),
+        "k_proj": (kv, kv_heads),
+        "v_proj": (kv, kv_heads),
+        "gate_proj": (inside, share.of(inside)),
+        "up_proj": (inside, share.of(inside)),
+        "embed_tokens": (c.vocab_size, share.of(c.vocab_size)),
+        "lm_head": (c.vocab_size, share.of(c.vocab_size)),
+    }
+    by_inputs = {"o_proj": (q, heads), "down_proj": (inside, share.of(inside))}
+    if matrix in by_outputs:
+        outputs, own = by_outputs[matrix]
+        return Cut(outputs, width, own, range(width))
+    if matrix in by_inputs:
+        inputs, own = by_inputs[matrix]
+        return Cut(width, inputs, range(width), own)
+    return None
+
+
+def shares_of(
+    matched: Mapping[str, LocatedTensor], c: DecoderSettings, share: Share, whole: Collection[str] = ()
+) -> dict[str, LocatedTensor]:
+    """A rank's parts of a checkpoint's tensors, by the names of `share_of`'s model. `c`: the whole settings. `whole`:
+    the names of tensors that are read whole."""
     return {
-        part: narrowed for name, located in matched.items() for part, narrowed in _separate(name, located, c, share)
+        part: narrowed
+        for name, located in matched.items()
+        for part, narrowed in ([(name, located)] if name in whole else _separate(name, located, c, share))
     }
 
 
@@ -73,37 +116,27 @@ def _separate(
     name: str, located: LocatedTensor, c: DecoderSettings, share: Share
 ) -> Iterator[tuple[str, LocatedTensor]]:
     base, _, end = name.rpartition(".")
-    base, _, matrix = base.rpartition(".")
-    heads, kv_heads = _rows(share.of(c.heads), c.head_dim), _rows(_kv_heads(c, share), c.head_dim)
-    q, kv, inside = c.heads * c.head_dim, c.kv_heads * c.head_dim, c.intermediate_size
-    outputs = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
-    if matrix == "qkv_proj":
-        starts = {"q_proj": 0, "k_proj": q, "v_proj": q + kv}
-        parts = {part: _after(start, outputs[part]) for part, start in starts.items()}
-    elif matrix == "gate_up_proj":
-        own = share.of(inside)
-        parts = {"gate_proj": own, "up_proj": _after(inside, own)}
-    elif matrix in outputs:
-        parts = {matrix: outputs[matrix]}
-    elif matrix in ("gate_proj", "up_proj", "embed_tokens", "lm_head"):
-        parts = {matrix: share.of(located.stored.shape[0])}
-    else:
-        if end == "weight" and matrix == "o_proj":
-            located = _narrowed(located, 1, heads)
-        if end == "weight" and matrix == "down_proj":
-            located = _narrowed(located, 1, share.of(located.stored.shape[1]))
-        yield name, located
+    above, _, matrix = base.rpartition(".")
+    kv, start = c.kv_heads * c.head_dim, 0
+    fused = {
+        "qkv_proj": {"q_proj": c.heads * c.head_dim, "k_proj": kv, "v_proj": kv},
+        "gate_up_proj": {"gate_proj": c.intermediate_size, "up_proj": c.intermediate_size},
+    }
+    for part, outputs in fused.get(matrix, {}).items():
+        yield from _separate(f"{above}.{part}.{end}", _narrowed(located, 0, range(start, start + outputs)), c, share)
+        start += outputs
+    if matrix in fused:
         return
-    for part, rows in parts.items():
-        yield f"{base}.{part}.{end}" if base else f"{part}.{end}", _narrowed(located, 0, rows)
+    cut = cut_of(base, c=c, share=share)
+    if cut is not None and len(cut.own_outputs) < cut.outputs:
+        located = _narrowed(located, 0, cut.own_outputs)
+    elif cut is not None and end == "weight":
+        located = _narrowed(located, 1, cut.own_inputs)
+    yield name, located
 
 
 def _rows(heads: range, head_dim: int) -> range:
     return range(heads.start * head_dim, heads.stop * head_dim)
-
-
-def _after(start: int, rows: range) -> range:
-    return range(start + rows.start, start + rows.stop)
 
 
 def _narrowed(located: LocatedTensor, dimension: int, kept: range) -> LocatedTensor:
@@ -118,4 +151,6 @@ def _narrowed(located: LocatedTensor, dimension: int, kept: range) -> LocatedTen
     indexes[kinds[dimension]] = slice(start + kept.start, start + kept.stop)
     shape = list(located.stored.shape)
     shape[dimension] = len(kept)
+    if isinstance(located, GgufTensor):
+        located = replace(located, whole=located.whole or located.stored)
     return replace(located, stored=StoredTensor(located.stored.dtype, tuple(shape)), part=tuple(indexes))

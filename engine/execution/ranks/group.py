@@ -64,7 +64,7 @@ class Group:
         if config.tensor_parallel > library.most_ranks:
             raise EngineError(
                 ErrorText.of(
-                    "{tensor_parallel}={}: the native kernels have {} ranks at most; if these are 0, build them again",
+                    "{tensor_parallel}={}: the native kernels have {} ranks at most",
                     *(config.tensor_parallel, library.most_ranks),
                 )
             )

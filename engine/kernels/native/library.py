@@ -69,9 +69,6 @@ _SIGNATURES: dict[str, list[type]] = {
     "penstock_experts": [_P, _P, _P, _P, _L, _P],
     "penstock_low_rank": [_P, _P, _P, _L, _P, _L, _P, _L],
     "penstock_layers": [_P, _P, _L, _P],
-}
-#: The functions of ranks.h that return nothing. A build of before them serves models of one rank.
-_RANKS: dict[str, list[type]] = {
     "penstock_peak_values": [_P, _P, _P, _P, _I, _L, _L, _L, _P, _P, _P],
     "penstock_free_exchange": [_P],
     "penstock_fail_ranks": [_P],
@@ -137,17 +134,12 @@ class Library:
         self.experts = library.penstock_experts
         self.low_rank = library.penstock_low_rank
         self.layers = library.penstock_layers
-        #: The most ranks of one exchange; 0: the build is of before them.
-        self.most_ranks = 0
-        if hasattr(library, "penstock_exchange"):
-            self._bind_ranks(library)
+        self.peak_values = library.penstock_peak_values
+        self._bind_ranks(library)
 
     def _bind_ranks(self, library: ctypes.CDLL) -> None:
-        for name, arguments in _RANKS.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, None
-        self.most_ranks = library.penstock_most_ranks()
-        self.peak_values = library.penstock_peak_values
+        self.most_ranks: int = library.penstock_most_ranks()
+        """The most ranks of one exchange."""
         self.exchange = library.penstock_exchange
         self.exchange.argtypes, self.exchange.restype = [_P, *[_L] * 4], c_void_p
         self.ranks_failed = library.penstock_ranks_failed

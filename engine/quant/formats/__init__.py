@@ -8,6 +8,6 @@ matrix: the result, independent of the format: integers, scales, zero points, th
 
 from engine.quant.formats.matrix import Matrix, Quantised, stacked
 from engine.quant.formats.scheme import Scheme, read_scheme
-from engine.quant.formats.stored import Stored, stored_as
+from engine.quant.formats.stored import NarrowedStored, Stored, stored_as
 
-__all__ = ["Matrix", "Quantised", "Scheme", "Stored", "read_scheme", "stacked", "stored_as"]
+__all__ = ["Matrix", "NarrowedStored", "Quantised", "Scheme", "Stored", "read_scheme", "stacked", "stored_as"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.kernels import Kernels, PreparedLinear
-from engine.kernels.packed import Int4Weight, Int8Weight
+from engine.kernels.packed import LEAST_GROUP, Int4Weight, Int8Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,10 @@ class Quantised(ABC):
     @abstractmethod
     def table(self) -> Int4Weight | Int8Weight | None:
         """A packed form whose rows can be looked up, as for an embedding. None if it must be dequantised for that."""
+
+    @abstractmethod
+    def narrowed(self, outputs: range, inputs: range) -> Quantised:
+        """A copy of some outputs and inputs. Raises ValueError if the inputs cannot be separated."""
 
     @abstractmethod
     def stacked_on(self, others: Sequence[Quantised]) -> Quantised | None:
@@ -98,10 +103,28 @@ class Matrix(Quantised):
         return replace(self, minima=self.scales * (-self.middle if self.bits == 4 else 0))
 
     def _in_groups_of(self, group: int) -> Matrix:
-        """The same weights in groups of `group`, which divides this matrix's. Only for those without zero points."""
+        """The same weights in groups of `group`, which divides this matrix's."""
         times = self.group // group
-        minima = None if self.minima is None else self.minima.repeat_interleave(times, 0)
-        return replace(self, scales=self.scales.repeat_interleave(times, 0), minima=minima)
+        return self._of_groups(lambda tensor: tensor.repeat_interleave(times, 0))
+
+    def _of_groups(self, take: Callable[[Tensor], Tensor]) -> Matrix:
+        zeros = None if self.zeros is None else take(self.zeros)
+        minima = None if self.minima is None else take(self.minima)
+        return replace(self, scales=take(self.scales), zeros=zeros, minima=minima)
+
+    def narrowed(self, outputs: range, inputs: range) -> Matrix:
+        rows, columns = slice(outputs.start, outputs.stop), slice(inputs.start, inputs.stop)
+        if len(inputs) == self.q.shape[1]:
+            return replace(self._of_groups(lambda tensor: tensor[:, rows].clone()), q=self.q[rows].clone())
+        if self.order is not None:
+            raise ValueError("its inputs are not in order (desc_act)")
+        matrix, groups = self, slice(None)
+        if len(self.scales) > 1:
+            group = math.gcd(self.group, inputs.start, inputs.stop)
+            if group % LEAST_GROUP:
+                raise ValueError(f"groups of {self.group} inputs cannot be cut at {inputs.start} and {inputs.stop}")
+            matrix, groups = self._in_groups_of(group), slice(inputs.start // group, inputs.stop // group)
+        return replace(matrix._of_groups(lambda tensor: tensor[groups, rows].clone()), q=self.q[rows, columns].clone())
 
     def dequantise(self) -> Tensor:
         grouped = self.q.float().view(len(self.q), -1, self.group)

@@ -244,6 +244,16 @@ class Fp8Matrix(Quantised):
     def table(self) -> None:
         return None
 
+    def narrowed(self, outputs: range, inputs: range) -> Fp8Matrix:
+        rows, columns = slice(outputs.start, outputs.stop), slice(inputs.start, inputs.stop)
+        scales, block = self.scales[rows], self.block
+        if len(inputs) < self.values.shape[1]:
+            if scales.shape[1] > 1:
+                scales, block = scales.repeat_interleave(block, 1)[:, columns], 1
+            else:
+                block = len(inputs)
+        return Fp8Matrix(self.values[rows, columns].clone(), scales.clone(), block)
+
     def stacked_on(self, others: Sequence[Quantised]) -> Fp8Matrix | None:
         alike = [other for other in others if isinstance(other, Fp8Matrix) and other.block == self.block]
         if len(alike) < len(others):
@@ -336,6 +346,26 @@ class GgufMatrix(Stored):
         minima = None if groups.minima is None else groups.minima.to(dtype)
         middle = 128 if self._bits == 8 else 0 if kept.minima else MIDDLE
         return (groups.q + middle).to(torch.uint8).flatten(1), groups.scales.to(dtype), minima
+
+
+class NarrowedStored(Stored):
+    """A part of a stored matrix. The file's tensors are read whole: they are packed in too many ways to be cut."""
+
+    def __init__(self, whole: Stored, outputs: range, inputs: range) -> None:
+        self._whole, self._outputs, self._inputs = whole, outputs, inputs
+        super().__init__(whole.name, len(outputs), len(inputs), whole.scheme, whole.headers, whole.device)
+
+    def empty_tensors(self) -> dict[str, Tensor]:
+        return self._whole.places
+
+    def read(self) -> Quantised:
+        try:
+            return self._whole.read().narrowed(self._outputs, self._inputs)
+        except ValueError as error:
+            raise ModelError(f"{self.name} cannot be divided: {error}") from error
+
+    def ignored(self) -> frozenset[str]:
+        return self._whole.ignored()
 
 
 _FORMS: Final[dict[Form, type[Stored]]] = {

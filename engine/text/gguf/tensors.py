@@ -63,6 +63,8 @@ class GgufTensor(LocatedTensor):
     """llama.cpp's llama has the two halves of each of so many heads interleaved; 0: rows are in order."""
     less: float = 0.0
     """Subtracted: llama.cpp stores the norms of Gemma with their 1."""
+    whole: StoredTensor | None = None
+    """The entry of the tensor of which this is `part`. None: it is all of it."""
 
 
 def located_in(file: GgufFile) -> dict[str, LocatedTensor]:

@@ -14,7 +14,6 @@ from engine.kernels.native import load_library
 from engine.models import load_model
 from engine.pooling import PoolingEngine
 from tests.engine.execution.ranks.in_threads import exchanges_of
-from tests.engine.gguf_files import write_gguf
 from tests.engine.random_models import family, write_model
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
@@ -49,8 +48,6 @@ def test_numbers_that_do_not_divide_the_heads_are_refused_with_those_that_do(tmp
 
 def test_what_is_not_divided_among_ranks_is_refused_by_name(tmp_path: Path) -> None:
     folder, config = write_model(tmp_path / "m"), EngineConfig(tensor_parallel=2)
-    with pytest.raises(ModelError, match=r"tensor_parallel=2 .* GGUF"):
-        Engine.load(write_gguf(folder, tmp_path / "m.gguf"), config)
     with pytest.raises(EngineError, match=r"tensor_parallel=2 is for models that generate"):
         PoolingEngine.load(tmp_path, config)
     with pytest.raises(EngineError, match=r"tensor_parallel needs native kernels"):
