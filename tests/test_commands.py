@@ -64,6 +64,7 @@ TINY = {
     "tests.bench.sources": ["--lines 1000 --window 500"],
     "tests.bench.speculation": ["--lookup --workload W1 --rounds 1 --output 2"],
     "tests.bench.store": ["--sequences 2 --steps 2"],
+    "tests.bench.sharing": ["MODEL --tokens 4 --rounds 1 --encoder-s 0.1 --threads 1"],
     "tests.bench.takeover": ["--rounds 1 --model MODEL"],
     "tests.bench.startup": ["--model MODEL --rounds 1 --cold"],
     "tests.bench.sqs": ["--tasks 20 --task-seconds 0.1 --messages 3 --idle-seconds 1 --wakes 1"],
