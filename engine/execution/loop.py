@@ -157,6 +157,11 @@ class StepLoop:
             self._looking = True
             self._wake.notify()
 
+    @property
+    def turn_wait_s(self) -> float | None:
+        """The seconds for which it has waited for its turn on a device that it shares; None if it shares none."""
+        return None if self._turns is None else self._turns.waited_s
+
     def close(self) -> None:
         """Stop after the running step. Unfinished requests get a last event with finish_reason "abort"."""
         with self._wake:

@@ -52,6 +52,8 @@ class Turns:
         `batches`: see above. Raises EngineError if the folder cannot be used or is full."""
         self._folder = Path(folder)
         self.holds = False
+        #: Seconds for which this member has waited for its turn, in all.
+        self.waited_s = 0.0
         self._since = 0.0
         try:
             self._file = os.open(self._folder / "turns", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -106,6 +108,7 @@ class Turns:
         while not self._has_turn():
             if cancelled():
                 self._withdraw()
+                self.waited_s += time.monotonic() - began
                 return True
             if self._is_woken():
                 continue
@@ -114,6 +117,7 @@ class Turns:
                 logged = True
                 logger.warning("Has waited for %.0f s for the device, which another model computes on", LONG_S)
         self.holds, self._since = True, time.monotonic()
+        self.waited_s += self._since - began
         return waited
 
     def charge(self) -> None:

@@ -210,7 +210,9 @@ def _workers(fleet: Fleet, listed: list[ListedWorker]) -> Iterator[Finding]:
         advice = "read the log of each, and restart one that does not recover"
         yield Finding("workers", "warn", f"{len(unready)} of {len(workers)} are not ready: {reasons}", advice)
     elif workers:
-        yield Finding("workers", "ok", f"{len(workers)} with a lease")
+        sharing = sum(sane(worker.get("share")) is not None for worker in workers)
+        shared = f", of which {sharing} share a device" if sharing else ""
+        yield Finding("workers", "ok", f"{len(workers)} with a lease{shared}")
     else:
         yield Finding("workers", "ok", "none is up")
     ahead = [worker for worker in workers if (sane(worker.get("began")) or 0.0) > fleet.at + SKEW_S[0]]

@@ -44,6 +44,7 @@ class WorkerView(BaseModel):
     pool: str = Field(description="MODEL@VERSION.FINGERPRINT: workers that compute alike")
     release: str | None
     device: str | None = Field(description="the GPU's name, or the device's: cpu, cuda:0")
+    share: float | None = Field(description="its share of a device that several models share; null if it shares none")
     state: Literal["ready", "draining", "unready"]
     unready: list[str] = Field(description="why it takes no tasks")
     since: float | None = Field(description="when it began")
@@ -70,6 +71,7 @@ class WorkerView(BaseModel):
             pool=text(pool.name),
             release=_optional(lease.get("release")),
             device=_optional(device or lease.get("device")),
+            share=sane(lease.get("share")),
             state="draining" if lease.get("draining") else "unready" if unready else "ready",
             unready=[text(reason) for reason in unready[:MAX_REASONS]],
             since=sane(lease.get("began")),

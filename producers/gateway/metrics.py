@@ -93,6 +93,7 @@ WORKER_FIGURES: Final = (
     ("kv_blocks_used", "Blocks of a worker's KV cache that sequences hold.", "kv_blocks_used", False),
     ("kv_blocks", "Blocks of a worker's KV cache.", "kv_blocks_total", False),
     ("duty_ratio", "Share of the last 10 s in which a worker's engine had work; of its profile.", "duty", False),
+    ("turn_wait_seconds", "Time that a worker has waited for its turn on a shared device.", "turn_wait_s", True),
     ("prompt_tokens", "Prompt tokens that a worker has taken in.", "prompt_tokens", True),
     ("cached_tokens", "Prompt tokens that a worker found in its prefix cache.", "cached_tokens", True),
     ("generated_tokens", "Tokens that a worker has generated.", "generated_tokens", True),

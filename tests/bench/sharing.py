@@ -36,7 +36,7 @@ IN_HAND: Final = 8
 TEXTS: Final = 16
 LENGTHS: Final = (8, 256)
 #: all-MiniLM-L6-v2's.
-SHAPE: Final = {
+SHAPE: Final[dict[str, Any]] = {
     "vocab_size": 30522,
     "hidden_size": 384,
     "num_hidden_layers": 6,

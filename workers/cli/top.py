@@ -163,7 +163,9 @@ def _workers(workers: list[dict[str, Any]], now: float, rows: int) -> Table:
         running = f"{_number(worker['running'])}/{_number(worker['capacity'])}"
         kv = "-" if worker["kv_used_ratio"] is None else f"{worker['kv_used_ratio']:.0%}"
         since = None if worker["since"] is None else now - worker["since"]
-        cells = (running, _number(worker["waiting"]), kv, _age(since), worker["device"] or "-", worker["model"])
+        share = worker.get("share")  # an earlier gateway does not tell it
+        device = f"{worker['device'] or '-'}{'' if share is None else f' ({share:.0%})'}"
+        cells = (running, _number(worker["waiting"]), kv, _age(since), device, worker["model"])
         _row(table, worker["name"], state, *cells, (worker["version"] or "-")[:12])
     return _cut(table, len(workers), rows)
 

@@ -223,6 +223,14 @@ class Runtime:
         """The measurements of itself."""
         return self.measured.profile(COLD_START.figures)
 
+    def _shared(self) -> dict[str, float]:
+        """The engine's share of its device, and the time (s) that it has waited for its turn; empty if it shares
+        none."""
+        share, engine = self.served.settings.engine.get("share"), self.served.engine
+        if share is None or engine.turn_wait_s is None:
+            return {}
+        return {"share": share, "turn_wait_s": round(engine.turn_wait_s, 3)}
+
     def describe(self) -> str:
         """Returns the description of this worker (JSON) for its lease."""
         served, stats, gpu = self.served, self.served.engine.stats(), self.gpu.latest
@@ -254,6 +262,7 @@ class Runtime:
                 "slowness": None if slow is None else round(slow.ratio, 2),
                 "figures": self.window.figures().to_dict(),
                 **({} if gpu is None else {"gpu": gpu}),
+                **self._shared(),
                 **({"adapters": adapters} if (adapters := self.adapters.describe()) else {}),
             }
         )

@@ -38,7 +38,7 @@ def read(http: httpx.Client, **query: str) -> dict[str, Any]:
 
 def test_workers_pools_and_queues_are_told(http: httpx.Client, submit: Submit, valkey: Redis) -> None:
     announce(valkey)
-    announce(valkey, "w2.x", worker="w2", draining=True, gpu={"name": "NVIDIA H200", "uuid": "u"})
+    announce(valkey, "w2.x", worker="w2", draining=True, gpu={"name": "NVIDIA H200", "uuid": "u"}, share=0.7)
     announce(valkey, "w3.x", worker="w3", unready=["a step hangs"])
     decide(valkey, "tiny", time.time())
     submit(tier="priority")
@@ -53,6 +53,7 @@ def test_workers_pools_and_queues_are_told(http: httpx.Client, submit: Submit, v
         "pool": POOL_NAME,
         "release": "9.9",
         "device": "cpu",
+        "share": None,
         "state": "ready",
         "unready": [],
         "since": 1_790_000_000.5,
@@ -63,7 +64,7 @@ def test_workers_pools_and_queues_are_told(http: httpx.Client, submit: Submit, v
         "kv_used_ratio": 0.1,
         "generated_tokens": 70,
     }
-    assert (second["state"], second["device"]) == ("draining", "NVIDIA H200")
+    assert (second["state"], second["device"], second["share"]) == ("draining", "NVIDIA H200", 0.7)
     assert (third["state"], third["unready"]) == ("unready", ["a step hangs"])
     (pool,) = body["pools"]
     assert (pool["name"], pool["current"], pool["workers"], pool["ready"]) == (VERSION, True, 3, 1)

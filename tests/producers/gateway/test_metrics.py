@@ -325,7 +325,7 @@ def test_histograms_of_a_model_are_the_same_at_each_gateway(open_door: Open, mod
     zero = figures(doors[0].http)
     assert zero["penstock_tasks_total", "tiny", "completed", "flex"] == 0, "so that the first one is an increase"
     assert zero["penstock_model_generated_tokens_total", "tiny"] == 0
-    announce(valkey, profile={"duty": 0.25})
+    announce(valkey, profile={"duty": 0.25}, turn_wait_s=12.5)
     tally = Tally()
     for seconds, count in ((0.002, 3), (0.04, 2), (7200.0, 1)):
         tally.observe(INTER_TOKEN, seconds, "flex", count)
@@ -333,7 +333,9 @@ def test_histograms_of_a_model_are_the_same_at_each_gateway(open_door: Open, mod
     tally.add("model_generated_tokens", 70)
     fields = tally.fields() | {"of_a_later_release all n": 1, "tasks flex lost n": 1, "inter_token_seconds x sum": 5}
     valkey.hset(keys.metrics("tiny"), mapping=fields)
-    assert figures(doors[0].http)["penstock_worker_duty_ratio", "tiny", POOL_NAME, "w1"] == 0.25
+    of_worker = figures(doors[0].http)
+    assert of_worker["penstock_worker_duty_ratio", "tiny", POOL_NAME, "w1"] == 0.25
+    assert of_worker["penstock_worker_turn_wait_seconds_total", "tiny", POOL_NAME, "w1"] == 12.5
     valkey.delete(keys.lease("w1.abc"))
     for door in doors:
         got = figures(door.http)

@@ -125,6 +125,11 @@ def hang(valkey: Redis) -> None:
     valkey.set(keys.lease("w.1"), json.dumps(lease), px=60_000)
 
 
+def share_its_device(valkey: Redis) -> None:
+    lease = {"worker": "w", "version": POOL.version, "began": time.time(), "share": 0.3}
+    valkey.set(keys.lease("w.1"), json.dumps(lease), px=60_000)
+
+
 FAULTS: dict[Callable[[Redis], Any], tuple[str, str, str]] = {
     bury: ("dead letters", "warn", "1 are kept"),
     disable: ("webhook endpoints", "warn", "410 Gone"),
@@ -136,6 +141,7 @@ FAULTS: dict[Callable[[Redis], Any], tuple[str, str, str]] = {
     give_a_webhook_up: ("webhook deliveries", "warn", "1 were given up"),
     leave_a_task: ("unfinished", "warn", "1 tasks not confirmed by the broker"),
     hang: ("workers", "warn", "a step hangs"),
+    share_its_device: ("workers", "ok", "1 with a lease, of which 1 share a device"),
     (lambda valkey: hang(valkey)): ("worker clocks", "warn", "ahead of the store's"),
     (lambda valkey: valkey.delete(keys.lease("w.1"))): ("stale leases", "warn", "w.1"),
     (lambda valkey: valkey.delete(keys.SWEEPER)): ("sweeper", "fail", "none leads"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -150,6 +151,10 @@ def test_one_model_can_be_drained_alone(
     serving: tuple[subprocess.Popen[bytes], dict[str, int]], valkey_url: str, run: Run
 ) -> None:
     parent, pids = serving
+    with Redis.from_url(valkey_url) as redis:
+        leases = [json.loads(redis.get(key) or b"{}") for key in redis.keys(keys.lease("*"))]
+    assert {(lease["model"], lease["share"]) for lease in leases} == {("tiny", 0.5), ("two", 0.5)}
+    assert all(lease["turn_wait_s"] >= 0 for lease in leases)
     assert run("drain", "--pid", str(pids["two"])).out == f"worker {pids['two']} has ended\n"
     with Client(valkey_url) as client:
         task = client.submit(model="tiny", prompt="Once upon a time", max_tokens=3)
