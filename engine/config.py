@@ -129,8 +129,8 @@ class EngineConfig:
         "cores. It must divide the model's heads. Unset: 1.",
     )
     """The number of ranks. Each holds 1 / tensor_parallel of every matrix and of the KV cache. Only on CPUs with native
-    kernels, without adapters. `threads` is for all together. The number is a part of the engine's fingerprint: sums
-    over another number of ranks round differently."""
+    kernels. `threads` is for all together. The number is a part of the engine's fingerprint: sums over another number
+    of ranks round differently."""
     adapter_bytes: int = declare(
         1 << 30,
         Integer(0, 1 << 50),

@@ -21,7 +21,7 @@ from engine.errors import DeviceLostError, EngineError, ErrorText, RequestError,
 from engine.execution.loop import StepLoop
 from engine.execution.placement import REHEARSED, plan_capacity, runner_for, speculation_for, while_idle
 from engine.execution.ranks import Group, LeadModel
-from engine.execution.threads import threads_for
+from engine.execution.threads import on_nodes_of, threads_for
 from engine.execution.turns import Turns
 from engine.grammar.source import parser_version
 from engine.kernels import Kernels
@@ -161,7 +161,8 @@ class Engine(StepLoop):
         check_ranks_of(folder, config.tensor_parallel)
         group = Group(folder, config, torch.get_num_threads())
         try:
-            return cls._load(folder, config, group, loaded, progress)
+            with on_nodes_of(0, config.tensor_parallel):
+                return cls._load(folder, config, group, loaded, progress)
         except BaseException:
             group.close()
             raise
@@ -210,11 +211,12 @@ class Engine(StepLoop):
         """
         if not name:
             raise EngineError("an adapter's name is empty")
-        if self._group is not None:
-            raise EngineError(ErrorText.of("adapters do not go with {tensor_parallel}"))
         with self._loading:
             room = self.adapter_bytes - sum(adapter.nbytes for adapter in self.adapters.values())
             adapter = load_adapter(path, self._model, max_bytes=room)
+            if self._group is not None and isinstance(self._model, LeadModel):
+                self._model.number(adapter, number := next(self._ids))
+                self._group.load_adapter(Path(path), number)
             self._adapters.add(name, adapter)
             return adapter
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.errors import AdapterRoomError, ModelError
+from engine.errors import AdapterRoomError, ErrorText, ModelError
 from engine.kernels import LowRankChange, PreparedLinear
 from engine.layers import Linear
 from engine.models import Model
 from engine.models.loader import opened_file, read
+from engine.models.shares import narrowed
 from engine.text.adapter import AdapterFiles, LowRankTensors, read_adapter
 from engine.text.tensors import LocatedTensor
 
@@ -84,6 +85,13 @@ class _Loading:
 
     def adapter(self, max_bytes: int | None) -> Adapter:
         files = self._files
+        if self._kernels.exchange is not None and (_HEAD in files.matrices or files.embeddings or files.whole):
+            raise ModelError(
+                ErrorText.of(
+                    "{}: an adapter that changes the embedding or the output head does not go with {tensor_parallel}",
+                    files.folder,
+                )
+            )
         products: dict[Linear, dict[str, LowRankTensors]] = defaultdict(dict)
         head: LowRankTensors | LocatedTensor | None = None
         embedding: LowRankTensors | LocatedTensor | None = None
@@ -94,8 +102,7 @@ class _Loading:
                 head = pair
                 continue
             linear, part = self._linear(module, name)
-            self._fits(pair, linear.parts[part], linear.inputs)
-            products[linear][part] = pair
+            products[linear][part] = self._own_part(pair, module, linear, part)
         for module, pair in files.embeddings.items():
             self._check_embedding(module)
             rows, width = self._table.shape
@@ -155,6 +162,15 @@ class _Loading:
                 f"{self._files.folder}: {module} is saved whole; of whole matrices only the embedding and the output "
                 f"head are supported (modules_to_save)"
             )
+
+    def _own_part(self, pair: LowRankTensors, module: str, linear: Linear, part: str) -> LowRankTensors:
+        """The matrices' part that goes with this rank's part of the model's."""
+        cut = self._model.cut(str(self._own_name(module)))
+        if cut is None:
+            self._fits(pair, linear.parts[part], linear.inputs)
+            return pair
+        self._fits(pair, cut.outputs, cut.inputs)
+        return replace(pair, a=narrowed(pair.a, 1, cut.own_inputs), b=narrowed(pair.b, 0, cut.own_outputs))
 
     def _fits(self, pair: LowRankTensors, outputs: int, inputs: int) -> None:
         self._check_shape(pair.a, (pair.rank, inputs))

@@ -22,7 +22,7 @@ class AdapterRows:
 
     def __init__(self, adapters: Sequence[Adapter], owners: NDArray[np.int64], device: torch.device) -> None:
         """`owners`: [rows], the index in `adapters` of each row's, -1 for none."""
-        self._adapters, self._owners, self._device = adapters, owners, device
+        self.adapters, self.owners, self._device = adapters, owners, device
         counts = np.bincount(owners[owners >= 0], minlength=len(adapters))
         present = [i for i, count in enumerate(counts) if count]
         whole = len(present) == 1 and counts[present[0]] == len(owners)
@@ -37,7 +37,7 @@ class AdapterRows:
 
     def select(self, rows: NDArray[np.int64] | slice) -> AdapterRows:
         """Some of the rows, in the order of `rows`."""
-        return AdapterRows(self._adapters, self._owners[rows], self._device)
+        return AdapterRows(self.adapters, self.owners[rows], self._device)
 
     def add(self, linear: Linear, x: Tensor, out: Tensor) -> None:
         """Add the adapters' changes to `out`, [rows, outputs], the result of `linear` for `x`, [rows, inputs]."""

@@ -24,7 +24,7 @@ from engine.layers import (
 )
 from engine.models.loader import Fill
 from engine.models.settings import DecoderSettings
-from engine.models.shares import SUMMED_BIASES, share_of
+from engine.models.shares import SUMMED_BIASES, Cut, cut_of, share_of
 from engine.text.config import Config
 
 #: The name of the embedding in checkpoints.
@@ -170,6 +170,7 @@ class Decoder:
         self.vocab_size, self.context_length = c.vocab_size, c.context_length
         #: The token ids of which this rank has the embeddings and makes the logits.
         self.own_tokens = range(c.vocab_size)
+        self._whole = c
         if kernels.exchange is not None:
             self.own_tokens = kernels.exchange.share.of(c.vocab_size)
             c = share_of(c, kernels.exchange.share)
@@ -227,6 +228,11 @@ class Decoder:
         if renamed is None or renamed.endswith(".rotary_emb.inv_freq"):
             return None
         return None if renamed == "lm_head.weight" and self._head is None else renamed
+
+    def cut(self, name: str) -> Cut | None:
+        """See Model."""
+        exchange = self.kernels.exchange
+        return None if exchange is None else cut_of(name, c=self._whole, share=exchange.share)
 
     def pack(self, fill: Fill = lambda places: None) -> None:
         fill(self._embedding.weights(f"{_TABLE}."))

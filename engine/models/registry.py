@@ -73,6 +73,9 @@ class Model(Protocol):
     def canonical(self, name: str) -> str | None:
         """The name in `weights` of a checkpoint's tensor. None for a tensor to skip."""
 
+    def cut(self, name: str) -> Cut | None:
+        """The part of the matrix `name` that this rank has. None if it has all of it."""
+
     def pack(self, fill: Fill = lambda places: None) -> None:
         """Prepare the weights for the kernels, once. `fill` gets the tensors of `weights` part after part, each before
         that part is prepared: so only one part at a time takes memory in both forms. Without it, all are filled."""

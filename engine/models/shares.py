@@ -106,9 +106,9 @@ def shares_of(
     """A rank's parts of a checkpoint's tensors, by the names of `share_of`'s model. `c`: the whole settings. `whole`:
     the names of tensors that are read whole."""
     return {
-        part: narrowed
+        part: own
         for name, located in matched.items()
-        for part, narrowed in ([(name, located)] if name in whole else _separate(name, located, c, share))
+        for part, own in ([(name, located)] if name in whole else _separate(name, located, c, share))
     }
 
 
@@ -123,15 +123,15 @@ def _separate(
         "gate_up_proj": {"gate_proj": c.intermediate_size, "up_proj": c.intermediate_size},
     }
     for part, outputs in fused.get(matrix, {}).items():
-        yield from _separate(f"{above}.{part}.{end}", _narrowed(located, 0, range(start, start + outputs)), c, share)
+        yield from _separate(f"{above}.{part}.{end}", narrowed(located, 0, range(start, start + outputs)), c, share)
         start += outputs
     if matrix in fused:
         return
     cut = cut_of(base, c=c, share=share)
     if cut is not None and len(cut.own_outputs) < cut.outputs:
-        located = _narrowed(located, 0, cut.own_outputs)
+        located = narrowed(located, 0, cut.own_outputs)
     elif cut is not None and end == "weight":
-        located = _narrowed(located, 1, cut.own_inputs)
+        located = narrowed(located, 1, cut.own_inputs)
     yield name, located
 
 
@@ -139,7 +139,7 @@ def _rows(heads: range, head_dim: int) -> range:
     return range(heads.start * head_dim, heads.stop * head_dim)
 
 
-def _narrowed(located: LocatedTensor, dimension: int, kept: range) -> LocatedTensor:
+def narrowed(located: LocatedTensor, dimension: int, kept: range) -> LocatedTensor:
     """A part of a tensor, which may be a part of a file's tensor itself."""
     indexes = list(located.part)
     kinds = [i for i, index in enumerate(indexes) if isinstance(index, slice)]

@@ -14,7 +14,11 @@ import socket
 import sys
 import threading
 import time
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+if TYPE_CHECKING:
+    from engine.adapters import Adapter
+    from engine.models.decoder import Decoder
 
 #: prctl(2)
 _PR_SET_PDEATHSIG: Final = 1
@@ -26,11 +30,13 @@ def main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     lead = socket.socket(fileno=int(sys.argv[1]))
-    setup = json.loads(lead.makefile("rb").readline())
+    told = lead.makefile("rb")
+    setup = json.loads(told.readline())
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != setup["lead"]:
         return  # it ended before the call
-    threading.Thread(target=_end_with, args=(lead,), daemon=True).start()
+    listener = _Listener(lead, told)
+    listener.start()
     _say(lead, started=True)
     exchange = None
     try:
@@ -38,6 +44,7 @@ def main() -> None:
         import torch
 
         from engine.execution.ranks.runner import follow
+        from engine.execution.threads import on_nodes_of
         from engine.kernels.native import load_library
         from engine.kernels.native.exchange import Exchange, Share
         from engine.models import load_model
@@ -47,19 +54,21 @@ def main() -> None:
         torch.set_num_threads(setup["threads"])
         exchange = Exchange(library, setup["memory"], Share(setup["rank"], setup["ranks"]))
         os.close(setup["memory"])
-        share = load_model(
-            setup["folder"],
-            setup["dtype"],
-            torch.device("cpu"),
-            "native",
-            deterministic=setup["deterministic"],
-            kv_cache_dtype=setup["kv_cache_dtype"],
-            progress=_Signs(lead),
-            exchange=exchange,
-        )
-        share.kernels.use_threads(None)
-        _say(lead, ready=True)
-        follow(share, exchange)
+        with on_nodes_of(setup["rank"], setup["ranks"]):
+            share = load_model(
+                setup["folder"],
+                setup["dtype"],
+                torch.device("cpu"),
+                "native",
+                deterministic=setup["deterministic"],
+                kv_cache_dtype=setup["kv_cache_dtype"],
+                progress=_Signs(lead),
+                exchange=exchange,
+            )
+            share.kernels.use_threads(None)
+            listener.share = share
+            _say(lead, ready=True)
+            follow(share, exchange, listener.adapters)
     except BaseException as error:
         _say(lead, error=f"{type(error).__name__}: {error}")
         if exchange is not None:
@@ -86,14 +95,37 @@ def _say(lead: socket.socket, **said: Any) -> None:
         os._exit(os.EX_OK)  # the lead has ended
 
 
-def _end_with(lead: socket.socket) -> None:
-    """End this process, whatever it does, when the lead ends or closes the group."""
-    try:
-        while lead.recv(1):
-            pass
-    except OSError:
-        pass
-    os._exit(os.EX_OK)
+class _Listener(threading.Thread):
+    """Does what the lead says on the socket, and ends this process, whatever it does, when that is closed: when the
+    lead ends or closes the group."""
+
+    def __init__(self, lead: socket.socket, told: BinaryIO) -> None:
+        super().__init__(daemon=True)
+        self._lead, self._told = lead, told
+        #: This rank's part of the model, once it is loaded.
+        self.share: Decoder | None = None
+        #: The loaded adapters by number.
+        self.adapters: dict[int, Adapter] = {}
+
+    def run(self) -> None:
+        try:
+            for line in self._told:
+                asked = json.loads(line)
+                self._load(asked["adapter"], asked["folder"])
+        finally:
+            os._exit(os.EX_OK)
+
+    def _load(self, number: int, folder: str) -> None:
+        from engine.adapters import load_adapter
+        from engine.errors import EngineError
+
+        wrong = ""
+        try:
+            assert self.share is not None
+            self.adapters[number] = load_adapter(folder, self.share)
+        except (EngineError, OSError, RuntimeError, ValueError, MemoryError) as error:
+            wrong = f"{type(error).__name__}: {error}"
+        _say(self._lead, adapter=number, wrong=wrong)
 
 
 if __name__ == "__main__":

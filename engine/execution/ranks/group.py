@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from engine.config import EngineConfig
 from engine.errors import DeviceLostError, EngineError, ErrorText
@@ -48,7 +48,8 @@ class _Follower:
     ready: bool = False
     error: str = ""
     unread: bytes = b""
-    said: dict[str, Any] = field(default_factory=dict)
+    adapters: dict[int, str] = field(default_factory=dict)
+    """The numbers of adapters that it was to load, with what went wrong."""
 
 
 class Group:
@@ -97,6 +98,17 @@ class Group:
                 self._changed.wait()
             if self._lost:
                 raise EngineError(f"the model is not served: {self._lost}")
+
+    def load_adapter(self, folder: Path, number: int) -> None:
+        """Have all followers load the adapter in `folder`, as `number`. Raises EngineError."""
+        with self._changed:
+            for each in self._followers:
+                each.socket.sendall(json.dumps({"adapter": number, "folder": str(folder.resolve())}).encode() + b"\n")
+            while not self._lost and not all(number in each.adapters for each in self._followers):
+                self._changed.wait()
+            errors = [f"rank {each.rank}: {why}" for each in self._followers if (why := each.adapters.pop(number, ""))]
+            if self._lost or errors:
+                raise EngineError(f"{folder} is not loaded: {self._lost or errors[0]}")
 
     def check(self) -> None:
         """Raise DeviceLostError if a rank has failed."""
@@ -170,6 +182,8 @@ class Group:
             for line in lines:
                 said = json.loads(line)
                 follower.ready |= "ready" in said
+                if "adapter" in said:
+                    follower.adapters[said["adapter"]] = said["wrong"]
                 follower.error = said.get("error", follower.error)
             self._changed.notify_all()
         return bool(data)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from enum import IntEnum
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from engine.adapters import Adapter, AdapterRows
 from engine.execution.ranks.messages import packed, unpacked
 from engine.execution.runner import Runner, StepBatch, copy_blocks, run_step
 from engine.kernels import RaggedBatch
 from engine.kernels.native.exchange import Exchange, Share
 from engine.kv import KvSpace
-from engine.layers import AdaptedRows
+from engine.layers import AdaptedRows, StepAdapters
 from engine.models import Model
 from engine.models.decoder import Decoder
 from engine.plan import Sampled, StepPlan
@@ -28,6 +32,7 @@ class _Kind(IntEnum):
     STEP = 2
     LOGITS = 3
     PEAKS = 4
+    ADAPTERS = 5
 
 
 class LeadModel:
@@ -41,9 +46,30 @@ class LeadModel:
         self.linears, self.embedding, self.weights = share.linears, share.embedding, share.weights
         self.canonical, self.pack, self.forward = share.canonical, share.pack, share.forward
         self._finds_peaks: bool | None = None
+        self.cut = share.cut
+        # The followers know an adapter by its number, until it is gone here.
+        self._numbers: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
+        self._gone: deque[int] = deque()
         self._own = [Share(rank, exchange.share.ranks).of(self.vocab_size) for rank in range(exchange.share.ranks)]
 
+    def number(self, adapter: Adapter, number: int) -> None:
+        """The followers have loaded `adapter`, as `number`."""
+        self._numbers[adapter] = number
+        weakref.finalize(adapter, self._gone.append, number)
+
+    def send_adapters(self, rows: StepAdapters | None) -> None:
+        """Send the adapters of the next step's rows, if there are some, and those that are gone."""
+        gone = [self._gone.popleft() for _ in range(len(self._gone))]
+        if rows is None and not gone:
+            return
+        tokens = None if rows is None else rows.tokens
+        assert tokens is None or isinstance(tokens, AdapterRows)
+        present = [] if tokens is None else [self._numbers[adapter] for adapter in tokens.adapters]
+        owners = [] if tokens is None else [torch.from_numpy(tokens.owners)]
+        self.exchange.send(packed(_Kind.ADAPTERS, (len(present), *present, *gone), owners))
+
     def logits(self, hidden: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
+        """See Model. No adapter changes the head."""
         self.exchange.send(packed(_Kind.LOGITS, (), [hidden]))
         every = self.exchange.gather(_own_logits(self.share, hidden))
         assert every is not None
@@ -86,7 +112,7 @@ class RanksRunner(Runner):
     def __init__(self, model: Model, *, spaces: Sequence[KvSpace], block_size: int, max_num_seqs: int) -> None:
         """`model`: a LeadModel."""
         assert isinstance(model, LeadModel)
-        self._exchange = model.exchange
+        self._lead, self._exchange = model, model.exchange
         numbers = (block_size, *(space.num_blocks for space in spaces))
         self._exchange.send(packed(_Kind.CACHES, numbers, ()))
         super().__init__(model, spaces=spaces, block_size=block_size, max_num_seqs=max_num_seqs)
@@ -108,6 +134,7 @@ class RanksRunner(Runner):
             raise
 
     def _forward(self, batch: StepBatch) -> Tensor:
+        self._lead.send_adapters(batch.adapters)
         self._exchange.send(_step_message(batch))
         return super()._forward(batch)
 
@@ -124,7 +151,7 @@ def _step_message(batch: StepBatch) -> bytes:
     return packed(_Kind.STEP, numbers, tensors)
 
 
-def _step_of(numbers: list[int], tensors: list[Tensor]) -> StepBatch:
+def _step_of(numbers: list[int], tensors: list[Tensor], adapted: AdapterRows | None) -> StepBatch:
     tokens, output_rows, positions = tensors[:_SHARED]
     attention, every = [], []
     for i in range((len(numbers) - 1) // 3):
@@ -151,22 +178,32 @@ def _step_of(numbers: list[int], tensors: list[Tensor]) -> StepBatch:
         attention=tuple(attention),
         output_rows=output_rows,
         entered=tuple(every),
-        adapters=None,
+        adapters=None if adapted is None else StepAdapters(adapted, adapted.select(output_rows.numpy())),
     )
 
 
 @torch.inference_mode()
-def follow(share: Decoder, exchange: Exchange) -> None:
-    """Do what the lead sends, until DeviceLostError: a rank has failed."""
+def follow(share: Decoder, exchange: Exchange, adapters: dict[int, Adapter]) -> None:
+    """Do what the lead sends, until DeviceLostError: a rank has failed. `adapters`: the loaded ones by number, to which
+    another thread adds some."""
     caches: list[Tensor] = []
+    adapted: AdapterRows | None = None
     while True:
         kind, numbers, tensors = unpacked(exchange.receive())
         if kind == _Kind.STEP:
-            run_step(share, caches, _step_of(numbers, tensors))
+            run_step(share, caches, _step_of(numbers, tensors, adapted))
+            adapted = None
         elif kind == _Kind.PEAKS:
             exchange.gather(_own_peaks(share, tensors[0]))
         elif kind == _Kind.LOGITS:
             exchange.gather(_own_logits(share, tensors[0]))
+        elif kind == _Kind.ADAPTERS:
+            count, *numbers = numbers
+            if tensors:
+                present = [adapters[number] for number in numbers[:count]]
+                adapted = AdapterRows(present, tensors[0].numpy(), share.device)
+            for number in numbers[count:]:
+                adapters.pop(number, None)
         elif kind == _Kind.COPIES:
             copy_blocks(caches, list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)))
         else:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.execution import threads
-from engine.execution.threads import threads_for, threads_of_each
+from engine.execution.threads import on_nodes_of, threads_for, threads_of_each
 
 
 @pytest.fixture
@@ -66,3 +66,27 @@ def test_the_strictest_of_all_groups_around_counts(groups: Path) -> None:
 
 def test_a_system_without_control_groups_has_no_limit(tmp_path: Path) -> None:
     assert threads._limit(tmp_path / "none", tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("lists", "ranks", "kept"),
+    [
+        (["0-1,4-5", "2-3,6-7"], 2, [{0, 1, 4, 5}, {2, 3, 6, 7}]),
+        (["0-1", "2-3"], 4, [{0, 1}, {0, 1}, {2, 3}, {2, 3}]),
+        (["0", "1", "2", "3"], 2, [{0, 1}, {2, 3}]),
+        (["0-7", ""], 2, [set(), set()]),
+    ],
+)
+def test_a_rank_keeps_to_the_nodes_of_its_part_of_the_cores(
+    lists: list[str], ranks: int, kept: list[set[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i, cores in enumerate(lists):
+        (tmp_path / f"node{i}").mkdir()
+        (tmp_path / f"node{i}" / "cpulist").write_text(f"{cores}\n")
+    every, chosen = set(range(8)), list[set[int]]()
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: every)
+    monkeypatch.setattr("os.sched_setaffinity", lambda process, cores: chosen.append(cores))
+    for rank, own in enumerate(kept):
+        with on_nodes_of(rank, ranks, tmp_path):
+            assert chosen[-1:] == ([own] if own else [])
+        assert chosen[-1:] == ([every] if own else [])

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from engine.adapters import Adapter, load_adapter
 from engine.errors import DeviceLostError
 from engine.execution.ranks import LeadModel, RanksRunner, follow
 from engine.kernels.native import load_library
@@ -40,6 +41,8 @@ class Ranks:
             for exchange in self.exchanges
         ]
         self.lead = LeadModel(self.shares[0], self.exchanges[0])
+        #: Of each rank, by number.
+        self.adapters: list[dict[int, Adapter]] = [{} for _ in self.exchanges]
         self._threads = [
             threading.Thread(target=self._follow, args=pair, daemon=True)
             for pair in zip(self.shares[1:], self.exchanges[1:], strict=True)
@@ -49,12 +52,19 @@ class Ranks:
 
     def _follow(self, share: Decoder, exchange: Exchange) -> None:
         try:
-            follow(share, exchange)
+            follow(share, exchange, self.adapters[exchange.share.rank])
         except DeviceLostError:
             return
         except BaseException:
             exchange.fail()
             raise
+
+    def adapter(self, folder: Path, number: int) -> Adapter:
+        """Load an adapter on all ranks. Returns the lead's."""
+        for share, adapters in zip(self.shares, self.adapters, strict=True):
+            adapters[number] = load_adapter(folder, share)
+        self.lead.number(self.adapters[0][number], number)
+        return self.adapters[0].pop(number)
 
     def driver(self, **settings: Any) -> Driver:
         return Driver(self.lead, runner=RanksRunner, **settings)

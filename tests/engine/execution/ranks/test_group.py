@@ -19,6 +19,7 @@ from engine.errors import EngineError
 from engine.execution.ranks import Group, group
 from engine.kernels.native import load_library
 from engine.request import Request
+from tests.engine.adapters.folders import write_adapter
 from tests.engine.random_models import VARIANTS, write_model
 from tests.waiting import gone, until
 
@@ -42,17 +43,24 @@ def followers(engine: Engine) -> list[int]:
     return [each.process.pid for each in engine._group._followers]
 
 
-def test_a_group_is_one_engine_and_a_dead_rank_is_a_lost_device(folder: Path) -> None:
+def test_a_group_is_one_engine_and_a_dead_rank_is_a_lost_device(folder: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter")
     prompts = [[1, 2, 3, 4], [5, 6, 7] * 20]
     with Engine.load(folder, config(1)) as alone:
+        alone.load_adapter("a", adapter)
         expected, own = alone.generate(prompts, GREEDY), alone.fingerprint
+        adapted = alone.generate(prompts, GREEDY, "a")
+        assert adapted != expected
     with Engine.load(folder, config(2)) as engine:
         assert [output.token_ids for output in engine.generate(prompts, GREEDY)] == [
             output.token_ids for output in expected
         ]
         assert engine.fingerprint == fingerprint_of(engine._model, 16) != own
-        with pytest.raises(EngineError, match="adapters do not go with tensor_parallel"):
-            engine.load_adapter("a", folder)
+        engine.load_adapter("a", adapter)
+        assert [output.token_ids for output in engine.generate(prompts, GREEDY, "a")] == [
+            output.token_ids for output in adapted
+        ]
+        assert engine.unload_adapter("a")
         lost: queue.SimpleQueue[tuple[str, set[str]]] = queue.SimpleQueue()
         engine.on_lost = lambda why, suspects: lost.put((why, suspects))
         events: queue.SimpleQueue[Any] = queue.SimpleQueue()
