@@ -146,8 +146,7 @@ class Engine(StepLoop):
         """
         config = config or EngineConfig()
         if device_named(config.device).type == "cpu":
-            threads = threads_for(config.threads, torch.get_num_threads())
-            torch.set_num_threads(max(1, threads // config.tensor_parallel))
+            torch.set_num_threads(threads_for(config.threads, torch.get_num_threads()))
         elif config.tensor_parallel > 1:
             raise EngineError(
                 ErrorText.of(
@@ -159,13 +158,18 @@ class Engine(StepLoop):
         if config.tensor_parallel == 1:
             return cls._load(folder, config, None, loaded, progress)
         check_ranks_of(folder, config.tensor_parallel)
-        group = Group(folder, config, torch.get_num_threads())
+        threads = torch.get_num_threads()
+        each = max(1, threads // config.tensor_parallel)
+        group = Group(folder, config, each)
         try:
+            torch.set_num_threads(each)
             with on_nodes_of(0, config.tensor_parallel):
                 return cls._load(folder, config, group, loaded, progress)
         except BaseException:
             group.close()
             raise
+        finally:
+            torch.set_num_threads(threads)
 
     @classmethod
     def _load(
@@ -387,12 +391,13 @@ def _policy(model: Model, config: EngineConfig) -> Policy:
 
 def _log_choices(name: str, model: Model, config: EngineConfig) -> None:
     logger.info(
-        "%s computes on %s with kernels %r, weights in %s, %d threads",
+        "%s computes on %s with kernels %r, weights in %s, %d threads%s",
         name,
         model.device.type,
         model.kernels.name,
         _name(model.kernels.weight_dtype),
-        config.threads or torch.get_num_threads(),
+        config.threads or torch.get_num_threads() * config.tensor_parallel,
+        "" if config.tensor_parallel == 1 else f" of {config.tensor_parallel} processes",
     )
 
 

@@ -6,11 +6,11 @@ W1, W8, W32: that many requests of 128 prompt and 128 output tokens, submitted a
 prompt and 16 to 256 output tokens. Sampling is greedy and ignores EOS. Every repeat has fresh token ids, so that no
 prefix cache helps. A short warm-up runs first. With `--peer transformers-cb`, transformers' continuous batching then
 runs the same requests in a process of its own, and the ratio of the best repeats is printed (for development: needs
-transformers). With `--deterministic` or `--speculate`, the plain mode runs the same requests in turns, and the ratio is
-printed as well. These prompts are random tokens, so drafts are rarely right: `--speculate` measures here what drafts
-cost. tests/bench/speculation.py measures what they gain. `--breakdown` prints the time of a step's parts instead of
-throughput (breakdown.py), and `--load` latency by the rate of arrivals (load.py). On a CPU each figure comes with its
-share of the machine's limit (ceilings.py).
+transformers). With `--deterministic`, `--speculate` or `--tensor-parallel`, the plain mode runs the same requests in
+turns, and the ratio is printed as well. These prompts are random tokens, so drafts are rarely right: `--speculate`
+measures here what drafts cost. tests/bench/speculation.py measures what they gain. `--breakdown` prints the time of a
+step's parts instead of throughput (breakdown.py), and `--load` latency by the rate of arrivals (load.py). On a CPU each
+figure comes with its share of the machine's limit (ceilings.py).
 """
 
 from __future__ import annotations
@@ -118,13 +118,13 @@ def settings(args: argparse.Namespace, plans: dict[str, list[list[Job]]]) -> Eng
 
 
 def bench_engines(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
-    """Run the workloads. With `--deterministic` or `--speculate`, the plain engine runs too, in turns, so that other
-    load on the machine affects both."""
+    """Run the workloads. With `--deterministic`, `--speculate` or `--tensor-parallel`, the plain engine runs too, in
+    turns, so that other load on the machine affects both."""
     plans = workloads(args, vocab_size)
     config = settings(args, plans)
     configs = {"penstock": config}
-    if config.deterministic or config.speculate != "none":
-        plain = replace(config, deterministic=False, speculate="none", draft_model=None)
+    if config.deterministic or config.speculate != "none" or config.tensor_parallel > 1:
+        plain = replace(config, deterministic=False, speculate="none", draft_model=None, tensor_parallel=1)
         configs = {"plain": plain, "penstock": config}
     engines: dict[str, Engine] = {}
     results: dict[str, Any] = {}
@@ -135,7 +135,7 @@ def bench_engines(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
             engines[who] = stack.enter_context(Engine.load(args.model, engine_config))
             results[who] = {"load_s": time.perf_counter() - began, "results": {}}
         if device_named(config.device).type == "cpu":
-            least, results["ceilings"] = at_least(args, engines["penstock"], plans)
+            least, results["ceilings"] = at_least(args, engines.get("plain", engines["penstock"]), plans)
         for name, repeats in plans.items():
             runs = in_turns(engines, warm_up(name, vocab_size, args.seed), repeats)
             for who in engines:

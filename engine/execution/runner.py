@@ -325,7 +325,7 @@ class Runner:
         chosen = [row.seq for row in sampling for _ in range(1 + len(row.draft))]
         before = [row.draft[:i] for row in sampling for i in range(1 + len(row.draft))]
         how = self._sampling.gather(chosen, before if len(chosen) > len(sampling) else None) if sampling else None
-        hidden = self._forward(batch)
+        hidden = self._forward(batch, len(chosen) if how is not None and how.plain else 0)
         adapters = None if batch.adapters is None else batch.adapters.outputs
         if len(hidden) > len(chosen):
             scored = [(row, span) for row in plan.rows if (span := row.scored_span())]
@@ -340,7 +340,9 @@ class Runner:
         each = iter(sampled)
         return [accepted(row.draft, list(islice(each, 1 + len(row.draft)))) for row in sampling]
 
-    def _forward(self, batch: StepBatch) -> Tensor:
+    def _forward(self, batch: StepBatch, greedy: int) -> Tensor:
+        """The last hidden states of a step's output rows. `greedy`: of so many, the first, `_sample` wants the peaks
+        if no adapter changes the head."""
         return run_step(self._model, self._caches, batch)
 
     def _sample(self, hidden: Tensor, how: SamplingBatch, adapters: AdaptedRows | None) -> list[Sampled]:

@@ -291,12 +291,15 @@ class Decoder:
         return self._layers[0].input_norm(residual), residual
 
     def _embedded(self, tokens: Tensor, adapters: StepAdapters | None) -> Tensor:
-        own = self.own_tokens
         if self.kernels.exchange is None:
             return self._embedding(tokens, None if adapters is None else adapters.tokens)
-        others = (tokens < own.start) | (tokens >= own.stop)
-        rows = self._embedding((tokens - own.start).masked_fill(others, 0))
-        return self.kernels.sum_ranks(rows.masked_fill(others[:, None], 0))
+        # By numpy, whose small operations take a tenth of the time of torch's.
+        places = tokens.numpy() - self.own_tokens.start
+        others = (places < 0) | (places >= len(self.own_tokens))
+        places[others] = 0
+        rows = self._embedding(torch.from_numpy(places))
+        rows.numpy()[others] = 0
+        return self.kernels.sum_ranks(rows)
 
     def layer(
         self,

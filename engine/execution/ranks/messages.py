@@ -25,7 +25,8 @@ def packed(kind: int, numbers: Sequence[int], tensors: Sequence[Tensor]) -> byte
     parts = [struct.pack(f"={len(head)}q", *head)]
     for array in arrays:
         parts.append(array.tobytes())
-        parts.append(bytes(-array.nbytes % 8))
+        if array.nbytes % 8:
+            parts.append(bytes(-array.nbytes % 8))
     return b"".join(parts)
 
 

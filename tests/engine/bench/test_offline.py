@@ -88,6 +88,7 @@ def test_the_command_writes_its_figures(
         (["--load", "--rates", "1,nan"], "rates are finite and above 0"),
         (["--load", "--rates", "1,,2"], "'1,,2' are no numbers with commas between them"),
         (["--load", "--breakdown"], "not allowed with"),
+        (["--breakdown", "--tensor-parallel", "2"], "--breakdown times the parts of one process"),
         (["--load", "--peer", "transformers-cb"], "--peer is compared by throughput"),
     ],
 )

@@ -1,0 +1,47 @@
+"""What requests may ask for is the same with ranks: choices, log-probabilities, guessed tokens, preemption."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.kernels.native import load_library
+from engine.models import load_model
+from engine.params import SamplingParams
+from engine.speculate import Lookup, Speculation
+from tests.engine.execution.ranks.in_threads import ranks_of
+from tests.engine.random_models import FAMILIES, write_model
+from tests.parity.driver import Driver, greedy, prompts_of
+
+pytestmark = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
+
+#: Three choices, which begin with one prompt's blocks and copy the last.
+SEVERAL = SamplingParams(n=3, max_tokens=8, temperature=0.8, seed=7, logprobs=2, prompt_logprobs=2, ignore_eos=True)
+
+
+def run(driver: Driver) -> tuple[dict[str, dict[int, list[int]]], list[Any]]:
+    for i, prompt in enumerate(prompts_of([21, 40], 320)):
+        driver.add(f"several {i}", prompt, SEVERAL)
+    driver.add("repeats", [5, 6, 7, 8] * 8, greedy(16))
+    driver.run(preempt_every=5)
+    return driver.found, [event.prompt_logprobs for event in driver.events if event.prompt_logprobs is not None]
+
+
+def guessing() -> dict[str, Any]:
+    return {"speculation": Speculation(Lookup(8, 320), max_tokens=4, adaptive=False)}
+
+
+def test_requests_are_answered_alike(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", seed=2, tokenizer=False, **FAMILIES["gemma3"])
+    alone = load_model(folder, "float32", torch.device("cpu"), "native")
+    tokens, scores = run(Driver(alone, **guessing()))
+    with ranks_of(folder, 2) as together:
+        own_tokens, own_scores = run(together.driver(**guessing()))
+    assert own_tokens == tokens
+    assert len(own_scores) == len(scores) == 2
+    for ours, theirs in zip(own_scores, scores, strict=True):
+        for own, expected in zip(ours[1:], theirs[1:], strict=True):
+            assert own.logprob == pytest.approx(expected.logprob, abs=1e-3)
