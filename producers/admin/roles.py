@@ -118,7 +118,7 @@ ROLES: Final[dict[str, Rights]] = {
     "gateway": Rights(
         f"{_TASKS} {_QUEUES} {_FILES} {_IDEMPOTENCY} penstock:keys penstock:audit penstock:audit:* "
         "penstock:tenants:limits penstock:weights penstock:webhooks:* penstock:usage penstock:usage:* "
-        "penstock:scale:retries penstock:swept penstock:sqs:* penstock:dead penstock:reaped",
+        "penstock:scale:retries penstock:swept penstock:sqs:* penstock:dead penstock:reaped penstock:feedback",
         f"{_DELIVERIES} {_TASKS_READ} {_SCALING} penstock:blob:* penstock:profiles penstock:rollouts penstock:sweeper "
         "penstock:schedules penstock:metrics:*",
         _TASKS_CHANNELS,
@@ -132,7 +132,7 @@ ROLES: Final[dict[str, Rights]] = {
         # Its rollouts change the routing, which the audit log has.
         "penstock:metrics:* penstock:canaries penstock:canaries:* penstock:routing:* penstock:rollouts penstock:audit",
         # A batch's lines run within the limits that its key has by then. The journal has what was changed of these.
-        f"{_TASKS_READ} {_SCALING} penstock:tenants:limits penstock:keys penstock:audit:*",
+        f"{_TASKS_READ} {_SCALING} penstock:feedback penstock:tenants:limits penstock:keys penstock:audit:*",
         f"{_TASKS_CHANNELS} {_RESULTS} {_CONTROL_CHANNEL}",
         # It looks for tokenizers that no model has. SCAN tells the names of all keys.
         f"{CONNECTION} {KEYS} scan",

@@ -64,6 +64,7 @@ SCALE_POOLS: Final = "penstock:scale:pools"  # hash: pool -> its latest decision
 SCALE_RETRIES: Final = "penstock:scale:retries"  # hash: pool -> unix s; an operator asked for another try
 SCALE_DECISIONS: Final = "penstock:scale:decisions"  # stream: decisions that changed something, the latest 10,000
 ROLLOUTS: Final = "penstock:rollouts"  # hash: model -> its rolling update (JSON, `producers.store.fleet.rollouts`)
+FEEDBACK: Final = "penstock:feedback"  # stream: scores of finished tasks (`producers.store.feedback`)
 CANARIES: Final = "penstock:canaries"  # hash: model -> its last judged rollout (JSON, `producers.store.fleet.canaries`)
 CANARY_EVIDENCE: Final = "penstock:canaries:evidence"  # hash: model -> what that has compared (JSON)
 FILES_EXPIRING: Final = "penstock:files:expiring"  # zset: file id -> unix s; end of its time to live

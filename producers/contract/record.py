@@ -51,6 +51,7 @@
 | `cancel` | server time (ms) at which a cancel was accepted |
 | `claim`, `owner` | the delivery that holds it, and its worker's incarnation; both until SETTLE |
 | `restored` | 1: it was restored from a backup before it had ended |
+| `feedback` | the score that its caller gave it, from 0 to 1 (`producers.store.feedback`) |
 | `letter` | why its message is kept as a dead letter, from SETTLE on: a task that was given up, or Celery's side was |
 | `kept` | the bytes that count as its tenant's, and from SETTLE on until when (unix s): `<bytes> <end>` |
 | `deaths`, `claims` | number of owners that died holding it; number of starts |

@@ -54,7 +54,7 @@ from producers.gateway.pages import Documented
 from producers.gateway.readiness_checks import Awaited, Reach
 from producers.gateway.samples import Samples, read
 from producers.gateway.settings import GatewaySettings
-from producers.gateway.tasks import events, explain, views
+from producers.gateway.tasks import events, explain, feedback, views
 from producers.gateway.tasks import routes as tasks
 from producers.gateway.text.forms import Forms
 from producers.gateway.text.prompts import Prompts, Templates
@@ -124,7 +124,16 @@ async def one(request: Request, name: str) -> views.ModelView:
 
 #: All routers, beside that of the metrics.
 ROUTERS: Final = (
-    *(pages.router, tasks.router, events.router, explain.router, files.router, batches.router, webhooks.router),
+    *(
+        pages.router,
+        tasks.router,
+        events.router,
+        explain.router,
+        feedback.router,
+        files.router,
+        batches.router,
+        webhooks.router,
+    ),
     *(keys.router, tenants.router, usage.router, models_router, health.router, fleet.router, dead_letters.router),
     *(console.router, overview.router, operations.router),
     *(chat.router, completions.router, responses.router, pooling.router, tokens.router),

@@ -128,10 +128,13 @@ class Controller:
         evidence = Evidence.of(raw, state)
         entries: Any = self._store.xrange(keys.LEDGER, f"({evidence.cursor}", "+", count=PAGE)
         rows = self._rows(state, matcher, entries)
+        scores: Any = self._store.xrange(keys.FEEDBACK, f"({evidence.scores}", "+", count=PAGE)
+        rows += [{text(name): text(value) for name, value in fields.items()} for _, fields in scores]
         matcher.enter(rows, evidence, state.step)
         found = findings(state, evidence)
-        if entries:
-            evidence.cursor = text(entries[-1][0])
+        if entries or scores:
+            evidence.cursor = text(entries[-1][0]) if entries else evidence.cursor
+            evidence.scores = text(scores[-1][0]) if scores else evidence.scores
             total = sum(evidence.compared(step) for step in range(len(evidence.steps)))
             row = None
             if total > evidence.noted * NOTED:

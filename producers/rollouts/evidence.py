@@ -7,8 +7,9 @@ fraction f the wealth
     product over all d of (1 + f (d - margin) / (1 + margin))
 
 is a nonnegative supermartingale that begins with 1, and so is its average over FRACTIONS, and over steps of which each
-begins with wealth 1. By Ville's inequality it ever reaches 1/alpha with probability at most alpha, so one may look
-after every task and stop at will. Nothing is assumed about the distribution, nor that it stays the same.
+begins with wealth 1, whatever the weights. By Ville's inequality it ever reaches 1/alpha with probability at most
+alpha, so one may look after every task and stop at will. Nothing is assumed about the distribution, nor that it stays
+the same.
 
 Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", JRSS B 86 (2024), arXiv 2010.09686,
 section 4 (capital processes; here with a fixed grid of bets). Over metrics the error is divided by their number
@@ -23,9 +24,11 @@ from typing import Final, NamedTuple
 
 #: Differences are multiples of 1/GRID.
 GRID: Final = 16
-#: Parts of the wealth that are bet, relative to the largest bet that cannot ruin: small ones gain by small
-#: differences, large ones by few comparisons.
-FRACTIONS: Final = (0.03, 0.08, 0.2, 0.45, 0.98)
+#: Parts of the wealth that are bet, relative to the largest bet that cannot ruin, and their weights. Small ones gain by
+#: small differences; the largest one finds what is always bad within few comparisons.
+FRACTIONS: Final = {0.03: 0.15, 0.08: 0.15, 0.2: 0.15, 0.45: 0.15, 0.98: 0.4}
+#: The weight of the first step, which is to find what is always bad; the others share the rest.
+FIRST_STEP: Final = 0.5
 
 #: Differences (in 1/GRID) -> how many comparisons had them.
 Counts = Mapping[int, int]
@@ -56,7 +59,9 @@ def log_wealth(steps: Sequence[Counts], of_steps: int, margin: float) -> float:
     `margin`: in (-1, 1].
     """
     logs = [_log_of_step(counts, margin) for counts in steps]
-    return _log_mean([*logs, *[0.0] * (of_steps - len(logs))])
+    first = FIRST_STEP if of_steps > 1 else 1.0
+    weights = [first, *[(1 - first) / max(1, of_steps - 1)] * (of_steps - 1)]
+    return _log_mean([*logs, *[0.0] * (of_steps - len(logs))], weights)
 
 
 def bounds(steps: Sequence[Counts], of_steps: int, alpha: float) -> Bounds:
@@ -85,10 +90,12 @@ def _log_of_step(counts: Counts, margin: float) -> float:
         [
             sum(count * math.log1p(part * (d / GRID - margin) / (1 + margin)) for d, count in counts.items())
             for part in FRACTIONS
-        ]
+        ],
+        [*FRACTIONS.values()],
     )
 
 
-def _log_mean(logs: Sequence[float]) -> float:
+def _log_mean(logs: Sequence[float], weights: Sequence[float]) -> float:
+    """The logarithm of the weighted mean. `weights`: they add up to 1."""
     top = max(logs)
-    return top + math.log(sum(math.exp(value - top) for value in logs) / len(logs))
+    return top + math.log(sum(weight * math.exp(value - top) for value, weight in zip(logs, weights, strict=True)))

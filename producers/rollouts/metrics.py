@@ -10,6 +10,7 @@ both are compared at the same time, and no two comparisons share a task.
 | share | 1 if the candidate's task is bad, less the bad share of the baseline's tasks | the margin, a share |
 | rank | part of the baseline's tasks that the candidate's is worse than by more than the tolerance, less the part \
 that it is not | the margin, usually 0: it is worse by more than the tolerance in more than half of all pairs |
+| score | part of the baseline's scores that are higher, less the part that is lower | the margin |
 | tail | as share; bad is what takes longer than the tolerance over the p95 of the baseline's last tasks | the margin |
 
 Ranks need no mean, which heavy tails would spoil; the share needs none either. A metric that does not apply to one of
@@ -29,6 +30,7 @@ from producers.connection.script import parsed
 from producers.rollouts.evidence import GRID, Bounds, bounds, comparisons, log_wealth
 from producers.store.fleet.canaries import ALIAS, Canary
 from producers.store.fleet.routing import DEFAULT
+from producers.store.usage.ledger import STATUSES
 
 #: Most tasks of the baseline that one comparison takes; powers of two, so that differences are multiples of 1/GRID.
 MATCHES: Final = 8
@@ -52,7 +54,7 @@ class Metric:
 
     name: str
     text: str
-    kind: Literal["share", "rank", "tail"]
+    kind: Literal["share", "rank", "tail", "score"]
     value: Callable[[Row], float | None]
     margin: float = 0.0
     tolerance: float = 0.0
@@ -109,6 +111,10 @@ def _end_to_end(row: Row) -> float | None:
     return _between(row, "created", "ended") if _completed(row) else None
 
 
+def _score(row: Row) -> float | None:
+    return float(row["score"]) if "score" in row else None
+
+
 #: All metrics, in the order of reports. `penstock rollout start --metric` sets their margins and tolerances.
 METRICS: Final = (
     Metric("failed", "tasks that failed, or whose worker died", "share", _failed, margin=0.01),
@@ -126,6 +132,7 @@ METRICS: Final = (
     ),
     Metric("longer", "answers that are longer (tokens)", "rank", _longest, tolerance=0.5),
     Metric("shorter", "answers that are shorter (tokens)", "rank", _longest, tolerance=0.5, lower_is_worse=True),
+    Metric("feedback", "scores that callers gave (`/v1/feedback`)", "score", _score, margin=0.01),
 )
 BY_NAME: Final = {metric.name: metric for metric in METRICS}
 
@@ -154,14 +161,18 @@ def defaults() -> dict[str, dict[str, float]]:
 
 @dataclass(slots=True)
 class Arm:
-    """What was seen of one version: for reports alone. Metric -> bucket (or 0 and 1 of a share) -> tasks."""
+    """What was seen of one version: for reports alone. `figures`: metric -> bucket (0 and 1 of a share, hundredths of a
+    score) -> tasks."""
 
     tasks: int = 0
     figures: dict[str, Counter[int]] = field(default_factory=dict)
 
     def enter(self, metric: Metric, value: float) -> None:
         """Count a task's value."""
-        bucket = int(value) if metric.kind == "share" else math.floor(math.log(max(value, 1e-6), BUCKET))
+        if metric.kind in ("share", "score"):
+            bucket = round(value if metric.kind == "share" else 100 * value)
+        else:
+            bucket = math.floor(math.log(max(value, 1e-6), BUCKET))
         self.figures.setdefault(metric.name, Counter())[bucket] += 1
 
     def quantile(self, name: str, part: float) -> float | None:
@@ -174,10 +185,11 @@ class Arm:
                 return math.exp((bucket + 0.5) * math.log(BUCKET))
         return None
 
-    def share(self, name: str) -> float | None:
-        """The share of bad tasks; None without a task."""
+    def mean(self, name: str) -> float | None:
+        """The share of bad tasks, or 100 times the mean score; None without a task."""
         buckets = self.figures.get(name, Counter())
-        return buckets[1] / total if (total := sum(buckets.values())) else None
+        total = sum(buckets.values())
+        return sum(bucket * count for bucket, count in buckets.items()) / total if total else None
 
 
 @dataclass(slots=True)
@@ -192,18 +204,21 @@ class Evidence:
     baseline: Arm = field(default_factory=Arm)
     noted: int = 0
     """Comparisons when the last row of the log was written."""
+    scores: str = "0"
+    """The last row of the feedback in it."""
 
     @classmethod
     def of(cls, raw: str, canary: Canary) -> Evidence:
         """The stored evidence of this rollout, or none yet."""
         fields = parsed(raw)
         if fields.get("rollout") != canary.id:
-            return cls(canary.id, f"{canary.traffic - 1}-0")
+            begin = f"{canary.traffic - 1}-0"
+            return cls(canary.id, begin, scores=begin)
         candidate, baseline = (
             Arm(fields[arm]["tasks"], _counters(fields[arm]["figures"])) for arm in ("candidate", "baseline")
         )
         steps = [_counters(step) for step in fields["steps"]]
-        return cls(canary.id, fields["cursor"], steps, candidate, baseline, fields["noted"])
+        return cls(canary.id, fields["cursor"], steps, candidate, baseline, fields["noted"], fields["scores"])
 
     def to_json(self) -> str:
         """The stored form."""
@@ -211,7 +226,7 @@ class Evidence:
             name: {"tasks": arm.tasks, "figures": arm.figures}
             for name, arm in (("candidate", self.candidate), ("baseline", self.baseline))
         }
-        head = {"rollout": self.rollout, "cursor": self.cursor, "noted": self.noted}
+        head = {"rollout": self.rollout, "cursor": self.cursor, "scores": self.scores, "noted": self.noted}
         return json.dumps({**head, "steps": self.steps, **arms})
 
     def of_metric(self, name: str) -> list[Counter[int]]:
@@ -259,7 +274,7 @@ class Matcher:
         begun = _number(row, "created") or _number(row, "started") or 0.0
         if row.get("model") != self._canary.model or not self._canary.traffic or begun < self._canary.traffic:
             return None
-        if row.get("status") not in ("completed", "failed", "cancelled", "incomplete"):
+        if row.get("status") not in STATUSES and "score" not in row:
             return None
         arm = row.get("alias", ""), row.get("version", "")
         return {(ALIAS, self._canary.version): True, (DEFAULT, self._canary.before): False}.get(arm)
@@ -269,7 +284,7 @@ class Matcher:
         matches = min(MATCHES, max(1, int((100 - percent) / percent)))
         arm = evidence.candidate if candidate else evidence.baseline
         task = _Task(self._values(row))
-        arm.tasks += 1
+        arm.tasks += "score" not in row
         for entry in self._settings:
             if entry.metric.name in task.values and entry.metric.kind != "tail":
                 arm.enter(entry.metric, task.values[entry.metric.name])
@@ -288,11 +303,15 @@ class Matcher:
                 self._retire(free.popleft())
 
     def _stratum(self, row: Row) -> tuple[str, int]:
+        if "score" in row:
+            return "score", 0
         tokens = (_number(row, "prompt") or 0.0) - (_number(row, "cached") or 0.0)
         stratum = row.get("tier", ""), math.ceil(math.log(max(tokens, 64.0) / 64, 4))
         return stratum if stratum in self._baseline or len(self._baseline) < STRATA else ("", 0)
 
     def _values(self, row: Row) -> dict[str, float]:
+        if "score" in row:
+            return {"feedback": float(row["score"])} if "feedback" in self._tail else {}
         cold = (_number(row, "created") or 0.0) < self._canary.traffic + self._canary.plan.warm_up_s * 1000
         values = {
             entry.metric.name: entry.metric.value(row)
@@ -321,6 +340,8 @@ class Matcher:
             differences = [
                 math.copysign(float(value != other * factor), sign * (value - other * factor)) for other in others
             ]
+        elif entry.metric.kind == "score":
+            differences = [float(value < other) - float(value > other) for other in others]
         elif (limit := self._limit(entry)) is not None:
             differences = [float(value > limit) - float(other > limit) for other in others]
         else:
@@ -373,7 +394,7 @@ class Finding:
         """What was found, for a person."""
         metric, margin = self.settings.metric, self.settings.margin
         lower, average, _ = self.bounds
-        unit = "points" if metric.kind != "rank" else "points of rank"
+        unit = "points" if metric.kind in ("share", "tail") else "points of rank"
         tolerance = f" by more than {self.settings.tolerance:.0%}" if self.settings.tolerance else ""
         return (
             f"{metric.name}: {metric.text}{tolerance}: {100 * average:+.1f} {unit} against the baseline, at least "

@@ -63,7 +63,10 @@ def _metric(finding: Finding, evidence: Evidence) -> dict[str, Any]:
 def _figures(finding: Finding, arm: Arm) -> dict[str, float | None]:
     metric = finding.settings.metric
     if metric.kind == "share":
-        return {"share": arm.share(metric.name)}
+        return {"share": arm.mean(metric.name)}
+    if metric.kind == "score":
+        score = arm.mean(metric.name)
+        return {"mean": None if score is None else score / 100}
     name = "end_to_end" if metric.kind == "tail" else metric.name
     return {f"p{round(100 * part)}": arm.quantile(name, part) for part in (0.5, 0.95)}
 

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from producers.rollouts.evidence import FRACTIONS, GRID, bounds, log_wealth, mean
+from producers.rollouts.evidence import FIRST_STEP, FRACTIONS, GRID, bounds, log_wealth, mean
 
 
 def test_the_wealth_is_that_of_bets_made_one_after_another_in_any_order() -> None:
@@ -20,7 +20,8 @@ def test_the_wealth_is_that_of_bets_made_one_after_another_in_any_order() -> Non
             money * (1 + part * (difference / GRID - margin) / (1 + margin))
             for money, part in zip(wealth, FRACTIONS, strict=True)
         ]
-    expected = (sum(wealth) / len(wealth) + 3) / 4  # three more steps have not begun
+    mixed = sum(money * weight for money, weight in zip(wealth, FRACTIONS.values(), strict=True))
+    expected = FIRST_STEP * mixed + (1 - FIRST_STEP)  # three more steps have not begun
     assert log_wealth([Counter(differences)], 4, margin) == pytest.approx(math.log(expected))
 
 

@@ -90,6 +90,19 @@ def test_a_slow_tail_is_that_of_tasks_that_are_in_no_comparison_any_more() -> No
     assert "end_to_end_p95" not in compared(*usual[:60], row("candidate", ended=9000))
 
 
+def test_scores_are_compared_among_themselves_and_count_no_task() -> None:
+    def score(arm: str, value: str) -> dict[str, str]:
+        alias, version = {"candidate": (ALIAS, "b"), "baseline": ("default", "a")}[arm]
+        return {"model": "m", "alias": alias, "version": version, "created": "2000", "score": value}
+
+    rows = [score("baseline", "1"), row("baseline"), score("candidate", "0.5"), score("candidate", "1")]
+    evidence = Evidence.of("", STATE)
+    Matcher(STATE).enter([*rows, score("baseline", "0.2")], evidence, 0)
+    assert evidence.steps[0] == {"feedback": {16: 1, -16: 1}}
+    assert (evidence.candidate.tasks, evidence.baseline.tasks) == (0, 1)
+    assert (evidence.candidate.mean("feedback"), evidence.baseline.mean("feedback")) == (75, 60)
+
+
 def test_what_callers_chose_themselves_or_sent_before_is_not_compared() -> None:
     others = [row("baseline", alias="candidate"), row("baseline", alias=""), row("baseline", created=999)]
     others += [row("baseline", model="other"), row("baseline", version="c")]

@@ -48,6 +48,8 @@ ATTACKS: list[tuple[str, str, dict[str, Any]]] = [
     ("POST", "/v1/tasks/{task}/retry", {}),
     ("POST", "/v1/tasks/{running}/retry", {}),
     ("POST", "/v1/tasks/{task}/retry", KEYED),
+    ("POST", "/v1/feedback", {"json": {"id": "{task}", "score": 1}}),
+    ("POST", "/v1/feedback", {"json": {"id": "chatcmpl-{running}", "score": 1}}),
     ("DELETE", "/v1/tasks/{task}", {}),
     ("DELETE", "/v1/tasks/{running}", {}),
     ("GET", "/v1/tasks?after={task}", {}),
@@ -140,9 +142,9 @@ def test_every_endpoint_that_takes_an_id_is_attacked(other: httpx.Client) -> Non
     assert {(method, re.sub(r"\{\w+\}", "{}", path)) for method, path in taken} <= known
 
 
-@pytest.mark.parametrize("thing", ["tasks", "responses", "files", "batches", "webhook_endpoints"])
+@pytest.mark.parametrize("thing", ["tasks|feedback", "responses", "files", "batches", "webhook_endpoints"])
 def test_a_foreign_id_is_as_an_unknown_one(other: httpx.Client, theirs: Made, valkey: Redis, thing: str) -> None:
-    attacks = [one for one in ATTACKS if re.match(rf"/v1/{thing}\b", one[1])]
+    attacks = [one for one in ATTACKS if re.match(rf"/v1/(?:{thing})\b", one[1])]
     assert len(attacks) >= 5
     other.get("/v1/webhook_endpoints")  # the store keeps the script that it calls from now on
     for method, path, sent in attacks:
