@@ -10,16 +10,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from redis import Redis
 
 from producers.client.submission import encoding_of_card
-from producers.connection.script import parsed, text
+from producers.connection.script import parsed, run, text
 from producers.contract import keys
 from producers.store.access.audit import Change, operator
-from producers.store.fleet import cards, routing
+from producers.store.fleet import canaries, cards, rollouts, routing
+from producers.store.fleet.cards import profile_field
 from producers.store.fleet.routing import DEFAULT, NO_STAGE, Routing, RoutingError, Rule, Shadow
+from producers.store.protocol import swap
+
+#: Stages of versions that are kept though nothing leads to them.
+PINNED: Final = ("staging", "approved")
 
 
 def current(store: Redis, model: str) -> Routing:
@@ -81,7 +86,7 @@ def set_stages(store: Redis, model: str, stages: Mapping[str, str], reason: str 
         known = {before.default, *cards.versions_of(store.hgetall(keys.VERSIONS), model)}
         for version in new:
             if version not in known and version not in before.stages:
-                raise RoutingError(_unknown(store, model, version))
+                raise RoutingError(unknown_version(store, model, version))
         kept = {version: stage for version, stage in before.stages.items() if version in known}
         after = {version: stage for version, stage in {**kept, **new}.items() if stage != NO_STAGE}
         return replace(before, stages=after)
@@ -114,6 +119,67 @@ def set_shadow(store: Redis, model: str, shadow: Shadow | None) -> Routing:
 
     what = "shadow off" if shadow is None else f"shadow to {shadow.to}, {shadow.percent:g}%"
     return update(store, model, what, change)
+
+
+def uses(store: Redis, model: str) -> dict[str, list[str]]:
+    """The model's versions that are in use -> what uses each, in words. Raises redis.RedisError or OSError."""
+    found = routing.read(store, model) or Routing(model, 0, "")
+    card = cards.read(store, model)
+    state = replace(found, default=card["version"] if card is not None else found.default)
+    uses: dict[str, list[str]] = {}
+
+    def add(version: str, use: str) -> None:
+        if version:
+            uses.setdefault(version, []).append(use)
+
+    add(state.default, "it is the default")
+    for alias in state.aliases:
+        add(state.version_at(alias), f"the alias {alias!r} leads to it")
+    for target in state.split:
+        add(state.version_at(target), "the split leads to it")
+    for rule in state.rules:
+        add(state.version_at(rule.to), "a rule leads to it")
+    if (shadow := state.copied_to()) is not None:
+        add(shadow.to, "it gets copies of tasks")
+    for version, stage in state.stages.items():
+        if stage in PINNED:
+            add(version, f"it is {stage}")
+    for raw in store.hvals(keys.POOLS):
+        pool = parsed(raw)
+        if pool.get("model") == model:
+            unserved = pool.get("fingerprint") == keys.UNSERVED
+            add(str(pool.get("version")), "tasks may wait for it" if unserved else "workers serve it, or did lately")
+    rollout, canary = rollouts.read(store, model), canaries.read(store, model)
+    if rollout is not None and rollout.phase in rollouts.UNDER_WAY:
+        add(rollout.before, "a rollout is under way")
+        add(rollout.version, "a rollout is under way")
+    if canary is not None and canary.under_way:
+        add(canary.before, "a rollout is under way")
+        add(canary.version, "a rollout is under way")
+    return uses
+
+
+def remove_version(store: Redis, model: str, version: str) -> None:
+    """Forget a version. Raises RoutingError for one that is in use, or is not known; redis errors."""
+    field = profile_field(model, version)
+    raw: Any = store.hget(keys.VERSIONS, field)
+    if raw is None:
+        raise RoutingError(unknown_version(store, model, version))
+    if using := uses(store, model).get(version):
+        raise RoutingError(f"{version} of {model} is in use: {'; '.join(dict.fromkeys(using))}")
+    change = Change(operator(), "model.remove", field)
+    if run(store, swap(keys.VERSIONS, field, text(raw), "", audit=change)):
+        change.say()
+    if uses(store, model).get(version):  # somebody let something lead to it meanwhile
+        run(store, swap(keys.VERSIONS, field, "", text(raw)))
+        raise RoutingError(f"{version} of {model} has just come into use; it is kept")
+
+
+def unused_versions(store: Redis) -> list[tuple[str, str]]:
+    """(model, version) of all versions that nothing uses. Raises redis.RedisError or OSError."""
+    fields = [text(field).rpartition("@") for field in store.hkeys(keys.VERSIONS)]
+    used = {model: uses(store, model) for model in {model for model, _, _ in fields}}
+    return sorted((model, version) for model, _, version in fields if version not in used[model])
 
 
 def restore(store: Redis, model: str, generation: int) -> Routing:
@@ -173,10 +239,11 @@ def _check_targets(store: Redis, new: Routing) -> None:
             raise RoutingError(f"{alias!r} is a version of {new.model}: call the alias otherwise")
     for version in sorted(new.versions()):
         if cards.of_version(store, new.model, version) is None:
-            raise RoutingError(_unknown(store, new.model, version))
+            raise RoutingError(unknown_version(store, new.model, version))
 
 
-def _unknown(store: Redis, model: str, version: str) -> str:
+def unknown_version(store: Redis, model: str, version: str) -> str:
+    """Why a version or alias cannot be named, and what to do."""
     known = ", ".join(cards.versions_of(store.hgetall(keys.VERSIONS), model)) or "none"
     return (
         f"{version!r} is no alias of {model}, and no version of it that is known here: a worker announces its version, "

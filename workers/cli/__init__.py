@@ -37,7 +37,7 @@ MODULES: Final = {
     "run": "run chat",
     "tasks": "submit embed tail result cancel explain tasks",
     "batch": "batch",
-    "routing": "models",  # it adds its commands to those of `models`
+    "comparison": "models",  # it adds its commands to those of `routing` and `models`
     "adapters": "adapters",
     "prepare": "quantize warm",
     "worker": "worker",

@@ -330,7 +330,7 @@ def publish(
 
 @app.shown("penstock models rm tiny-v2 --broker redis://10.0.0.5:6379/0", "rm", status=OPERATOR_STATUS)
 def remove(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of models in the store.")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Models in the store, or NAME@VERSION.")],
     broker: Broker = None,
     store: Store = None,
     data_dir: DataDir = None,
@@ -338,14 +338,23 @@ def remove(
 ) -> None:
     """Remove models' cards from the store, so that clients know them no more. No file on this machine is removed.
 
-    A model that workers serve, or an autoscaler scales, is refused: end these first. Tasks that wait for it stay until
-    it is served again.
+    A model that workers serve, an autoscaler scales, or aliases name, is refused: end these first. Tasks that wait for
+    it stay until it is served again. NAME@VERSION removes a version that nothing uses.
     """
+    from producers.admin import routes
+    from producers.store.fleet.routing import RoutingError
     from workers.cli.servers import addresses, system
     from workers.connect import connect
 
     with system(broker, store, data_dir) as (client, loop), connect(addresses(broker, store, data_dir)[1]) as records:
         for name in names:
+            model, _, version = name.partition("@")
+            if version:
+                with refusing(RoutingError):
+                    routes.remove_version(records, model, version)
+                row = {"name": model, "version": version, "waiting": 0}
+                typer.echo(json.dumps(row) if as_json else f"{model} {version} removed")
+                continue
             removed = loop.run(_removed(client, records, name))
             waiting = f"; {removed['waiting']} tasks still wait for it" if removed["waiting"] else ""
             typer.echo(json.dumps(removed) if as_json else f"{name} {removed['version']} removed{waiting}")
@@ -358,7 +367,7 @@ async def _removed(client: AsyncClient, store: Redis, name: str) -> dict[str, An
     from producers.admin.listing import look
     from producers.contract import keys
     from producers.contract.levels import looked_after
-    from producers.store.fleet import canaries, cards, rollouts
+    from producers.store.fleet import canaries, cards, rollouts, routing
 
     while True:
         models = await look(client)
@@ -378,6 +387,13 @@ async def _removed(client: AsyncClient, store: Redis, name: str) -> dict[str, An
         rollout = rollouts.read(store, name)
         if rollout is not None and rollout.phase in rollouts.UNDER_WAY:
             raise Failure(f"a rollout of {name} is under way: end it first (penstock rollout {name} --cancel)")
+        state = routing.read(store, name)
+        if state is not None and state.aliases:
+            options = " ".join(f"--rm {alias}" for alias in sorted(state.aliases))
+            raise Failure(
+                f"{name} has the aliases {', '.join(sorted(state.aliases))}: remove them first (penstock models alias "
+                f"{name} {options})"
+            )
         if cards.remove(store, name, model.raw, version):
             canaries.forget(store, name)
             break

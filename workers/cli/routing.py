@@ -12,17 +12,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from workers.cli import models
 from workers.cli.exits import OPERATOR_STATUS, Failure
-from workers.cli.models import app
 from workers.cli.options import Broker, DataDir, Json, Store
-from workers.cli.terminal import aligned, say
+from workers.cli.terminal import aligned, note, say
 
 if TYPE_CHECKING:
     from redis import Redis
 
     from producers.store.fleet.routing import Routing, Rule
     from producers.store.shadows import Report
+    from workers.library import LocalModels
 
+#: The commands of `penstock models`.
+app = models.app
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A model in the store.")]
 
 
@@ -300,6 +303,67 @@ def versions(
             typer.echo(json.dumps({**row, "at": card.get("at")}))
             continue
         say(f"{version}  {_when(card.get('at', 0))}  {state.stage(version):8}  {', '.join(aliases)}".rstrip())
+
+
+@app.shown("penstock models gc --data-dir data", status=OPERATOR_STATUS)
+def gc(
+    yes: Annotated[bool, typer.Option("--yes", help="Remove them. Without it they are only listed.")] = False,
+    local: Annotated[
+        bool,
+        typer.Option("--local", help="Also those of the local model folder, but for the last pulled of each model."),
+    ] = False,
+    broker: Broker = None,
+    store: Store = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Remove versions that nothing uses from the store: no worker serves them, no routing or rollout names them, their
+    stage is neither staging nor approved, and no tasks may wait for them.
+
+    Of the local model folder it knows only what this system uses.
+    """
+    import shutil
+
+    from producers.admin import routes
+    from producers.connection.script import text
+    from producers.contract import keys
+    from producers.store.fleet.cards import profile_field
+    from producers.store.fleet.routing import RoutingError
+    from workers.library import LocalModels
+
+    with _records(broker, store, data_dir) as records:
+        unused = routes.unused_versions(records)
+        names = {text(field).rpartition("@")[0] for field in records.hkeys(keys.VERSIONS)}
+        used = {version for name in names for version in routes.uses(records, name)}
+        for name, version in unused:
+            if yes:
+                try:
+                    routes.remove_version(records, name, version)
+                except RoutingError as error:
+                    note(str(error))
+                    continue
+            _show_removed({"version": profile_field(name, version)}, yes, as_json)
+        for folder in _unused_folders(LocalModels.default(), used) if local else ():
+            if yes:
+                shutil.rmtree(folder)
+            _show_removed({"folder": str(folder)}, yes, as_json)
+
+
+def _unused_folders(models: LocalModels, used: set[str]) -> list[Path]:
+    latest: set[str] = set()
+    folders = []
+    for pulled in models.all():
+        if pulled.name in latest and pulled.version not in used:
+            folders.append(pulled.folder)
+        latest.add(pulled.name)
+    return folders
+
+
+def _show_removed(row: Mapping[str, str], removed: bool, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({**row, "removed": removed}))
+    else:
+        say(f"{next(iter(row.values()))} {'removed' if removed else 'is unused; --yes removes it'}")
 
 
 def _percent(target: str, value: str) -> float:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from workers.errors import Refused
-from workers.library.local_models import LocalModels, verify
+from workers.library.local_models import LocalModels, Pulled, verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +111,9 @@ def find_model(reference: str, say: Callable[[str], None] = lambda line: None, *
     """The model that a reference names; a hub's model is pulled first if needed. `say` gets messages about that;
     `quiet`: no progress is shown.
 
-    A reference is a folder with a config.json, a GGUF file, the name of a bundled or pulled model, smollm2, or
-    hf://OWNER/NAME[/FILE.gguf][@REVISION]; NAME= before it gives the model another name. smollm2 is the file of an
-    installed package, or else pulled. Raises Refused.
+    A reference is a folder with a config.json, a GGUF file, the name of a bundled or pulled model, NAME@VERSION of a
+    pulled one, smollm2, or hf://OWNER/NAME[/FILE.gguf][@REVISION]; NAME= before it gives the model another name.
+    smollm2 is the file of an installed package, or else pulled. Raises Refused.
     """
     name, location = _split(reference)
     if location in PACKAGED and _installed(location) is None:
@@ -124,6 +124,8 @@ def find_model(reference: str, say: Callable[[str], None] = lambda line: None, *
         hub_model = HubModel.parse(location)
         name = checked_name(name or hub_model.name, reference)
         return ResolvedModel(name, pull(hub_model, LocalModels.default(), name, say, quiet=quiet).folder)
+    if (pulled := _pulled_version(location)) is not None:
+        return ResolvedModel(checked_name(name or pulled.name, reference), pulled.folder)
     folder = _local(location)
     own = location if location in available() else _own_name(folder)
     return ResolvedModel(checked_name(name or own, reference), folder)
@@ -153,7 +155,28 @@ def name_of(reference: str) -> str:
         from workers.library.hub import HubModel
 
         name = HubModel.parse(location).name
-    return name or _own_name(Path(location).resolve())
+    return name or _named_version(location)[0] or _own_name(Path(location).resolve())
+
+
+def _named_version(location: str) -> tuple[str, str]:
+    """Name and version in `NAME@VERSION`; empty for anything else, and where a file has this path."""
+    name, _, version = location.partition("@")
+    match = NAME.fullmatch(name) and NAME.fullmatch(version) and not os.path.exists(location)
+    return (name, version) if match else ("", "")
+
+
+def _pulled_version(location: str) -> Pulled | None:
+    named = _named_version(location)
+    if not named[0]:
+        return None
+    versions = [pulled for pulled in LocalModels.default().all() if pulled.name == named[0]]
+    if not versions:
+        return None
+    pulled = next((pulled for pulled in versions if pulled.version == named[1]), None)
+    if pulled is None:
+        names = ", ".join(pulled.version for pulled in versions)
+        raise Refused(f"the local model folder has no version {named[1]!r} of {named[0]}; it has {names}")
+    return pulled
 
 
 def _own_name(folder: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from redis import Redis
 from producers.contract import keys
 from producers.store.shadows import Pair
 from tests.workers.cli.conftest import Run
+from workers.library import LocalModels
+from workers.library.reference import BUNDLED
 
 
 @pytest.fixture
@@ -71,6 +74,39 @@ def test_a_shadow_is_set_and_shown_with_its_pairs(operate: Run, routed: list[str
     assert "t  completed failed  tokens 4 2  same -" in shown
     state = json.loads(operate("models", "shadow", "tiny", "--off", "--json", "--pairs", "2").out)
     assert (state["shadow"], state["drops"], len(state["pairs"])) == (None, {"overload": 3}, 2)
+
+
+def test_a_version_is_removed_once_nothing_uses_it(
+    operate: Run, routed: list[str], valkey: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_MODELS", str(tmp_path))
+    pulled = [LocalModels.default().copy("tiny", BUNDLED / name) for name in ("tiny-draft", "tiny-v2", "tiny")]
+    old, new = routed
+    operate("models", "publish", f"other={pulled[1].folder}")
+
+    def unused(*options: str) -> list[str]:
+        rows = map(json.loads, operate("models", "gc", "--json", *options).out.splitlines())
+        return [row.get("version") or row["folder"] for row in rows]
+
+    assert unused() == []
+    ran = operate("models", "rm", f"tiny@{new}")
+    assert (ran.status, f"{new} of tiny is in use: the alias 'candidate' leads to it" in ran.err) == (2, True)
+    assert "has the aliases candidate: remove them first" in " ".join(operate("models", "rm", "tiny").err.split())
+    operate("models", "alias", "tiny", "--rm", "candidate")
+    assert unused() == [], "tasks may wait for it"
+    valkey.hdel(keys.POOLS, keys.pool_queue("tiny", new, keys.UNSERVED))
+    operate("models", "stage", "tiny", f"{new}=approved")
+    valkey.hdel(keys.POOLS, keys.pool_queue("tiny", new, keys.UNSERVED))
+    assert unused("--local") == [str(pulled[0].folder)], "the others are in use, or the last pulled"
+    operate("models", "stage", "tiny", f"{new}=none")
+    valkey.hdel(keys.POOLS, keys.pool_queue("tiny", new, keys.UNSERVED))
+    assert unused("--local") == [f"tiny@{new}", str(pulled[0].folder)]
+    assert unused("--yes", "--local") == [f"tiny@{new}", str(pulled[0].folder)]
+    assert [version.folder.exists() for version in pulled] == [False, True, True]
+    assert [
+        row["version"] for row in map(json.loads, operate("models", "versions", "tiny", "--json").out.split("\n")[:-1])
+    ] == [old]
+    assert "is no alias of tiny, and no version" in " ".join(operate("models", "rm", f"tiny@{new}").err.split())
 
 
 def test_what_is_replaced_is_replaced_at_once_or_not_at_all(operate: Run, routed: list[str]) -> None:
