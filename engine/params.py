@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -35,12 +35,16 @@ MAX_SEED: Final = (1 << 63) - 1
 #: The longest JSON schema, regular expression, and grammar: work on a step's thread grows with them.
 MAX_SCHEMA: Final = 65_536
 MAX_REGEX: Final = 8_192
-MAX_GRAMMAR: Final = 32_768
-#: The most texts of a choice, and characters of each. As a grammar they are as long as one may be.
+MAX_GRAMMAR: Final = 131_072
+#: The longest choice, as a grammar.
+MAX_CHOICE: Final = 32_768
+#: The most texts of a choice, and characters of each.
 MAX_TEXTS: Final = 1_000
 MAX_TEXT: Final = 1_024
 #: The most parts of the forms of a request's outputs, which have one each: see `parts_of_form`.
 MAX_FORM_PARTS: Final = 16_384
+#: What stands before a JSON schema within a grammar.
+_WITHIN: Final = "%json "
 #: Temperatures below this count as 0, because dividing by them would overflow.
 COLDEST: Final = 1e-5
 
@@ -252,9 +256,9 @@ def too_large(name: str, form: str | Mapping[str, Any] | Sequence[str], outputs:
     """Why a request may not have this form `name`; None if it may. Each of its outputs has the form read for it."""
     if name == "choice":
         form = grammar_of(form)  # type: ignore[arg-type]
-        if len(form) > MAX_GRAMMAR:
+        if len(form) > MAX_CHOICE:
             return ErrorText.of(
-                "{choice} has {} characters with what separates its texts; at most {} are taken", len(form), MAX_GRAMMAR
+                "{choice} has {} characters with what separates its texts; at most {} are taken", len(form), MAX_CHOICE
             )
     parts = parts_of_form(name, form)  # type: ignore[arg-type]
     if parts * outputs <= MAX_FORM_PARTS:
@@ -274,10 +278,35 @@ def too_large(name: str, form: str | Mapping[str, Any] | Sequence[str], outputs:
 
 def parts_of_form(name: str, form: str | Mapping[str, Any]) -> int:
     """A form's size, to which the time to read it is nearly proportional: of a schema, the members of all objects and
-    the entries of all lists; of a regular expression, grammar or choice, a quarter of its characters."""
+    the entries of all lists; of a regular expression, grammar or choice, a quarter of its characters, but for schemas
+    within a grammar, which are counted as such."""
     if name != "json_schema":
-        return -(-len(form) // 4)
-    parts, todo = 0, [json.loads(form) if isinstance(form, str) else form]
+        text = str(form)
+        schemas = [] if name == "regex" else [*_schemas_in(text)]
+        outside = len(text) - sum(length for _, length in schemas)
+        return -(-outside // 4) + sum(_parts_of_schema(schema) for schema, _ in schemas)
+    return _parts_of_schema(json.loads(form) if isinstance(form, str) else form)
+
+
+def _schemas_in(grammar: str) -> Iterator[tuple[Any, int]]:
+    """The JSON schemas within a Lark grammar, with the characters of each. A text that only looks like one may be
+    among them: it is counted by its parts, too."""
+    at = grammar.find(_WITHIN)
+    while at >= 0:
+        start, at = at + len(_WITHIN), at + 1
+        try:
+            schema, end = json.JSONDecoder().raw_decode(grammar, start)
+        except (ValueError, RecursionError):
+            pass
+        else:
+            yield schema, end - start
+            at = end
+        at = grammar.find(_WITHIN, at)
+
+
+def _parts_of_schema(schema: Any) -> int:
+    parts = 0
+    todo: list[Any] = [schema] if isinstance(schema, Mapping | list) else []
     while todo:
         node = todo.pop()
         parts += len(node)

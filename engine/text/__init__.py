@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine.text.card import ModelCard
     from engine.text.confined_template import ConfinedTemplate
     from engine.text.detokenizer import Detokenizer
-    from engine.text.spelled_tools import has_tools
+    from engine.text.spelled_tools import has_tools, lists_tools
     from engine.text.template import ChatTemplate, TemplateSource
     from engine.text.tokenizer import Tokenizer
 
@@ -34,6 +34,7 @@ __all__ = [
     "TemplateSource",
     "Tokenizer",
     "has_tools",
+    "lists_tools",
 ]
 
 # The process of a confined template loads no tokenizer, and starts sooner.
@@ -45,7 +46,7 @@ __getattr__, __dir__ = lazily(
         "engine.text.confined_template": "ConfinedTemplate",
         "engine.text.template": "ChatTemplate TemplateSource",
         "engine.text.detokenizer": "Detokenizer",
-        "engine.text.spelled_tools": "has_tools",
+        "engine.text.spelled_tools": "has_tools lists_tools",
         "engine.text.tokenizer": "Tokenizer",
     },
 )

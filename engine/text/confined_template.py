@@ -41,7 +41,7 @@ class ConfinedTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         now: float | None = None,
-        tools_as_text: bool = False,
+        tools_as_text: bool | str = False,
         **variables: Any,
     ) -> str:
         """Render as ChatTemplate.render does. If the template does not mention the `developer` role, it gets `system`.

@@ -12,15 +12,20 @@ from typing import Any, Final
 
 #: The variables by which a template has tools.
 _NAMES: Final = re.compile(r"\b(tools|tool_calls)\b")
+_LISTS: Final = re.compile(r"\btools\b")
 _SYSTEM: Final = """You can call functions. Each line between <tools> and </tools> describes one of them as JSON:
 {tools}
 
-To call a function, write its name and its arguments as a JSON object between <tool_call> and </tool_call>:
+{how} Call functions only where they help; otherwise answer as usual."""
+_HERMES: Final = """To call a function, write its name and its arguments as a JSON object between <tool_call> and \
+</tool_call>:
 <tool_call>
-{{"name": "<function-name>", "arguments": {{"<parameter>": <value>}}}}
+{"name": "<function-name>", "arguments": {"<parameter>": <value>}}
 </tool_call>
-What a function returns comes back between <tool_response> and </tool_response>. Call functions only where they help; \
-otherwise answer as usual."""
+What a function returns comes back between <tool_response> and </tool_response>."""
+_OWN: Final = """To call a function, write its name and its arguments as a JSON object in this form:
+{call}
+Further calls follow in the same form."""
 #: Roles of a first message that the system text may join.
 _SYSTEM_ROLES: Final = ("system", "developer")
 
@@ -30,15 +35,21 @@ def has_tools(template: str) -> bool:
     return _NAMES.search(template) is not None
 
 
+def lists_tools(template: str) -> bool:
+    """Whether a template's text lists the tools that may be called; another may have the calls of messages alone."""
+    return _LISTS.search(template) is not None
+
+
 def list_tools(tools: Sequence[Any]) -> str:
     """The list of tools that stands in a prompt."""
     return "\n".join(["<tools>", *(json.dumps(tool, ensure_ascii=False) for tool in tools), "</tools>"])
 
 
-def spell_tools(messages: Sequence[Any], tools: Sequence[Any], role: str) -> list[Any]:
+def spell_tools(messages: Sequence[Any], tools: Sequence[Any], role: str, call: str = "") -> list[Any]:
     """The messages with a text that says which tools may be called, and how. `role`: of the message that has it,
-    `system` or `user`. A user's text begins with it; a system's ends with it, and is made if there is none."""
-    text = _SYSTEM.format(tools=list_tools(tools))
+    `system` or `user`. A user's text begins with it; a system's ends with it, and is made if there is none. `call`: how
+    the model writes one; "": as Hermes does."""
+    text = _SYSTEM.format(tools=list_tools(tools), how=_OWN.format(call=call) if call else _HERMES)
     copy = list(messages)
     if role == "user":
         at = next((at for at, message in enumerate(copy) if _role_of(message) == "user"), None)
@@ -84,6 +95,28 @@ def spell_calls(messages: Sequence[Any]) -> list[Any]:
     return spelled
 
 
+def calls_with_text(messages: Sequence[Any]) -> list[Any] | None:
+    """The messages with calls whose arguments are JSON text, for templates that take no objects; None if there are no
+    objects."""
+    if not any(isinstance(_arguments_of(call), Mapping) for message in messages for call in _calls_of(message)):
+        return None
+    return [_with_text_arguments(message) for message in messages]
+
+
+def _with_text_arguments(message: Any) -> Any:
+    calls = _calls_of(message)
+    if not calls:
+        return message
+    texts = [
+        {**call, "function": {**call["function"], "arguments": _arguments_text(_arguments_of(call))}} for call in calls
+    ]
+    return {**message, "tool_calls": texts}
+
+
+def _arguments_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
 def spell_broken_calls(messages: Sequence[Any]) -> list[Any] | None:
     """The messages with calls as text where their arguments are no object, for templates that take objects alone; None
     if there are no such calls."""
@@ -107,8 +140,8 @@ def _with_calls_as_text(message: Any) -> Any:
 
 def _call(call: Mapping[str, Any]) -> str:
     function, arguments = call["function"], _arguments_of(call)
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return f'{{"name": {json.dumps(function.get("name"), ensure_ascii=False)}, "arguments": {text}}}'
+    name = json.dumps(function.get("name"), ensure_ascii=False)
+    return f'{{"name": {name}, "arguments": {_arguments_text(arguments)}}}'
 
 
 def _calls_of(message: Any) -> list[Mapping[str, Any]]:

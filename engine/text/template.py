@@ -27,7 +27,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import ModelError, RequestError
 from engine.text.files import read_files, read_object
-from engine.text.spelled_tools import has_tools, list_tools, spell_broken_calls, spell_calls, spell_tools
+from engine.text.spelled_tools import (
+    calls_with_text,
+    has_tools,
+    list_tools,
+    spell_broken_calls,
+    spell_calls,
+    spell_tools,
+)
 
 #: Marks the place where a final message goes on. The space at its end shows whether the template strips messages.
 _HERE: Final = "PENSTOCK:GOES:ON:HERE "
@@ -121,11 +128,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         now: float | None = None,
-        tools_as_text: bool = False,
+        tools_as_text: bool | str = False,
         **variables: Any,
     ) -> str:
         """Render messages as a prompt, special tokens included. `variables`: further variables, for instance `tools`.
-        `tools_as_text`: tools and calls are spelled out as for a template without tools, although this one has some.
+        `tools_as_text`: tools and calls are spelled out as for a template without tools, although this one has some; a
+        text is how a call is written by a template that lists no tools: then tools alone are spelled out.
 
         `now`: the time, in seconds since the epoch, for templates that write the date, shown in UTC. None: the clock's,
         in local time. `continue_final_message`: the prompt ends where the last message's content ends, so that the
@@ -142,11 +150,12 @@ class ChatTemplate:
         if now is not None:
             context["strftime_now"] = datetime.fromtimestamp(now, UTC).strftime
         refusal: RequestError | None = None
-        spelled = tools_as_text or not self._has_tools
-        tools = context["tools"] if spelled else None
+        call = tools_as_text if isinstance(tools_as_text, str) else ""
+        spelled = tools_as_text is True or not self._has_tools
+        tools = context["tools"] if spelled or call else None
         if tools_as_text:
             context["tools"] = None
-        for messages in self._ways(context["messages"], tools, spelled):
+        for messages in self._ways(context["messages"], tools, spelled, call):
             try:
                 text = self._rendered(context | {"messages": _plain(messages)}, continue_final_message)
             except RequestError as error:
@@ -159,20 +168,21 @@ class ChatTemplate:
         raise refusal
 
     @staticmethod
-    def _ways(messages: list[Any], tools: list[Any] | None, spelled: bool) -> Iterator[list[Any]]:
+    def _ways(messages: list[Any], tools: list[Any] | None, spelled: bool, call: str) -> Iterator[list[Any]]:
         """The messages as the template should take them, and as others may have to: those without a system's message,
-        and those that take arguments of calls as objects alone. `tools`: those that are spelled out."""
-        if not spelled:
-            yield messages
-            if (with_text := spell_broken_calls(messages)) is not None:
-                yield with_text
-            return
-        messages = spell_calls(messages)
-        if not tools:
-            yield messages
-            return
-        yield spell_tools(messages, tools, "system")
-        yield spell_tools(messages, tools, "user")
+        and those that take arguments of calls as objects, or as text, alone. `tools`: those that are spelled out.
+        `spelled`: whether calls are."""
+        ways = [messages]
+        if spelled:
+            ways = [spell_calls(messages)]
+        else:
+            ways += [way for way in (calls_with_text(messages), spell_broken_calls(messages)) if way is not None]
+        for way in ways:
+            if not tools:
+                yield way
+                continue
+            yield spell_tools(way, tools, "system", call)
+            yield spell_tools(way, tools, "user", call)
 
     def _rendered(self, context: dict[str, Any], continue_final_message: bool) -> str:
         final = self._mark(context["messages"]) if continue_final_message else None

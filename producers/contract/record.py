@@ -44,7 +44,7 @@
 | `reply` | where the reply to the message that made it goes (JSON, see `producers.sources.messages.replies`) |
 | `traceparent` | the trace of its caller that it belongs to (W3C Trace Context, w3.org/TR/trace-context) |
 | `response` | of a response (`/v1/responses`): constant fields of its JSON, and its conversation |
-| `calls` | what tells calls of tools from text in its output (JSON, `producers.gateway.openai.tools.CallSyntax`) |
+| `calls` | what tells calls from text in its output (JSON, `producers.gateway.openai.call_formats.CallSyntax`) |
 | `reasoning` | what tells its reasoning (JSON, `producers.gateway.openai.reasoning.ReasoningSyntax`) |
 | `warning` | of a batch's line: what of its request is not followed, as the answer to a caller says in a header |
 | `plain` | 1: made at the claim of a plain Celery message |

@@ -6,13 +6,25 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.errors import RequestError
-from engine.text import ChatTemplate, Tokenizer
+from engine.grammar.matcher import Grammars
+from engine.grammar.trial import Trials
+from engine.params import SamplingParams
+from engine.text import ChatTemplate, TemplateSource, Tokenizer
+from engine.text.files import read_files
+from producers.contract.stream import Token
+from producers.contract.task import Task
+from producers.gateway.openai.call_formats import DEEPSEEK, HERMES
+from producers.gateway.openai.output_parser import OutputSyntax
+from producers.gateway.openai.reasoning import ReasoningModel, ReasoningRequest, marks_of
+from producers.gateway.openai.tool_call_parser import CallArguments, CallStart
+from producers.gateway.openai.tools import make_calling, read_tools
 from tests.parity.conftest import transformers
 
 pytestmark = [pytest.mark.exhaustive]
@@ -100,8 +112,10 @@ def ours(folder: Path) -> ChatTemplate:
 #: Templates that know neither tools nor calls: they are spelled out (docs/use/http.md), transformers leaves them out.
 WITHOUT_TOOLS = {"tokenizer-gemma3", "tokenizer-llama3", "tokenizer-llama3_1"}
 
-#: Chats on which a template fails in transformers, which takes a content of null away before it renders.
+#: Chats on which a template fails in transformers, which takes a content of null away before it renders, and leaves
+#: arguments an object, which DeepSeek's takes as a text alone.
 NULL = {
+    ("tokenizer-deepseek_v3", "call with content null"),
     ("tokenizer-qwen3", "call with content null"),
     ("tokenizer-qwen3", "call as a text with content null"),
     ("tokenizer-deepseek_v3", "call as a text with content null"),
@@ -136,6 +150,62 @@ def text_of(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, A
     except Exception:
         return None
     return text
+
+
+#: The format in which a published template has calls. Those without tools are told of Hermes'.
+FORMATS = {"tokenizer-deepseek_v3": DEEPSEEK}
+#: What ends an assistant's message in these templates.
+ENDS = ("<|im_end|>", "<end_of_turn>", "<|eot_id|>", "<｜end▁of▁sentence｜>")
+
+
+@pytest.mark.parametrize(("choice", "content"), [("auto", None), ("auto", "I add."), ("required", None)])
+def test_calls_in_a_published_template_are_read_back(
+    folder: Path, ours: ChatTemplate, choice: str, content: str | None
+) -> None:
+    """What the template makes of an assistant's calls is what the model has learnt to write: the grammar allows it, and
+    its parser makes the same calls of it, however the text comes."""
+    if folder.parent.name == "tokenizer-deepseek_v3":
+        content = None  # its template leaves calls out where there is text
+    source = TemplateSource.from_bytes(read_files(folder))
+    tokenizer = Tokenizer.from_folder(folder)
+    tools = read_tools({"tools": [ADD], "tool_choice": choice})
+    assert source is not None
+    assert tools is not None
+    text = source.with_tools or source.text
+    marks = marks_of(text, tokenizer)
+    without = () if marks is None else (marks.begin, marks.end)
+    calling = make_calling(tools, text, tokenizer, Trials().check, without)
+    assert calling.syntax.format is FORMATS.get(folder.parent.name, HERMES)
+    arguments = [{"a": 2, "b": "é"}, {"a": -3, "b": 'say "}{"\n'}]
+    written = [{"type": "function", "function": {"name": "add", "arguments": each}} for each in arguments]
+    answer = {"role": "assistant", "content": content, "tool_calls": written}
+    before = ours.render([USER], add_generation_prompt=True, **calling.variables)
+    assert '"add"' in before, "the tools are in the prompt"
+    whole = ours.render([USER, answer], add_generation_prompt=False, **calling.variables)
+    assert whole.startswith(before)
+    output = re.split("|".join(map(re.escape, ENDS)), whole[len(before) :])[0]
+    task, reasoning = Task(model="m", prompt=[1], grammar=calling.grammar), None
+    if marks is not None:
+        model = ReasoningModel("m", text, tokenizer, marks)
+        reasoned = model.reasoning(ReasoningRequest(), False).applied(task, {}, calling=True)
+        task, reasoning = reasoned.task, reasoned.syntax
+    grammars = Grammars(tokenizer.to_json, tokenizer.vocab_size, tokenizer.eos_token_ids)
+    matcher = grammars.maker(SamplingParams(grammar=task.grammar))()
+    ids = tokenizer.encode(output, add_special_tokens=False)
+    for token_id in ids:
+        matcher.push(token_id)
+    assert not matcher.error, output
+    detokenizer = tokenizer.new_detokenizer()
+    tokens = [Token(0, 0, at, token_id, detokenizer.push(token_id)) for at, token_id in enumerate(ids)]
+    for size in (1, 3, len(tokens)):
+        parser = OutputSyntax(calling.syntax, reasoning).parser()
+        parts = [part for at in range(0, len(tokens), size) for part in parser.feed(tokens[at : at + size])]
+        parts += parser.end()
+        assert [part.name for part in parts if isinstance(part, CallStart)] == ["add", "add"]
+        read = ["".join(p.text for p in parts if isinstance(p, CallArguments) and p.index == at) for at in (0, 1)]
+        assert [json.loads(each) for each in read] == arguments
+        assert "".join(part for part in parts if isinstance(part, str)) == (content or "")
+        assert parser.called
 
 
 def test_texts_of_the_published_tokenizers_are_the_same_tokens(folder: Path, theirs: Any) -> None:

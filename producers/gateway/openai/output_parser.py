@@ -16,11 +16,11 @@ from typing import Any, Final, Protocol
 
 from producers.contract.stream import Token
 from producers.gateway.openai.answer import Output
+from producers.gateway.openai.call_formats import CallSyntax
 from producers.gateway.openai.complete import Choice, Scorer
 from producers.gateway.openai.logprobs import CHAT
 from producers.gateway.openai.reasoning import ReasoningSyntax
 from producers.gateway.openai.tool_call_parser import CallArguments, CallStart, ParsedPart, ToolCallParser
-from producers.gateway.openai.tools import CallSyntax
 
 #: The finish reason of an output that ends with calls.
 CALLED: Final = "tool_calls"

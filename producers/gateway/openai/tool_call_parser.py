@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from producers.contract.stream import Token
-from producers.gateway.openai.tools import CallSyntax
+from producers.gateway.openai.call_formats import CallSyntax
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class ToolCallParser:
     def __init__(self, syntax: CallSyntax) -> None:
         self._mark = syntax.begin
         self._format = syntax.format
-        self._head = re.compile(rf'\{{"name": "([\w-]+)", "{syntax.format.arguments}": ')
+        self._head = syntax.format.head_pattern()
         scan = self._tell_answer if syntax.answer else self._scan_content
         self._step = self._find_head if syntax.must else scan
         #: Text that is not yet sure to be content, or not yet a call's whole head.
@@ -63,9 +62,12 @@ class ToolCallParser:
         parts: list[ParsedPart] = []
         for token in tokens:
             scanning = self._step in (self._scan_content, self._tell_answer)
-            if self._mark is not None and token.token_id == self._mark and scanning:
-                self._step = self._find_head
             text = token.text
+            if self._mark is not None and token.token_id == self._mark and scanning:
+                if self._format.begin not in text:  # what comes with a mark that has no text was held back before it
+                    while text:
+                        text = self._step(text, parts)
+                self._step = self._find_head
             while text:
                 text = self._step(text, parts)
         return parts

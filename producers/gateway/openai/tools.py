@@ -8,24 +8,24 @@ JSON of a schema), calls, or text and then calls, each of a function's schema.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from engine.errors import renamed
 from engine.grammar.schema import Budget, bounded, rules_of
 from engine.grammar.source import SPACE
 from engine.grammar.trial import STOPPED
 from engine.params import FORMS, MAX_GRAMMAR, MAX_SCHEMA
-from engine.text import RequestError, Tokenizer, has_tools
+from engine.text import RequestError, Tokenizer, lists_tools
 from producers.contract.task import checked_form
 from producers.errors import InvalidTask
 from producers.gateway.context import Gateway
 from producers.gateway.http.errors import invalid_value
 from producers.gateway.http.request_state import Work
+from producers.gateway.openai.call_formats import EXAMPLE, HERMES, CallFormat, CallSyntax, format_of
 from producers.gateway.openai.parameters import TextRequest, check_chats, flag, refusal, refused
 from producers.gateway.openai.response_format import DESCRIBED, check_known, described
 from producers.gateway.text.forms import TO_THE_LETTER, Judge
@@ -129,7 +129,10 @@ class Tools:
 
     def variables(self, template: str) -> dict[str, Any]:
         """What the template is rendered with, beside messages. `template`: its text."""
-        return {"tools": self.shown, "tools_as_text": self._own_format(template) is None}
+        own = self._own_format(template)
+        if own is not None and not lists_tools(template):
+            return {"tools": self.shown, "tools_as_text": own.calls_of([("<function-name>", EXAMPLE)])}
+        return {"tools": self.shown, "tools_as_text": own is None}
 
     def _own_format(self, template: str) -> CallFormat | None:
         """The format that a template's text speaks of. None: the model is told of Hermes' format in the messages,
@@ -282,113 +285,6 @@ def too_large(size: int, limit: int) -> InvalidTask:
 
 
 @dataclass(frozen=True, slots=True)
-class CallFormat:
-    """The calls of an output: `begin`, `opening`, then calls, joined by `between`, then `closing`.
-
-    A call is {"name": NAME, KEY: ARGUMENTS}, where KEY is `arguments`. Without `begin`, an output that begins with {
-    is a call. Without `between`, an output has one call. `marks`: what a tokenizer may have as one token. `told_by`:
-    what a template of this format has, all of them; `but`: and none of these. `id_prefix`, `id_digits`: of
-    calls' ids. `name`: by which records know it.
-    """
-
-    name: str
-    begin: str
-    opening: str
-    arguments: str
-    between: str | None
-    closing: str
-    marks: tuple[str, ...]
-    told_by: tuple[str, ...]
-    but: tuple[str, ...] = ()
-    id_prefix: str = "call_"
-    id_digits: int = 24
-
-    def id_of(self, task_id: str, choice: int, call: int) -> str:
-        """A call's id: a function of the task, so that it is the same however often it is read."""
-        digest = hashlib.sha256(f"{task_id}:{choice}:{call}".encode()).hexdigest()
-        return f"{self.id_prefix}{digest[: self.id_digits]}"
-
-
-#: Qwen 2.5 and 3, Hermes, and many that follow them.
-HERMES: Final = CallFormat(
-    name="hermes",
-    begin="<tool_call>",
-    opening="\n",
-    arguments="arguments",
-    between="\n</tool_call>\n<tool_call>\n",
-    closing="\n</tool_call>",
-    marks=("<tool_call>", "</tool_call>"),
-    told_by=("<tool_call>", "arguments"),
-    but=("<function=", "<arg_key>"),
-)
-
-#: Mistral's instruct models up to the third version of its tokenizer, whose templates want ids of nine characters.
-MISTRAL: Final = CallFormat(
-    name="mistral",
-    begin="[TOOL_CALLS]",
-    opening=" [",
-    arguments="arguments",
-    between=", ",
-    closing="]",
-    marks=("[TOOL_CALLS]",),
-    told_by=("[TOOL_CALLS] [",),
-    id_prefix="",
-    id_digits=9,
-)
-
-#: The same, as Nemo and others write it.
-NEMO: Final = replace(MISTRAL, name="nemo", opening="[", told_by=("[TOOL_CALLS][",), but=("[TOOL_CALLS][ARGS]",))
-
-#: Llama 3.1 to 3.3.
-LLAMA: Final = CallFormat(
-    name="llama",
-    begin="",
-    opening="",
-    arguments="parameters",
-    between=None,
-    closing="",
-    marks=(),
-    told_by=('"parameters": dictionary of argument name',),
-)
-
-FORMATS: Final = (HERMES, MISTRAL, NEMO, LLAMA)
-
-
-def format_of(template: str) -> CallFormat | None:
-    """The format that the text of a chat template speaks of; None if that is none of these."""
-    if not has_tools(template):
-        return None
-    for call_format in FORMATS:
-        if all(mark in template for mark in call_format.told_by) and not any(
-            mark in template for mark in call_format.but
-        ):
-            return call_format
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class CallSyntax:
-    """What tells calls from text in an output. `begin`: the token that begins calls; None if that is text. `must`:
-    whether the output has to be calls. `answer`: whether it is JSON of a schema where it is no calls."""
-
-    format: CallFormat
-    begin: int | None
-    must: bool
-    answer: bool = False
-
-    def to_json(self) -> str:
-        """The syntax as a record has it."""
-        return json.dumps([self.format.name, self.begin, self.must, *([True] if self.answer else [])])
-
-    @classmethod
-    def from_json(cls, kept: str | None) -> Self | None:
-        """The syntax that a record has; None without one, or for a format of a later release."""
-        name, begin, must, *answer = json.loads(kept) if kept else ("", None, False)
-        call_format = next((known for known in FORMATS if known.name == name), None)
-        return None if call_format is None else cls(call_format, begin, must, bool(answer))
-
-
-@dataclass(frozen=True, slots=True)
 class Calling:
     """A request's way to call tools."""
 
@@ -472,7 +368,7 @@ def _grammar(
     repeated = f"({_literal(style.between, single)} function)*" if tools.many and style.between else ""
     calls = f"{_literal(style.opening, single)} function {repeated} {_literal(style.closing, single)}"
     each = zip(tools.callable, arguments, strict=True)
-    functions = " | ".join(_call(style.arguments, function.name, schema) for function, schema in each)
+    functions = " | ".join(_call(style, function.name, schema, single) for function, schema in each)
     rules = [f"function: {functions}"]
     begin = _literal(style.begin, single)
     if tools.must:
@@ -490,10 +386,9 @@ def _grammar(
     return "\n".join([f"start: {before}TEXT | {before}begun {calls}", rf"begun[lazy]: /(.|\n)*/ {begin}", *rules])
 
 
-def _call(key: str, name: str, arguments: Mapping[str, Any]) -> str:
+def _call(style: CallFormat, name: str, arguments: Mapping[str, Any], single: dict[str, int]) -> str:
     """A call of a function. Each schema is a document of its own, in which its references hold."""
-    head = json.dumps(f'{{"name": "{name}", "{key}": ')
-    return f'{head} {json_rule(arguments)} "}}"'
+    return " ".join([_literal(style.head_of(name), single), json_rule(arguments), _literal(style.tail, single)])
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:

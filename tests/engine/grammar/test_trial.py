@@ -191,6 +191,9 @@ def test_small_plain_forms_need_no_trial() -> None:
 def test_a_forms_parts_times_the_outputs_are_bounded() -> None:
     schema = {"properties": {f"p{i}": {"type": "string"} for i in range(2000)}}
     assert parts_of_form("json_schema", json.dumps(schema)) == 4001
+    around = 'start: "%json {" "call: " %json '
+    assert parts_of_form("grammar", f"{around}{json.dumps(schema)}") == 4001 + -(-len(around) // 4)
+    assert parts_of_form("regex", "%json []") == 2
     SamplingParams(json_schema=schema, n=4)
     with pytest.raises(
         RequestError, match=r"4001 parts.*32 outputs that is 128032; at most 16384 .* 4 outputs"

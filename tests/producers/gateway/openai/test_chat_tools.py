@@ -214,12 +214,13 @@ def test_a_template_whose_calls_could_not_be_told_from_text_gets_the_tools_as_te
 
 
 def test_tools_that_are_too_large_are_refused_by_name(calls: str, http: httpx.Client) -> None:
-    wide = {"type": "object", "properties": {f"p{i}": {"enum": ["x" * 40]} for i in range(700)}}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": wide}}]
+    wide = {"type": "object", "properties": {f"p{i}": {"enum": ["x" * 40]} for i in range(800)}}
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": wide}} for i in range(4)]
     answer = send(http, "/v1/chat/completions", {"model": calls, "messages": MESSAGES, "tools": tools})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
-    assert "at most 32768" in answer.json()["error"]["message"]
+    assert "at most 131072" in answer.json()["error"]["message"]
     # What describes them is in the prompt alone.
+    del tools[1:]
     wide["properties"] = {f"p{i}": {"type": "string", "description": "y" * 500} for i in range(100)}
     answer = send(http, "/v1/chat/completions", {"model": calls, "messages": MESSAGES, "tools": tools})
     assert answer.json()["error"]["code"] == "context_length_exceeded"

@@ -63,7 +63,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         COMPLETIONS,
         {"structured_outputs": {"grammar": ""}},
         "structured_outputs.grammar",
-        "structured_outputs.grammar has 0 characters; it must have 1 to 32768",
+        "structured_outputs.grammar has 0 characters; it must have 1 to 131072",
     ),
     (
         RESPONSES,

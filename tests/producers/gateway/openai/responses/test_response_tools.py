@@ -14,10 +14,10 @@ from producers.contract import chat
 from producers.contract.record import Record
 from producers.contract.stream import End, Token
 from producers.errors import InvalidTask
+from producers.gateway.openai.call_formats import HERMES, CallSyntax
 from producers.gateway.openai.responses import conversation
 from producers.gateway.openai.responses.request import Item, messages_of, read_input
 from producers.gateway.openai.responses.view import EventWriter, ResponseMetadata, body
-from producers.gateway.openai.tools import HERMES, CallSyntax
 from tests.producers.gateway.conftest import Open
 from tests.producers.gateway.openai.conftest import Answering, says
 from tests.producers.gateway.openai.test_chat_tools import PIECES, PLACE
