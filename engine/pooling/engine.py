@@ -105,6 +105,8 @@ class PairTemplate:
 
 #: The default of max_num_batched_tokens: enough that products are compute-bound. A text may wait for one such step.
 _STEP_TOKENS: Final = {"cpu": 2048, "cuda": 16384}
+#: The same for an engine that shares its CPU: a decoder's steps wait for half as many batches, twice as long.
+_STEP_TOKENS_SHARED: Final = {"cpu": 4096, "cuda": 16384}
 #: The steps whose tokens are in hand at one time, so that the next is full when one ends.
 _STEPS_IN_HAND: Final = 4
 #: The rows whose logits are in memory at one time; each has as many as the vocabulary.
@@ -142,7 +144,8 @@ class PoolingEngine(StepLoop):
         length = min(model.context_length, self.pooling.max_length or model.context_length)
         #: The most tokens of a text.
         self.max_model_len = self.kv_capacity = min(length, config.max_model_len or length)
-        step_tokens = config.max_num_batched_tokens or _STEP_TOKENS[device]
+        usual = _STEP_TOKENS if config.turns is None else _STEP_TOKENS_SHARED
+        step_tokens = config.max_num_batched_tokens or usual[device]
         self.step_tokens = min(step_tokens, config.max_non_priority_step_tokens or step_tokens)
         #: The most texts of a step.
         self.max_num_seqs = config.max_num_seqs or SEQUENCES[device]

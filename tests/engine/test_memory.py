@@ -112,3 +112,17 @@ def test_a_gpu_gives_its_share_less_what_is_taken_and_what_a_step_takes(monkeypa
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 100 * GIB))
     assert free_bytes(torch.device("cuda"), 0.85, 5 * GIB) == 40 * GIB
     assert free_bytes(torch.device("cuda"), 0.85, 50 * GIB) == 0
+
+
+def test_of_a_shared_device_an_engine_takes_its_share_whatever_the_others_have_taken_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "_available_on_host", lambda: 8 * GIB)
+    assert free_bytes(CPU, 0.85, 0, share=0.25) == GIB // 2
+    cuda, taken = torch.device("cuda"), [30 * GIB]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * GIB - taken[0], 100 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * GIB)  # its own weights
+    assert free_bytes(cuda, 0.8, 5 * GIB, share=0.5) == (40 - 10 - 5) * GIB
+    taken[0] = 70 * GIB  # others took more than their share, as with --kv-cache-bytes
+    assert free_bytes(cuda, 0.8, 5 * GIB, share=0.5) == (80 - 70 - 5) * GIB

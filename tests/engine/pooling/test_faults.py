@@ -11,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import EngineError, PoolingEngine
+from engine import EngineConfig, EngineError, PoolingEngine
 from engine.errors import NOT_FINITE
+from engine.execution.turns import Turns
 from engine.request import Event, Pooling, Request
+from tests.engine.looping import until
 from tests.engine.random_encoders import write_encoder
 
 pytest.importorskip("transformers")
@@ -94,3 +96,27 @@ def test_what_waits_when_the_engine_is_closed_ends(folder: Path) -> None:
     with pytest.raises(EngineError, match="closed"):
         engine.submit(Request("late", [5], pooling=Pooling("embed", (1,))), ends.append)
     assert ends == []
+
+
+def test_engines_of_one_cpu_take_turns_and_batches_give_way_to_those_that_generate(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    turns = tmp_path_factory.mktemp("turns")
+    settings = EngineConfig(turns=str(turns), share=0.3, device="cpu", threads=1)
+    generator = Turns(turns, 0.7)
+    with PoolingEngine.load(folder, settings) as engine, PoolingEngine.load(folder, EngineConfig(device="cpu")) as lone:
+        assert (engine.step_tokens, lone.step_tokens) == (4096, 2048), "fewer and longer batches keep others waiting"
+        assert lone.turn_wait_s is None
+        generator.take()
+        made: list[np.ndarray] = []
+        thread = threading.Thread(target=lambda: made.append(engine.embed([[5, 6]])))
+        thread.start()
+        until(lambda: generator.due() or bool(generator._members["waits"].any()))
+        assert made == []
+        generator.hand_over()
+        thread.join(60)
+        assert np.array_equal(made[0], lone.embed([[5, 6]]))
+        assert engine.turn_wait_s is not None
+        assert engine.turn_wait_s > 0
+        assert generator._members["batches"].sum() == 1
+    generator.close()
