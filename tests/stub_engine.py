@@ -121,6 +121,7 @@ class StubEngine:
     max_model_len = 4096
     step_tokens = 512
     kv_capacity = 1 << 20
+    turn_wait_s: float | None = None
 
     def __init__(self, name: str = "stub") -> None:
         self.card = _Card(name, os.environ.get("STUB_VERSION", "v1"))
@@ -171,6 +172,11 @@ class StubEngine:
     def abort(self, request_id: str) -> None:
         self._aborts.append(request_id)
         self._wake.set()
+
+    @property
+    def turn_due_s(self) -> float:
+        """Long, while there is the file that STUB_NEIGHBOUR names."""
+        return 100.0 if os.path.exists(os.environ.get("STUB_NEIGHBOUR", "")) else 0.0
 
     def stepping(self) -> tuple[float, set[str]]:
         since = self._since

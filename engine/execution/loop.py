@@ -162,6 +162,12 @@ class StepLoop:
         """The seconds for which it has waited for its turn on a device that it shares; None if it shares none."""
         return None if self._turns is None else self._turns.waited_s
 
+    @property
+    def turn_due_s(self) -> float:
+        """The seconds for which it has waited for its turn now; 0.0 if it does not wait."""
+        since = None if self._turns is None else self._turns.waits_since
+        return 0.0 if since is None else time.monotonic() - since
+
     def close(self) -> None:
         """Stop after the running step. Unfinished requests get a last event with finish_reason "abort"."""
         with self._wake:

@@ -17,7 +17,6 @@ there is no state that a kill leaves behind, and no process that has to live for
 from __future__ import annotations
 
 import fcntl
-import logging
 import mmap
 import os
 import select
@@ -31,14 +30,10 @@ import numpy as np
 
 from engine.errors import EngineError
 
-logger = logging.getLogger("penstock.engine")
-
 #: Most members of a folder at a time.
 MEMBERS: Final = 64
 #: Time (s) between two looks of one who waits at whether the turn's holder has died.
 LOOK_S: Final = 0.05
-#: Time (s) after which a wait is logged, once.
-LONG_S: Final = 30.0
 _NOBODY: Final = -1
 _HEAD: Final = np.dtype([("begun", "i8"), ("holder", "i8"), ("clock", "f8")])
 _MEMBER: Final = np.dtype([("waits", "i8"), ("batches", "i8"), ("weight", "f8"), ("served", "f8")])
@@ -54,6 +49,8 @@ class Turns:
         self.holds = False
         #: Seconds for which this member has waited for its turn, in all.
         self.waited_s = 0.0
+        #: Since when it waits for its turn now (monotonic); None if it does not.
+        self.waits_since: float | None = None
         self._since = 0.0
         try:
             self._file = os.open(self._folder / "turns", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -104,21 +101,26 @@ class Turns:
                 self._grant(self._member)
             else:
                 mine["waits"] = 1
-        waited, began, logged = not self._has_turn(), time.monotonic(), False
+        if self._has_turn():
+            self.holds, self._since = True, time.monotonic()
+            return False
+        self.waits_since = began = time.monotonic()
+        try:
+            self.holds = self._wait(cancelled)
+        finally:
+            self.waits_since, self._since = None, time.monotonic()
+            self.waited_s += self._since - began
+        return True
+
+    def _wait(self, cancelled: Callable[[], bool]) -> bool:
+        """Wait until it has the turn. Returns False if it was cancelled before."""
         while not self._has_turn():
             if cancelled():
                 self._withdraw()
-                self.waited_s += time.monotonic() - began
-                return True
-            if self._is_woken():
-                continue
-            self._look_at_holder()
-            if not logged and time.monotonic() - began > LONG_S:
-                logged = True
-                logger.warning("Has waited for %.0f s for the device, which another model computes on", LONG_S)
-        self.holds, self._since = True, time.monotonic()
-        self.waited_s += self._since - began
-        return waited
+                return False
+            if not self._is_woken():
+                self._look_at_holder()
+        return True
 
     def charge(self) -> None:
         """Count the time since the turn was taken, or since the last call, as served."""

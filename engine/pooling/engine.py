@@ -144,8 +144,8 @@ class PoolingEngine(StepLoop):
         length = min(model.context_length, self.pooling.max_length or model.context_length)
         #: The most tokens of a text.
         self.max_model_len = self.kv_capacity = min(length, config.max_model_len or length)
-        usual = _STEP_TOKENS if config.turns is None else _STEP_TOKENS_SHARED
-        step_tokens = config.max_num_batched_tokens or usual[device]
+        defaults = _STEP_TOKENS if config.turns is None else _STEP_TOKENS_SHARED
+        step_tokens = config.max_num_batched_tokens or defaults[device]
         self.step_tokens = min(step_tokens, config.max_non_priority_step_tokens or step_tokens)
         #: The most texts of a step.
         self.max_num_seqs = config.max_num_seqs or SEQUENCES[device]

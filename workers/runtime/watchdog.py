@@ -4,6 +4,8 @@
     memory of the GPU that is bad  -> the same, and no task is to blame
     a publisher that is stuck      -> unready: nothing is fetched until the store answers
     an event loop that is stuck    -> unready: nothing is fetched meanwhile, what it was to take goes back
+    another model's step that does
+    not end, on a shared device    -> unready: nothing is fetched until it is our turn
 
 A thread that hangs in a driver cannot be ended, so that a hung step costs the process: whoever runs it starts it anew.
 """
@@ -24,7 +26,8 @@ from workers.state.served import Served
 logger = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25
-#: The publisher and the event loop are said to be stuck after this long, seconds: longer than a server's restart.
+#: The publisher, the event loop and a neighbour on the device are said to be stuck after this long, seconds: longer
+#: than a server's restart.
 STUCK_S: Final = 15.0
 
 
@@ -61,7 +64,11 @@ class Watchdog(threading.Thread):
             time.sleep(TICK_S)
             self._watch_step()
             self._watch_gpu()
-            reasons = {"publisher": self._stuck_publisher(), "event loop": self._stuck_loop()}
+            reasons = {
+                "publisher": self._stuck_publisher(),
+                "event loop": self._stuck_loop(),
+                "turn": self._stuck_neighbour(),
+            }
             self._log({name: reason for name, reason in reasons.items() if reason})
 
     # ---- what it looks at -----------------------------------------------------------------------------------------
@@ -105,6 +112,10 @@ class Watchdog(threading.Thread):
         nudged_at = intake.loop_nudged_at
         stuck = nudged_at is not None and now - nudged_at > self._stuck
         return "Celery's event loop does not answer" if stuck else ""
+
+    def _stuck_neighbour(self) -> str:
+        waits = self._engine.turn_due_s
+        return f"another model has computed on its device for {waits:.0f} s" if waits > self._stuck else ""
 
     # ---- what it says ---------------------------------------------------------------------------------------------
 

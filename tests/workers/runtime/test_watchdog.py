@@ -92,6 +92,24 @@ def test_a_task_that_hangs_every_worker_is_given_up_alone(rig: Rig) -> None:
     rig.check(ids)
 
 
+def test_a_worker_whose_device_another_model_keeps_fetches_nothing_meanwhile(rig: Rig, tmp_path: Path) -> None:
+    neighbour = tmp_path / "computes"
+    neighbour.touch()
+    begin(rig, STUB_NEIGHBOUR=str(neighbour))
+    rig.until(
+        lambda: [lease["unready"] for lease in rig.leases()] == [["another model has computed on its device for 100 s"]]
+    )
+    ids = rig.fill(3)
+    (lease,) = rig.store.keys(keys.lease("*"))
+    renewed = rig.store.pexpiretime(lease)
+    rig.until(lambda: rig.store.pexpiretime(lease) > renewed)
+    assert {rig.status(task_id) for task_id in ids} == {"queued"}
+    neighbour.unlink()
+    rig.until(lambda: [lease["unready"] for lease in rig.leases()] == [[]])
+    rig.until_settled(ids)
+    assert {rig.status(task_id) for task_id in ids} == {"completed"}
+
+
 def left_whole(rig: Rig, ids: list[str]) -> None:
     """Handed back with its tokens: another worker ends it, and none of them has cost it anything."""
     assert rig.leases() == []
