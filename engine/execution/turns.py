@@ -20,10 +20,10 @@ import fcntl
 import mmap
 import os
 import select
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from time import monotonic
 from typing import Final
 
 import numpy as np
@@ -102,13 +102,13 @@ class Turns:
             else:
                 mine["waits"] = 1
         if self._has_turn():
-            self.holds, self._since = True, time.monotonic()
+            self.holds, self._since = True, monotonic()
             return False
-        self.waits_since = began = time.monotonic()
+        self.waits_since = began = monotonic()
         try:
             self.holds = self._wait(cancelled)
         finally:
-            self.waits_since, self._since = None, time.monotonic()
+            self.waits_since, self._since = None, monotonic()
             self.waited_s += self._since - began
         return True
 
@@ -124,7 +124,7 @@ class Turns:
 
     def charge(self) -> None:
         """Count the time since the turn was taken, or since the last call, as served."""
-        now = time.monotonic()
+        now = monotonic()
         mine = self._members[self._member]
         self._head["clock"] = max(self._clock, self._served(self._member))
         mine["served"] += (now - self._since) / mine["weight"]

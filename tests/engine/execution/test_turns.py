@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from engine.plan import StepPlan
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.looping import PATIENCE, Gate, Listener, Steps, request, until, waited
 from tests.engine.stepping import made
+from tests.histories import seeds
 
 
 class Clock:
@@ -28,7 +30,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(turns.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(turns, "monotonic", lambda: self.now)
 
 
 def stepped(clock: Clock, members: dict[str, tuple[Turns, float]], rounds: int) -> list[str]:
@@ -249,14 +251,68 @@ def test_work_for_idle_times_takes_a_turn(tmp_path: Path) -> None:
     begun = threading.Event()
 
     def idle() -> bool:
-        assert turns.holds
+        assert ours.holds
         begun.set()
         return False
 
-    turns = Turns(tmp_path, 0.5)
-    loop = StepLoop(scheduler(), Steps(late=False), lambda: None, on_idle=idle, turns=turns)
-    until(lambda: bool(other._members["waits"][turns._member]))
+    ours = Turns(tmp_path, 0.5)
+    loop = StepLoop(scheduler(), Steps(late=False), lambda: None, on_idle=idle, turns=ours)
+    until(lambda: bool(other._members["waits"][ours._member]))
     assert not begun.is_set()
     other.hand_over()
     waited(begun)
     loop.close()
+
+
+WORKS = """
+import fcntl, os, sys, time
+from engine.execution.turns import Turns
+folder, name, batches = sys.argv[1:]
+turns = Turns(folder, 0.5, batches=batches == "1")
+device = os.open(folder + "/device", os.O_RDWR | os.O_CREAT)
+steps, count = os.open(folder + "/" + name, os.O_RDWR | os.O_CREAT), 0
+while True:
+    turns.take()
+    fcntl.flock(device, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    time.sleep(0.0005)
+    fcntl.flock(device, fcntl.LOCK_UN)
+    count += 1
+    os.pwrite(steps, b"%d" % count, 0)
+    turns.charge()
+    if turns.due() or os.urandom(1)[0] < 20:  # another is due, or there is nothing to do
+        turns.hand_over()
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", seeds(1))
+def test_whoever_is_killed_wherever_the_others_go_on_one_at_a_time(tmp_path: Path, seed: int) -> None:
+    draw, names = random.Random(seed), count()
+
+    class Member:
+        def __init__(self) -> None:
+            self.steps = tmp_path / f"steps.{next(names)}"
+            self.steps.touch()
+            argv = [sys.executable, "-P", "-c", WORKS, str(tmp_path), self.steps.name, draw.choice("01")]
+            self.process = subprocess.Popen(argv, stderr=subprocess.PIPE, cwd=ROOT)
+
+        def goes_on(self) -> bool:
+            assert self.process.poll() is None, self.end()
+            return int(self.steps.read_text() or 0) >= wanted[self]
+
+        def end(self) -> bytes:
+            self.process.kill()
+            return self.process.communicate()[1]
+
+    members = [Member() for _ in range(3)]
+    wanted: dict[Member, int] = {}
+    try:
+        for _ in range(40):
+            wanted = {member: int(member.steps.read_text() or 0) + draw.randrange(1, 20) for member in members}
+            until(lambda: all(member.goes_on() for member in members))
+            victim = draw.randrange(3)
+            assert members[victim].end() == b""
+            members[victim] = Member()
+    finally:
+        for member in members:
+            member.end()
