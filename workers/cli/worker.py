@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -44,6 +44,9 @@ from workers.cli.options import (
 from workers.cli.servers import addresses, checked_level, use_secrets_key
 from workers.cli.terminal import relayed
 from workers.processes import PENSTOCK, proc
+
+if TYPE_CHECKING:
+    from workers.cli.gpus import Chosen
 
 DRAIN_STATUS: Final = (
     "Exit status: 0 the worker has ended, 2 refused, 4 timed out (it goes on draining), 130 interrupted."
@@ -137,12 +140,7 @@ def worker(
     check_spot(spot_provider, spot_metadata_url)
     shares = shares_of(model, share)
     if len(model) > 1:
-        if gpus is not None:
-            raise Failure(
-                "--gpus gives each worker a GPU of its own: start several models on each GPU by one command "
-                "a GPU, with CUDA_VISIBLE_DEVICES"
-            )
-        raise typer.Exit(_one_for_each_model(context, model, shares, name, drain_timeout))
+        raise typer.Exit(_one_for_each_model(context, model, shares, gpus, name, drain_timeout))
     if share:
         engine["share"] = shares[0]
     if turns is not None:
@@ -182,32 +180,32 @@ def worker(
 def _one_for_each_gpu(context: typer.Context, selection: str, name: str | None, drain: float) -> int:
     """Run this command once for each GPU, with the other options unchanged. Returns the exit status."""
     import asyncio
-    import os
 
-    from engine.execution.threads import threads_of_each
-    from workers.cli.gpus import choose, gpus_here, programs
+    from workers.cli.gpus import programs
     from workers.cli.supervised import supervise
 
-    if context.params["device"] == "cpu":
-        raise Failure("--gpus goes with --device cuda, not with cpu")
-    gpus = choose(selection, gpus_here())
+    gpus = _gpus(context, selection)
     ports = health_ports(context.params["health_port"], len(gpus))
     argv = [
         *PENSTOCK,
         str(context.info_name),
         *as_arguments(context, without=("gpus", "name", "device", "health_port")),
     ]
-    argv += ["--device", "cuda"]
-    if context.params["threads"] is None:
-        argv += ["--threads", str(threads_of_each(len(gpus)))]
+    argv += _on_gpus(context, gpus)
     each = programs(gpus, argv, _environment(context), name or f"{socket.gethostname()}.{os.getpid()}", ports)
     return asyncio.run(supervise(each, relayed, drain))
 
 
 def _one_for_each_model(
-    context: typer.Context, references: Sequence[str], shares: Sequence[float], name: str | None, drain: float
+    context: typer.Context,
+    references: Sequence[str],
+    shares: Sequence[float],
+    selection: str | None,
+    name: str | None,
+    drain: float,
 ) -> int:
-    """Run this command once for each model, with the other options unchanged. Returns the exit status."""
+    """Run this command once for each model, on each of the selected GPUs, with the other options unchanged. Returns the
+    exit status."""
     import asyncio
     import tempfile
 
@@ -215,16 +213,43 @@ def _one_for_each_model(
     from workers.processes.supervisor import Program
 
     names, environment = unique_names(references), _environment(context)
-    ports = health_ports(context.params["health_port"], len(names))
-    others = as_arguments(context, without=("model", "share", "name", "health_port"))
+    gpus = () if selection is None else _gpus(context, selection)
+    own = ("model", "share", "name", "health_port", *(("gpus", "device") if gpus else ()))
+    argv = [*PENSTOCK, str(context.info_name), *as_arguments(context, without=own)]
+    argv += _on_gpus(context, gpus) if gpus else []
     name = name or f"{socket.gethostname()}.{os.getpid()}"
-    with tempfile.TemporaryDirectory(prefix="penstock-turns-") as turns:
-        programs = []
-        for model, reference, share, port in zip(names, references, shares, ports, strict=True):
-            argv = [*PENSTOCK, str(context.info_name), *others, "--model", reference, "--share", repr(share)]
-            argv += ["--turns", turns, *(() if port is None else ("--health-port", str(port)))]
-            programs.append(Program(model, [*argv, "--name", f"{name}.{model}"], environment))
-        return asyncio.run(supervise(programs, relayed, drain))
+    # A device's name, and the environment that shows it: that of the CPU, or the default GPU, needs neither.
+    devices = [(f"{gpu.label}.", {"CUDA_VISIBLE_DEVICES": gpu.visible}) for gpu in gpus] or [("", {})]
+    ports = iter(health_ports(context.params["health_port"], len(names) * len(devices)))
+    each: list[Program] = []
+    with tempfile.TemporaryDirectory(prefix="penstock-turns-") as folder:
+        for device, visible in devices:
+            turns = Path(folder) / f"{device}turns"
+            turns.mkdir()
+            for model, reference, share in zip(names, references, shares, strict=True):
+                port = next(ports)
+                line = [*argv, *(() if port is None else ("--health-port", str(port)))]
+                line += ["--model", reference, "--share", repr(share), "--turns", str(turns)]
+                line += ["--name", f"{name}.{device}{model}"]
+                each.append(Program(f"{device}{model}", line, environment | visible))
+        return asyncio.run(supervise(each, relayed, drain))
+
+
+def _gpus(context: typer.Context, selection: str) -> tuple[Chosen, ...]:
+    """The selected GPUs. Raises Failure."""
+    from workers.cli.gpus import choose, gpus_here
+
+    if context.params["device"] == "cpu":
+        raise Failure("--gpus goes with --device cuda, not with cpu")
+    return choose(selection, gpus_here())
+
+
+def _on_gpus(context: typer.Context, gpus: Sequence[Chosen]) -> list[str]:
+    """The options of a worker on one of these GPUs."""
+    from engine.execution.threads import threads_of_each
+
+    threads = [] if context.params["threads"] is not None else ["--threads", str(threads_of_each(len(gpus)))]
+    return ["--device", "cuda", *threads]
 
 
 def _environment(context: typer.Context) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.execution.threads import threads_of_each
-from tests.workers.cli.conftest import Run, worker_programs
+from tests.workers.cli.conftest import Run, told, worker_programs
 from workers.cli import cuda_devices, gpus
 from workers.cli.exits import Failure
 from workers.cli.gpus import Chosen, Gpu, choose, gpus_here
@@ -208,6 +208,27 @@ class TestWorkerCommand:
         threads = [program.argv[program.argv.index("--threads") + 1] for program in asked]
         assert threads == [str(threads_of_each(2))] * 2
         assert len({program.argv[-1] for program in asked}) == 2  # their names
+
+    def test_has_several_models_share_each_of_them(
+        self, run: Run, asked: list[Program], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        models = ["--model", "a=folder", "--model", "b=folder", "--share", "0.7", "--share", "0.3"]
+        options = ["--gpus", "0,1", "--name", "n", "--health-port", "9100"]
+        assert run("worker", "--broker", "redis://h:1/0", *models, *options).status == 3
+        settings = [told(monkeypatch, *program.argv[4:], env=program.env) for program in asked]
+        found = {
+            (each.name, program.env["CUDA_VISIBLE_DEVICES"], each.health_port, each.engine["share"])
+            for each, program in zip(settings, asked, strict=True)
+        }
+        assert found == {
+            ("n.gpu0.a", "0", 9100, 0.7),
+            ("n.gpu0.b", "0", 9101, 0.3),
+            ("n.gpu1.a", "1", 9102, 0.7),
+            ("n.gpu1.b", "1", 9103, 0.3),
+        }
+        pairs = {(program.name[:4], each.engine["turns"]) for each, program in zip(settings, asked, strict=True)}
+        assert len(pairs) == len({folder for _, folder in pairs}) == 2, "those of a GPU take turns"
+        assert {each.engine["device"] for each in settings} == {"cuda"}
 
     def test_is_not_for_a_cpu(self, run: Run, asked: list[Program]) -> None:
         ran = run("worker", "--broker", "redis://h:1/0", "--model", "tiny", "--gpus", "0", "--device", "cpu")

@@ -77,7 +77,6 @@ def test_shares_are_equal_unless_they_are_given() -> None:
         ((*BOTH, "--share", "0.7"), "--share is given 1 times and --model 2 times"),
         (("--model", "tiny", "--share", "1.5"), "--share is 1.5; it must be a number above 0, up to 1"),
         (("--model", "tiny", "--model", "tiny"), "two models are named 'tiny': write NAME=MODEL"),
-        ((*BOTH, "--gpus", "0"), "--gpus gives each worker a GPU of its own"),
         (("--model", "tiny", "--batch-window", "51"), "--batch-window is 51.0; it must be a number from 0 to 50"),
     ],
 )
