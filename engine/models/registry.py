@@ -387,11 +387,10 @@ def adopt(
     ignored: set[str] = set()
     every: list[Stored] = []
 
-    def form_of(name: str, outputs: int, inputs: int, device: torch.device, *, head: bool) -> Stored | None:
-        part_scheme = scheme.head if head and scheme.head is not None else scheme
+    def form_of(name: str, outputs: int, inputs: int, device: torch.device) -> Stored | None:
         cut = cuts(name)
         whole = (outputs, inputs) if cut is None else (cut.outputs, cut.inputs)
-        form = stored_as(part_scheme, name, *whole, stored_tensors[name], device)
+        form = stored_as(scheme.of(name), name, *whole, stored_tensors[name], device)
         if form is not None:
             form = form if cut is None else NarrowedStored(form, cut.own_outputs, cut.own_inputs)
             every.append(form)
@@ -402,12 +401,12 @@ def adopt(
     for prefix, linear in model.linears():
         stored = {}
         for part, outputs in linear.parts.items():
-            form = form_of(prefix + part, outputs, linear.inputs, linear.device, head=not prefix)
+            form = form_of(prefix + part, outputs, linear.inputs, linear.device)
             if form is not None:
                 stored[part] = form
         linear.store(stored, [part for part in stored if "bias" in stored_tensors[prefix + part]])
     name, embedding = model.embedding()
-    embedding.store(form_of(name, *embedding.shape, embedding.device, head=True))
+    embedding.store(form_of(name, *embedding.shape, embedding.device))
     if not exact:
         raise ModelError(f"{folder}: config.json has a quantization_config ({scheme.form}), and no matrix is quantised")
 

@@ -6,6 +6,7 @@ import math
 from hashlib import sha256
 from pathlib import Path
 
+from engine.errors import ModelError
 from engine.text.config import packed_bits, read_config
 from engine.text.gguf import gguf_of, read_gguf
 from engine.text.tensors import locate, raw_header
@@ -33,16 +34,19 @@ def count_parameters(folder: str | Path) -> int:
     original numbers, without scales. Raises ModelError."""
     root = Path(folder)
     plain = 0
-    packed = {True: 0, False: 0}
+    packed: dict[str, int] = {}
     for name, located in locate(root).items():
         matrix, _, end = name.rpartition(".")
         numbers = math.prod(located.stored.shape)
         if end in PACKED:
-            packed[matrix.endswith(HEADS)] += numbers
+            packed[matrix] = numbers
         elif end not in NO_PARAMETERS:
             plain += numbers
-    config = read_config(root) if any(packed.values()) else {}
-    return plain + sum(count * (32 // packed_bits(config, head=head)) for head, count in packed.items())
+    config = read_config(root) if packed else {}
+    try:
+        return plain + sum(count * (32 // packed_bits(config, name)) for name, count in packed.items())
+    except ValueError as error:
+        raise ModelError(f"{root}: config.json: quantization_config's target {error}") from error
 
 
 def model_version(folder: str | Path) -> str:

@@ -8,7 +8,9 @@ architecture's defaults or put the decoder into `text_config`. Config hides thes
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,10 @@ MOST_CONTEXT = 1 << 27
 _LARGEST = 1e30
 #: Suffixes of quantisation targets that are the output head, or the embedding that it may be tied to.
 _HEADS = ("lm_head", "embed_tokens", "Embedding")
+
+#: What a quantisation target's pattern may consist of, its most characters, and the most `.*` and `\\d+` in it.
+_TARGET = re.compile(r"(?:\.\*|\\d\+|\\\.|[\w.-]|\([\w-]+(?:\|[\w-]+)*\))+")
+_LONGEST_TARGET, _MOST_STARS = 500, 3
 
 #: transformers' defaults for settings that config.json leaves out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -268,9 +274,40 @@ def is_of_head(targets: object) -> bool:
     return bool(named) and all(isinstance(target, str) and target.rstrip("$").endswith(_HEADS) for target in named)
 
 
-def packed_bits(values: Mapping[str, Any], *, head: bool = False) -> int:
-    """The bits of one weight in a quantised checkpoint's 32-bit words. `head`: of the output head or embedding instead.
-    Returns 32 if config.json does not say."""
+@lru_cache(64)
+def target_pattern(target: str) -> re.Pattern[str] | None:
+    """The pattern of the matrices' names that a quantisation group's target means; None if it means a class of them.
+
+    Of patterns (`re:`) those are taken that consist of names, `.`, `.*` (at most three), `\\.`, `\\d+` and alternatives
+    in brackets: whatever a file says, they are compared in a moment. Raises ValueError for others.
+    """
+    if not target.startswith("re:"):
+        return None if target[:1].isupper() else re.compile(re.escape(target))
+    text = target.removeprefix("re:").removeprefix("^").removesuffix("$")
+    if len(text) > _LONGEST_TARGET or not _TARGET.fullmatch(text) or text.count("*") > _MOST_STARS:
+        raise ValueError(f"{shown(target)} is not supported; names, '.', '.*', '\\d+' and (a|b) are")
+    return re.compile(text + ("" if target.endswith("$") else ".*"))
+
+
+def group_of(name: str, groups: Sequence[object]) -> int:
+    """The index of the group that holds for the matrix `name`, by all groups' targets: the first that names it, else
+    the first of its class, else 0. Raises ValueError as `target_pattern` does."""
+    targets = [
+        [target for target in each if isinstance(target, str)] if isinstance(each, list) else [] for each in groups
+    ]
+    patterns = [[target_pattern(target) for target in each] for each in targets]
+    for k, each in enumerate(patterns):
+        if any(pattern is not None and pattern.fullmatch(name) for pattern in each):
+            return k
+    head = name.endswith(_HEADS)
+    if head and (heads := [k for k, each in enumerate(targets) if is_of_head(each)]):
+        return heads[0]
+    return next((k for k, each in enumerate(patterns) if None in each and is_of_head(targets[k]) == head), 0)
+
+
+def packed_bits(values: Mapping[str, Any], name: str = "") -> int:
+    """The bits of one weight of the matrix `name` in a quantised checkpoint's 32-bit words. Returns 32 if config.json
+    does not say."""
     section = values.get("quantization_config")
     quantisation = section if isinstance(section, dict) else {}
     bits = quantisation.get("bits") or quantisation.get("w_bit")
@@ -279,8 +316,10 @@ def packed_bits(values: Mapping[str, Any], *, head: bool = False) -> int:
         weighted = [
             group for group in groups.values() if isinstance(group, dict) and isinstance(group.get("weights"), dict)
         ]
-        matching = [group for group in weighted if is_of_head(group.get("targets")) == head] or weighted
-        bits = matching[0]["weights"].get("num_bits") if matching else bits
+        if weighted:
+            widths = [group["weights"].get("num_bits") for group in weighted]
+            alike = all(width == widths[0] for width in widths)
+            bits = widths[0 if alike else group_of(name, [group.get("targets") for group in weighted])]
     return bits if bits in (4, 8) else 32
 
 

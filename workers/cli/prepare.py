@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -70,20 +71,29 @@ def quantize(
     group_size: Annotated[
         int | None,
         typer.Option(
-            help="Inputs that share a scale: 128, 64 or 32. Unset: all with 8 bits, with 4 bits the most that fit."
+            help="Inputs that share a scale: 128, 64 or 32. Unset: all with 8 bits; with 4 bits the most that fit, and "
+            "fewer in narrow models."
         ),
     ] = None,
     head_bits: Annotated[
         int, typer.Option(help="Bits of the output head and of an embedding tied to it: 16 (unchanged) or 8.")
     ] = 16,
+    down_bits: Annotated[
+        int | None,
+        typer.Option(
+            help="Bits of the matrices that lead back from the feed-forward blocks, which lose most by 4: 4 or 8. "
+            "Unset: --bits."
+        ),
+    ] = None,
     calibration: Annotated[
         Path | None,
         typer.Option(
-            help="File with text like what the model will read; its end is held out. Unset: Python's library."
+            help="File with text like what the model will read; its end is held out. Unset: Python's library and the "
+            "prose of its documentation."
         ),
     ] = None,
-    calibration_tokens: Annotated[int, typer.Option(min=256, help="Most calibration tokens to use.")] = 32768,
-    evaluation_tokens: Annotated[int, typer.Option(min=256, help="Most held-out tokens to judge with.")] = 16384,
+    calibration_tokens: Annotated[int, typer.Option(min=256, help="Most calibration tokens to use.")] = 16384,
+    evaluation_tokens: Annotated[int, typer.Option(min=256, help="Most held-out tokens to judge with.")] = 8192,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     engine: dict[str, Any],
 ) -> None:
@@ -99,6 +109,10 @@ def quantize(
         raise Failure(f"--method is {method!r}; it must be one of {', '.join(_METHODS)}")
     if head_bits not in (16, 8):
         raise Failure(f"--head-bits is {head_bits}; it must be 16 (unchanged) or 8")
+    if down_bits not in (None, 4, 8):
+        raise Failure(f"--down-bits is {down_bits}; it must be 4 or 8")
+    if down_bits == 4 and bits == 8:
+        raise Failure("--down-bits 4 with --bits 8: these matrices need more bits than others, not fewer")
     with needs("worker"):
         from engine.errors import EngineError
         from engine.quant.make import Recipe
@@ -112,7 +126,8 @@ def quantize(
     (resolved,) = find_models([model])
     try:
         verify(resolved.folder)
-        recipe = Recipe(bits, method, group_size, 8 if head_bits == 8 else None)  # type: ignore[arg-type]  # one of _METHODS
+        down = down_bits if down_bits != bits else None
+        recipe = Recipe(bits, method, group_size, 8 if head_bits == 8 else None, down)  # type: ignore[arg-type]  # one of _METHODS
         with Progress(quiet=as_json) as progress, unfinished(out, progress.note) as work:
             counts = (calibration_tokens, evaluation_tokens)
             report = _make(resolved.folder, work, recipe, texts, counts, progress.show, **engine)
@@ -126,17 +141,20 @@ def quantize(
 
 def _texts(calibration: Path | None) -> Texts:
     if calibration is None:
-        from workers.library.corpus import standard_library
+        from workers.library.corpus import documentation, standard_library
 
         try:
-            files = standard_library()
+            kinds = standard_library(), documentation()
         except FileNotFoundError as error:
             raise Failure(f"{error}; or give a text with --calibration") from error
-        random.Random(0).shuffle(files)  # noqa: S311  # data, not secrets
+        for files in kinds:
+            random.Random(0).shuffle(files)  # noqa: S311  # data, not secrets
+        # In turns, so that whatever part is used has as much prose as code.
+        turns = [file for pair in zip_longest(*kinds) for file in pair if file is not None]
         return Texts(
-            [file.text[:_OF_A_FILE] for file in files if not file.held_out],
-            [file.text[:_OF_A_FILE] for file in files if file.held_out],
-            "Python's standard library",
+            [file.text[:_OF_A_FILE] for file in turns if not file.held_out],
+            [file.text[:_OF_A_FILE] for file in turns if file.held_out],
+            "Python's standard library and documentation",
         )
     try:
         text = calibration.read_text(encoding="utf-8")
@@ -235,6 +253,7 @@ def _report(
         "method": recipe.method,
         "group_size": recipe.group,
         "head_bits": recipe.head,
+        "down_bits": recipe.down,
         "text": texts.source,
         "calibration_tokens": calibrated if recipe.method == "gptq" else 0,
         **comparison.to_json(),
@@ -246,6 +265,7 @@ def _lines(report: dict[str, Any]) -> dict[str, str]:
     return {
         "made of": f"{report['of']['name']} {report['of']['version']}",
         "weights": f"{report['bits']} bits, {group}, {report['method']}",
+        **({} if report["down_bits"] is None else {"down projections": f"{report['down_bits']} bits"}),
         "output head": "as it was" if report["head_bits"] is None else f"{report['head_bits']} bits",
         "size": f"{report['bytes'] / 1e6:,.1f} MB, was {report['of']['bytes'] / 1e6:,.1f} MB",
         "text": f"{report['text']}: {report['calibration_tokens']:,} tokens calibrated, {report['tokens']:,} judge",

@@ -1,4 +1,4 @@
-"""The training text: Python's standard library, which every Python installation has and may use.
+"""Texts that every Python installation has and may use: the standard library, and the prose of its documentation.
 
 A hash of the file's name decides whether it is held out. So the split is the same on every machine and Python version,
 and a test can measure perplexity on files that training has never seen.
@@ -30,6 +30,17 @@ class SourceFile:
     def held_out(self) -> bool:
         digest = hashlib.sha256(self.name.encode()).digest()
         return int.from_bytes(digest[:4], "big") % _HELD_OUT_ONE_IN == 0
+
+
+def documentation() -> list[SourceFile]:
+    """The language's documentation by topic, in English prose, as `help()` shows it; empty where it was left out."""
+    try:
+        from pydoc_data.topics import topics
+    except ModuleNotFoundError:
+        return []
+    return [
+        SourceFile(f"pydoc_data/{name}", text) for name, text in sorted(topics.items()) if len(text) >= _SHORTEST_FILE
+    ]
 
 
 def standard_library(root: Path | None = None) -> list[SourceFile]:

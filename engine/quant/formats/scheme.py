@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from engine.errors import ModelError
-from engine.text.config import Config, is_of_head
+from engine.text.config import Config, group_of, is_of_head, target_pattern
 from engine.text.gguf import TYPES
 from engine.text.tensors import BLOCKS
 
@@ -35,8 +35,14 @@ class Scheme:
     """Whether inputs are grouped out of order."""
     block: tuple[int, int] | None = None
     """FP8: the block (outputs, inputs) that shares a scale. None: one scale for each output, or one for all."""
-    head: Scheme | None = None
-    """The scheme of the output head and the embedding; None: this one."""
+    targets: tuple[tuple[str, ...], ...] = ()
+    """Targets of the groups where matrices are quantised in several ways; empty: all are alike."""
+    each: tuple[Scheme, ...] = ()
+    """The scheme of each of these groups."""
+
+    def of(self, name: str) -> Scheme:
+        """The scheme of the matrix `name`."""
+        return self.each[group_of(name, [list(targets) for targets in self.targets])] if self.each else self
 
     def groups(self, inputs: int) -> int:
         """The number of groups of `inputs` inputs. Raises ModelError if that is not a whole number."""
@@ -110,24 +116,37 @@ def _compressed(section: Config) -> Scheme:
     groups = section.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
         raise section.wrong("config_groups", "must be an object of at least one group")
-    heads = [group for group in groups.values() if is_of_head(group.get("targets"))]
-    others = [group for group in groups.values() if group not in heads]
-    main = _of_groups(section, others or heads)
-    return replace(main, head=_of_groups(section, heads)) if heads and others else main
+    schemes = tuple(_of_group(section, group) for group in groups.values())
+    if all(scheme == schemes[0] for scheme in schemes):
+        return schemes[0]
+    targets = []
+    for group in groups.values():
+        each = group.get("targets")
+        if not isinstance(each, list) or not each or not all(isinstance(target, str) for target in each):
+            raise section.wrong("config_groups", "must have a list of names as targets of each group")
+        try:
+            for target in each:
+                target_pattern(target)
+        except ValueError as error:
+            raise section.wrong("config_groups", f"has a target that {error}") from error
+        targets.append(tuple(each))
+    if (
+        sum(any(target_pattern(target) is None for target in each) for each in targets if not is_of_head(list(each)))
+        > 1
+    ):
+        raise section.wrong("config_groups", "is not supported: a class of matrices must be quantised alike")
+    return replace(schemes[0], targets=tuple(targets), each=schemes)
 
 
-def _of_groups(section: Config, groups: list[dict[str, Any]]) -> Scheme:
-    settings: list[Any] = [group.get("weights") for group in groups]
-    if not isinstance(settings[0], dict) or any(weights != settings[0] for weights in settings):
-        raise section.wrong(
-            "config_groups", "is not supported: all matrices but the head and the embedding must be quantised alike"
-        )
+def _of_group(section: Config, group: dict[str, Any]) -> Scheme:
+    if not isinstance(group.get("weights"), dict):
+        raise section.wrong("config_groups", "must have weights in each group")
     stored = section.text("format")
     if stored not in _COMPRESSED:
         raise section.wrong("format", f"is not supported; {', '.join(_COMPRESSED)} are")
-    if _COMPRESSED[stored] == "packed" and any(group.get("input_activations") for group in groups):
+    if _COMPRESSED[stored] == "packed" and group.get("input_activations"):
         raise section.wrong("config_groups", "is not supported: activations of packed weights are not quantised")
-    weights = Config(settings[0], f"{_WITHIN}weights ")
+    weights = Config(group["weights"], f"{_WITHIN}weights ")
     bits, strategy = weights.integer("num_bits"), weights.text("strategy", "tensor")
     kind = weights.text("type", "int")
     if (_COMPRESSED[stored], kind, bits) not in (

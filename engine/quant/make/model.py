@@ -33,6 +33,8 @@ from engine.text.tensors import INDEX, SINGLE, LocatedTensor, locate
 _FULL = 4 << 30
 #: The targets of the head's group. With a tied head, only the embedding exists.
 _HEADS = ["re:.*lm_head$", "re:.*embed_tokens$"]
+#: Those of the group of the matrices that lead back from the feed-forward blocks.
+_DOWNS = ["re:.*down_proj$", "re:.*w2$"]
 
 
 class Writer:
@@ -99,15 +101,13 @@ def packed_tensors(matrix: Matrix) -> dict[str, Tensor]:
     }
 
 
-def quantization_config(bits: int, group: int | None, ignored: list[str], head: int | None = None) -> dict[str, Any]:
-    """The quantization_config as compressed-tensors writes it.
-
-    `ignored`: matrices that are not quantised. `head`: the bits of the output head, or of the embedding tied to it,
-    with one scale for each output.
-    """
-    groups = {"group_0": _alike(["Linear"], bits, group)}
-    if head is not None:
-        groups["group_1"] = _alike(_HEADS, head, None)
+def quantization_config(recipe: Recipe, ignored: list[str]) -> dict[str, Any]:
+    """The quantization_config as compressed-tensors writes it. `ignored`: matrices that are not quantised."""
+    groups = {"group_0": _alike(["Linear"], recipe.bits, recipe.group)}
+    if recipe.head is not None:
+        groups["group_1"] = _alike(_HEADS, recipe.head, None)
+    if recipe.down is not None:
+        groups["group_2"] = _alike(_DOWNS, recipe.down, recipe.group)
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -132,6 +132,8 @@ def _alike(targets: list[str], bits: int, group: int | None) -> dict[str, Any]:
 
 Method = Literal["gptq", "nearest"]
 GROUPS = (128, 64, 32)
+#: Into how many groups an output's weights are cut at least, if they are wide enough: narrow models lose most.
+_GROUPS_OF_A_ROW = 16
 _HEAD = "lm_head.weight"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -144,10 +146,17 @@ class Recipe:
     """The rounding method. "gptq": least error for the calibration text's inputs. "nearest": each number by itself."""
     group: int | None = None
     """The number of inputs that share a scale, one of GROUPS. None: with 8 bits all inputs of an output, with 4 bits
-    the largest group that divides all matrices."""
+    the largest group that divides all matrices and cuts each output's weights into 16 groups."""
     head: int | None = None
     """The bits of the output head, 8, rounded to nearest with one scale for each output. A tied embedding is quantised
     with it. None: the head stays as it is."""
+    down: int | None = None
+    """The bits of the matrices that lead back from the feed-forward blocks, 8, with `group`; None: `bits`. Of all
+    matrices these lose most by 4 bits."""
+
+    def bits_of(self, name: str) -> int:
+        """The bits of the matrix `name` of a layer, as the engine names it."""
+        return self.down if self.down is not None and name.endswith("down_proj") else self.bits
 
 
 def decoder(folder: Path, device: torch.device) -> Decoder:
@@ -256,7 +265,8 @@ class _Making:
         """Round the matrices of `linear`, to nearest without a Hessian, and write them. Returns them as one."""
         names = [self._names[f"{prefix}{part}.weight"] for part in linear.parts]
         weight = torch.cat([self._finite(name) for name in names])
-        grid = Grid(self._recipe.bits, self._recipe.group, self._dtype(names[0]))
+        bits = self._recipe.bits_of(f"{prefix}{next(iter(linear.parts))}")
+        grid = Grid(bits, self._recipe.group, self._dtype(names[0]))
         matrix = nearest(weight, grid) if total is None else compensated(weight, total, grid)
         outputs = list(linear.parts.values())
         for name, q, scales in zip(
@@ -295,7 +305,7 @@ class _Making:
         recipe = self._recipe
         others = {name.removesuffix(".weight") for name, located in unchanged.items() if _may_be_matrix(name, located)}
         ignored = others if recipe.head is not None else {"lm_head"} | others
-        config = quantization_config(recipe.bits, recipe.group, sorted(ignored), recipe.head)
+        config = quantization_config(recipe, sorted(ignored))
         kept = {name: value for name, value in settings.items() if name != gguf.TYPES}
         self._writer.finish(kept | {"quantization_config": config})
 
@@ -317,7 +327,8 @@ def _with_group(recipe: Recipe, linears: Sequence[Linear]) -> Recipe:
     fitting = [group for group in GROUPS if all(width % group == 0 for width in inputs)]
     if not fitting:
         raise ModelError(f"no group of {GROUPS} divides the inputs of all matrices: {sorted(inputs)}; use 8 bits")
-    return replace(recipe, group=fitting[0])
+    narrow = [group for group in fitting if group * _GROUPS_OF_A_ROW <= min(inputs)]
+    return replace(recipe, group=(narrow or fitting[-1:])[0])
 
 
 def _run_each_when_called(experts: Experts, kernels: Kernels) -> None:

@@ -43,7 +43,7 @@ def input_hessian(x: Tensor, kernels: Kernels) -> Tensor:
         across = rows.T.contiguous()
         for start in range(0, inputs, _OUTPUTS):
             part = across[start : start + _OUTPUTS]
-            product = kernels.prepare_linear(part.to(kernels.weight_dtype), None)
+            product = kernels.prepare_adapter(part.to(kernels.weight_dtype))  # which is freed at once
             total[start:, start : start + _OUTPUTS] += product(across[start:])
     return total.tril() + total.tril(-1).T
 

@@ -80,6 +80,20 @@ FORMS: dict[str, tuple[dict[str, Any], Pack]] = {
 }
 
 
+#: 8 bits for the matrices that a group of their own names.
+EIGHT = FORMS["packed-8"][0]["config_groups"]["group_0"] | {"targets": [r"re:.*layers\.\d+\.mlp\.(down|x)_proj$"]}
+MIXED = FORMS["packed-4"][0] | {"config_groups": FORMS["packed-4"][0]["config_groups"] | {"group_1": EIGHT}}
+FORMS["packed-mixed"] = (
+    MIXED,
+    lambda name, weight: FORMS["packed-8" if "down_proj" in name else "packed-4"][1](name, weight),
+)
+
+
+def targeting(*targets: Any) -> dict[str, Any]:
+    """MIXED with other targets."""
+    return MIXED | {"config_groups": MIXED["config_groups"] | {"group_1": EIGHT | {"targets": list(targets)}}}
+
+
 def products(model: Model) -> dict[str, Tensor]:
     found = {}
     for i, (prefix, linear) in enumerate(model.linears()):
@@ -299,7 +313,15 @@ def test_act_order_without_an_order_is_refused(tmp_path: Path) -> None:
         (compressed_config("marlin-24", 4, 32), "format='marlin-24' is not supported"),
         (compressed_config("pack-quantized", 3, 32), "num_bits=3 with type 'int' is not supported"),
         (compressed_config("int-quantized", 8, None, symmetric=False), "symmetric=False is not supported"),
-        (TWO_KINDS, "all matrices but the head and the embedding must be quantised alike"),
+        (TWO_KINDS, "a class of matrices must be quantised alike"),
+        (
+            MIXED | {"config_groups": MIXED["config_groups"] | {"x": EIGHT | {"targets": ["re:(a+)+$"]}}},
+            r"a target that '",
+        ),
+        (targeting("re:(a+)+$"), r"a target that 're:\(a\+\)\+\$' is not supported"),
+        (targeting("re:" + "x.*" * 4), "a target that .* is not supported"),
+        (targeting(3), "list of names as targets"),
+        (targeting(), "list of names as targets"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "must be two sizes"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2' is not supported"),
         ([1], "must be an object"),

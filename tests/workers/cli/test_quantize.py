@@ -103,7 +103,8 @@ def test_what_a_person_reads_begins_with_what_it_is(
 
 def test_the_card_counts_the_numbers_that_weights_stand_for(folder: Path, tmp_path: Path) -> None:
     given = ("--bits", "4", "--head-bits", "8", "--method", "nearest", "--calibration", folder.parent / "text.py")
-    quantize(folder, tmp_path / "out", *given)
+    table = quantize(folder, tmp_path / "out", *given, "--down-bits", "8")
+    assert re.search(r"^down projections +8 bits$", table, re.MULTILINE)
     assert ModelCard.from_folder(tmp_path / "out").parameters == ModelCard.from_folder(folder).parameters
     shown = invoke("models", "show", str(tmp_path / "out"))
     assert "4 bits" in shown.stdout
@@ -116,6 +117,8 @@ def test_the_card_counts_the_numbers_that_weights_stand_for(folder: Path, tmp_pa
     [
         (("--bits", "3"), "--bits is 3; it must be 8 or 4"),
         (("--head-bits", "4"), r"--head-bits is 4; it must be 16 \(unchanged\) or 8"),
+        (("--down-bits", "5"), "--down-bits is 5; it must be 4 or 8"),
+        (("--down-bits", "4"), "--down-bits 4 with --bits 8"),
         (("--method", "awq"), "--method is 'awq'; it must be one of gptq, nearest"),
         (("--group-size", "48"), "--group-size is 48; it must be one of 128, 64, 32"),
         (("--bits", "4", "--group-size", "128"), "a group of 128 does not divide"),
