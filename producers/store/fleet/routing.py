@@ -208,14 +208,18 @@ class Routing:
 
 def drawn(split: Mapping[str, float], key: str) -> str:
     """The target that a key draws: of the split, or the default."""
-    percents = {**split, DEFAULT: 100 - sum(split.values())}
-    return min((target for target in percents if percents[target] > 0), key=lambda to: _draw(key, to, percents[to]))
+    remaining, best, least = 100.0, DEFAULT, math.inf
+    for target, percent in split.items():
+        remaining -= percent
+        if percent > 0 and (draw := _draw(key, target, percent)) < least:
+            best, least = target, draw
+    return DEFAULT if remaining > 0 and _draw(key, DEFAULT, remaining) < least else best
 
 
 def _draw(key: str, target: str, percent: float) -> float:
     """An exponentially distributed number with the rate `percent`. `_routing.lua` draws the same."""
-    digits = hashlib.sha1(f"{key}\0{target}".encode(), usedforsecurity=False).hexdigest()[:13]
-    return -math.log((int(digits, 16) + 0.5) / 16**13) / percent
+    digest = hashlib.sha1(f"{key}\0{target}".encode(), usedforsecurity=False).digest()
+    return -math.log(((int.from_bytes(digest[:7]) >> 4) + 0.5) / 2**52) / percent
 
 
 def checked(routing: Routing) -> Routing:
