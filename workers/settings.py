@@ -24,6 +24,9 @@ class WorkerSettings:
     engine_factory: str = "workers.runtime.worker:load_engine"
     """`module:callable` that takes (model, engine settings) and returns an object like `engine.Engine`, and the model's
     tokenizer files by name."""
+    require_signature: tuple[str, ...] = ()
+    """Files of public keys, one of which must have signed the model's manifest (`workers.library.signatures`); none:
+    unsigned models are served."""
     lease: float = 10.0
     """Silence after which the worker counts as dead, and its tasks go to other workers."""
     reader_lease: float = READER_LEASE_S

@@ -81,6 +81,12 @@ def needs(*extras: str) -> Iterator[None]:
         raise Failure(f"{error.name} is not installed; it comes with: pip install '{requirement}'") from error
 
 
+def check_signing() -> None:
+    """Check that what models are signed with is installed. Raises Failure."""
+    if find_spec("cryptography") is None:
+        raise Failure("signatures need the package cryptography; it comes with: pip install 'penstock[secrets]'")
+
+
 def check_extras(*extras: str) -> None:
     """Checks extras for later imports, or other processes. Raises Failure. It imports nothing: torch takes seconds."""
     with needs(*extras):

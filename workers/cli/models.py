@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from workers.cli.commands import Commands
-from workers.cli.exits import OPERATOR_STATUS, PROCESS_STATUS, Exit, Failure, needs, refusing
+from workers.cli.exits import OPERATOR_STATUS, PROCESS_STATUS, Exit, Failure, check_signing, needs, refusing
 from workers.cli.options import (
     DEFAULT_URL,
     MODEL,
@@ -24,6 +24,7 @@ from workers.cli.options import (
     DataDir,
     Json,
     Model,
+    RequireSignature,
     Store,
     Url,
     complete_model,
@@ -285,6 +286,46 @@ def _count(parameters: int) -> str:
         if parameters >= unit:
             return f"{parameters / unit:.2f} {name}"
     return f"{parameters / 1e3:.0f} K"
+
+
+@app.shown("penstock models sign ./tiny-new --key signing.pem")
+def sign(
+    model: Model,
+    key: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE", help="A private ed25519 key (PEM), as `openssl genpkey -algorithm ed25519` makes."
+        ),
+    ],
+) -> None:
+    """Sign a model's folder for workers that demand it (`penstock worker --require-signature`). Prints the public key.
+
+    The signature covers the SHA-256 of every file, by the folder's manifest.json; a folder without one gets one, and so
+    another version. Other keys' signatures stay.
+    """
+    check_signing()
+    from workers.library.signatures import sign
+
+    (resolved,) = find_models([model])
+    typer.echo(sign(resolved.folder, key))
+
+
+@app.shown("penstock models verify tiny-v2 --require-signature signing.pub")
+def verify(model: Model, require_signature: RequireSignature = None) -> None:
+    """Compare a model's files with its manifest.json, and check its signature. Exit status 2: they differ."""
+    from workers.library import verify
+    from workers.library.local_models import MANIFEST
+
+    (resolved,) = find_models([model])
+    folder = resolved.folder
+    if require_signature:
+        check_signing()
+        from workers.library.signatures import check_signature
+
+        say(f"{folder} is signed by {check_signature(folder, require_signature)}")
+    if not (folder / MANIFEST).is_file():
+        raise Failure(f"{folder} has no {MANIFEST}: nothing says what its files should be")
+    verify(folder, say)
 
 
 @app.shown("penstock models publish tiny --broker redis://10.0.0.5:6379/0", status=OPERATOR_STATUS)

@@ -60,6 +60,14 @@ DataDir = Annotated[
 Prices = Annotated[
     Path | None, typer.Option(dir_okay=False, help="A table of prices (TOML or JSON): usage is shown with its cost.")
 ]
+RequireSignature = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="KEY",
+        help="Refuse models that no one has signed with this public ed25519 key (PEM): `penstock models sign`. May be "
+        "repeated: one of the keys will do.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
 HealthPort = Annotated[
     int | None,

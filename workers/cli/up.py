@@ -56,7 +56,14 @@ if TYPE_CHECKING:
 #: Settings of the workers' engines. Where a model runs is decided with --gpus.
 OF_ENGINES: Final = {name: field for name, field in ENGINE.items() if name != "device"}
 #: Options that `up` passes on unchanged: those of the commands that it starts.
-OF_WORKERS: Final = ("max_worker_deaths", "max_step_seconds", "no_breaker", "spot_provider", "spot_metadata_url")
+OF_WORKERS: Final = (
+    "max_worker_deaths",
+    "max_step_seconds",
+    "no_breaker",
+    "require_signature",
+    "spot_provider",
+    "spot_metadata_url",
+)
 OF_THE_GATEWAY: Final = (
     *("auth", "insecure", "max_queued", "max_queued_per_tenant", "max_queued_in_all", "max_wait", "cors_origin"),
     *(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from workers.cli.commands import Commands
-from workers.cli.exits import PROCESS_STATUS, Exit, Failure, check_extras, needs, refusing
+from workers.cli.exits import PROCESS_STATUS, Exit, Failure, check_extras, check_signing, needs, refusing
 from workers.cli.options import (
     ENGINE,
     MODEL,
@@ -27,6 +27,7 @@ from workers.cli.options import (
     FilesDir,
     Gpus,
     LogLevel,
+    RequireSignature,
     Shares,
     Store,
     as_arguments,
@@ -107,6 +108,7 @@ def worker(
             help="Take tasks also while the engine fails them, or is far slower than other workers' are.",
         ),
     ] = False,
+    require_signature: RequireSignature = None,
     health_port: Annotated[
         int | None,
         typer.Option(
@@ -155,9 +157,12 @@ def worker(
         from engine.errors import EngineError
         from workers.runtime.worker import run_worker
         from workers.settings import WorkerSettings
+    if require_signature:
+        check_signing()
     settings = WorkerSettings(
         *addresses(broker, store, data_dir),
         model[0],
+        require_signature=tuple(map(str, require_signature or ())),
         engine=engine,
         lease=lease,
         drain=drain_timeout,

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from redis import Redis
@@ -204,6 +205,7 @@ def _quiet(worker: Any) -> Any:
 
 def _loaded(settings: WorkerSettings) -> Served:
     """Loads the model, checks that the servers have its queues, and announces it. Raises Refused."""
+    _check_signatures(settings)
     engine, files = _factory(settings.engine_factory)(settings.model, settings.engine)
     COLD_START.mark("weights")
     check_model(engine, settings.model, settings.step_limit)
@@ -212,6 +214,20 @@ def _loaded(settings: WorkerSettings) -> Served:
     queues = [*beside(pool.version_queue), keys.model_queue(pool.model)]
     check_queues(settings.broker, settings.store, queues, must_answer=False, make=True, lease=settings.lease)
     return _announced(settings, engine, files)
+
+
+def _check_signatures(settings: WorkerSettings) -> None:
+    """Raise Refused for a model, or draft model, that none of the demanded keys has signed. That its files are those of
+    the manifest is checked as they are loaded."""
+    if not settings.require_signature:
+        return
+    from workers.library.signatures import check_signature
+
+    references = [settings.model, *([str(draft)] if (draft := settings.engine.get("draft_model")) else [])]
+    for reference in references:
+        folder = find_model(reference, say=logger.info).folder
+        key = check_signature(folder, [Path(file) for file in settings.require_signature])
+        logger.info("%s is signed by %s", folder, key)
 
 
 def _factory(name: str) -> Any:
