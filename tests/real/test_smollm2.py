@@ -21,6 +21,7 @@ from engine.text import ChatTemplate
 from producers.contract import keys
 from tests.conformance.conftest import gateway
 from tests.processes import Worker, valkey
+from tests.workers.cli.conftest import invoke
 from workers.library.reference import packaged
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(170)]
@@ -147,3 +148,15 @@ def test_a_worker_that_is_killed_in_mid_answer_changes_no_word(rig: Rig) -> None
         pass
     assert rig.store.hget(keys.task(task_id), "deaths") == "1"
     assert said == expected
+
+
+def test_fewer_bits_raise_the_perplexity_of_prose_by_little(file: Path, tmp_path: Path) -> None:
+    """By what was measured beside llama.cpp's files of as many bits (docs/notes/quantisation.md), with fewer tokens."""
+    increases = {}
+    for name, options in {"8": ("--bits", "8"), "4": ("--bits", "4", "--head-bits", "8", "--down-bits", "8")}.items():
+        counts = ("--calibration-tokens", "2048", "--evaluation-tokens", "1024")
+        result = invoke("quantize", str(file), str(tmp_path / name), *options, *counts, "--json")
+        assert result.exit_code == 0, (result.output, result.exception)
+        increases[name] = json.loads(result.stdout)["perplexity_increase"]
+    assert abs(increases["8"]) < 0.003
+    assert 0 < increases["4"] < 0.1
