@@ -17,6 +17,8 @@ Speculate = Literal["none", "lookup", "draft"]
 
 #: The most draft tokens that one sequence may have in one step.
 MAX_SPECULATE_TOKENS = 16
+#: The most processes that compute a model together.
+MOST_RANKS = 16
 _MAX_STEP_TOKENS = 1 << 20
 
 
@@ -124,7 +126,7 @@ class EngineConfig:
     one thread less may be faster."""
     tensor_parallel: int = declare(
         1,
-        Integer(1, 16),
+        Integer(1, MOST_RANKS),
         "Processes on this machine that compute the model together, each with its share of the weights and of the "
         "cores. It must divide the model's heads. Unset: 1.",
     )

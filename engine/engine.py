@@ -158,18 +158,13 @@ class Engine(StepLoop):
         if config.tensor_parallel == 1:
             return cls._load(folder, config, None, loaded, progress)
         check_ranks_of(folder, config.tensor_parallel)
-        threads = torch.get_num_threads()
-        each = max(1, threads // config.tensor_parallel)
-        group = Group(folder, config, each)
+        group = Group(folder, config, max(1, torch.get_num_threads() // config.tensor_parallel))
         try:
-            torch.set_num_threads(each)
             with on_nodes_of(0, config.tensor_parallel):
                 return cls._load(folder, config, group, loaded, progress)
         except BaseException:
             group.close()
             raise
-        finally:
-            torch.set_num_threads(threads)
 
     @classmethod
     def _load(
@@ -180,6 +175,9 @@ class Engine(StepLoop):
         loaded: Callable[[str], None],
         progress: Callable[[int, int], None],
     ) -> Engine:
+        threads = torch.get_num_threads()
+        if group is not None:
+            torch.set_num_threads(group.threads)
         share = load_model(
             folder,
             config.dtype,
@@ -193,6 +191,8 @@ class Engine(StepLoop):
         )
         model: Model = share
         if group is not None:
+            # Another engine of this process counts by it. This engine's thread sets its own number later.
+            torch.set_num_threads(threads)
             group.wait()
             model = LeadModel(share, group.exchange)
         draft = None
@@ -396,7 +396,7 @@ def _log_choices(name: str, model: Model, config: EngineConfig) -> None:
         model.device.type,
         model.kernels.name,
         _name(model.kernels.weight_dtype),
-        config.threads or torch.get_num_threads() * config.tensor_parallel,
+        config.threads or torch.get_num_threads(),
         "" if config.tensor_parallel == 1 else f" of {config.tensor_parallel} processes",
     )
 

@@ -59,6 +59,8 @@ class StepBatch:
     """
     adapters: StepAdapters | None
     """The adapters of the rows. None if no row has one."""
+    arrays: Each[NDArray[Any]]
+    """What all but the adapters is made of, by `BatchBuilder.batch`."""
 
 
 class BatchBuilder:
@@ -103,7 +105,7 @@ class BatchBuilder:
             totals = np.fromiter((len(row.seq.tokens) for row in rows), np.int64, len(rows))
             arrays.append((totals > self._rope_switch).repeat(counts))
         adapters = step_adapters(rows, output_rows, self._device)
-        return self._batch(upload(arrays, self._device), int(counts.max()), int((starts + counts).max()), adapters)
+        return self.batch(arrays, int(counts.max()), int((starts + counts).max()), adapters)
 
     @staticmethod
     def _group_arrays(
@@ -121,9 +123,11 @@ class BatchBuilder:
             group.entered(slots, starts - skipped, lengths),
         ]
 
-    def _batch(
-        self, sent: list[Tensor], most_queries: int, most_places: int, adapters: StepAdapters | None
+    def batch(
+        self, arrays: list[NDArray[Any]], most_queries: int, most_places: int, adapters: StepAdapters | None
     ) -> StepBatch:
+        """The batch of a step's arrays, as `build` orders them. The others: see RaggedBatch and StepBatch."""
+        sent = upload(arrays, self._device)
         tokens, positions, output_rows, queries, every = sent[:_SHARED]
         by_group = [sent[_SHARED + i * _PER_GROUP :][:_PER_GROUP] for i in range(len(self._groups))]
         batches = (
@@ -151,6 +155,7 @@ class BatchBuilder:
             ),
             entered=tuple(entered if len(entered) else None for *_, entered in by_group),
             adapters=adapters,
+            arrays=arrays,
         )
 
 

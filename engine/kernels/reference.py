@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
+from ctypes import c_char
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 #: The numbers dequantised at one time, few enough to stay in a processor's cache until they are multiplied.
 _DEQUANTISED = 1 << 20
+#: The bytes of a row's place, logit and flag, in `peak_values`.
+PEAK_BYTES: Final = 13
 #: The bytes of the scale after each key and each value, for KV caches of "int8".
 SCALE_BYTES: Final = 4
 
@@ -172,8 +176,9 @@ class Reference:
         """
         return None
 
-    def peak_values(self, head: PreparedLinear, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """What `peaks` gives, and the largest logits, fp32 [rows]."""
+    def peak_values(self, head: PreparedLinear, hidden: Tensor) -> ctypes.Array[c_char] | None:
+        """What `peaks` gives, with the largest logits, as bytes: int64 [rows], fp32 [rows] with the logits, and bool
+        [rows], one after another."""
         return None
 
     def sum_ranks(self, x: Tensor) -> Tensor:

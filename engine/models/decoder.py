@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
+from ctypes import c_char
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -295,7 +298,7 @@ class Decoder:
             return self._embedding(tokens, None if adapters is None else adapters.tokens)
         # By numpy, whose small operations take a tenth of the time of torch's.
         places = tokens.numpy() - self.own_tokens.start
-        others = (places < 0) | (places >= len(self.own_tokens))
+        others = places.view(np.uint64) >= len(self.own_tokens)  # also those below
         places[others] = 0
         rows = self._embedding(torch.from_numpy(places))
         rows.numpy()[others] = 0
@@ -342,7 +345,7 @@ class Decoder:
         # A softcap can make different logits equal, so the argmax before the cap may differ from that after it.
         return None if self._softcap is not None else self.kernels.peaks(self._logits_of, hidden)
 
-    def peak_values(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    def peak_values(self, hidden: Tensor) -> ctypes.Array[c_char] | None:
         """See Kernels.peak_values; of the own tokens, which are counted from the first of them."""
         return None if self._softcap is not None else self.kernels.peak_values(self._logits_of, hidden)
 

@@ -158,16 +158,7 @@ def load_model(
 def check_ranks_of(folder: Path, ranks: int) -> None:
     """Raise ModelError if `ranks` processes cannot compute the model in `folder` together."""
     make, config, _ = _read(folder, "auto")
-    settings: DecoderSettings = make.args[0].read(config)
-    if settings.fused and read_scheme(config) is not None:
-        raise ModelError(
-            ErrorText.of(
-                "{}: {tensor_parallel}={} does not go with quantised checkpoints that have one matrix for queries, "
-                "keys and values; serve the model by one process, or its checkpoint that is not quantised",
-                *(folder, ranks),
-            )
-        )
-    check_ranks(folder, settings, ranks)
+    check_ranks(folder, make.args[0].read(config), ranks)
 
 
 def load_encoder(

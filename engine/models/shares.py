@@ -11,17 +11,20 @@ in memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from engine.config import MOST_RANKS
 from engine.errors import ErrorText, ModelError
 from engine.kernels.native.exchange import Share
 from engine.models.settings import DecoderSettings
 from engine.text.gguf import GgufTensor
 from engine.text.tensors import LocatedTensor, StoredTensor
 
+#: The matrices of fused ones, in order.
+_FUSED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 #: The ends of the names of biases that are added to a sum over the ranks, and so by one rank only.
 SUMMED_BIASES: Final = ("o_proj.bias", "down_proj.bias")
 
@@ -35,7 +38,7 @@ def check_ranks(folder: Path, c: DecoderSettings, ranks: int) -> None:
         return whole and count <= min(inside, c.vocab_size)
 
     if not possible(ranks):
-        counts = ", ".join(str(count) for count in range(1, c.heads + 1) if possible(count))
+        counts = ", ".join(str(count) for count in range(1, min(c.heads, MOST_RANKS) + 1) if possible(count))
         raise ModelError(
             ErrorText.of(
                 "{}: {tensor_parallel}={} does not divide its {} heads and {} KV heads; possible are {}",
@@ -75,8 +78,8 @@ class Cut:
 
 
 def cut_of(name: str, *, c: DecoderSettings, share: Share) -> Cut | None:
-    """A rank's part of the matrix `name`, as the engine names it. None for one that every rank has whole. `c`: the
-    whole settings."""
+    """A rank's part of the matrix `name`, as `share_of`'s model names it. None for one that every rank has whole. `c`:
+    the whole settings. A part of a fused matrix is cut from that."""
     matrix, width = name.rpartition(".")[2], c.hidden_size
     inside = c.intermediate_size if c.experts is None or ".experts." not in name else c.experts.width
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
@@ -91,13 +94,16 @@ def cut_of(name: str, *, c: DecoderSettings, share: Share) -> Cut | None:
         "lm_head": (c.vocab_size, share.of(c.vocab_size)),
     }
     by_inputs = {"o_proj": (q, heads), "down_proj": (inside, share.of(inside))}
-    if matrix in by_outputs:
-        outputs, own = by_outputs[matrix]
-        return Cut(outputs, width, own, range(width))
     if matrix in by_inputs:
         inputs, own = by_inputs[matrix]
         return Cut(width, inputs, range(width), own)
-    return None
+    if matrix not in by_outputs:
+        return None
+    own = by_outputs[matrix][1]
+    parts: tuple[str, ...] = next((parts for parts in _FUSED.values() if c.fused and matrix in parts), (matrix,))
+    before = sum(by_outputs[part][0] for part in parts[: parts.index(matrix)])
+    every = sum(by_outputs[part][0] for part in parts)
+    return Cut(every, width, range(before + own.start, before + own.stop), range(width))
 
 
 def shares_of(
@@ -105,34 +111,19 @@ def shares_of(
 ) -> dict[str, LocatedTensor]:
     """A rank's parts of a checkpoint's tensors, by the names of `share_of`'s model. `c`: the whole settings. `whole`:
     the names of tensors that are read whole."""
-    return {
-        part: own
-        for name, located in matched.items()
-        for part, own in ([(name, located)] if name in whole else _separate(name, located, c, share))
-    }
-
-
-def _separate(
-    name: str, located: LocatedTensor, c: DecoderSettings, share: Share
-) -> Iterator[tuple[str, LocatedTensor]]:
-    base, _, end = name.rpartition(".")
-    above, _, matrix = base.rpartition(".")
-    kv, start = c.kv_heads * c.head_dim, 0
-    fused = {
-        "qkv_proj": {"q_proj": c.heads * c.head_dim, "k_proj": kv, "v_proj": kv},
-        "gate_up_proj": {"gate_proj": c.intermediate_size, "up_proj": c.intermediate_size},
-    }
-    for part, outputs in fused.get(matrix, {}).items():
-        yield from _separate(f"{above}.{part}.{end}", narrowed(located, 0, range(start, start + outputs)), c, share)
-        start += outputs
-    if matrix in fused:
-        return
-    cut = cut_of(base, c=c, share=share)
-    if cut is not None and len(cut.own_outputs) < cut.outputs:
-        located = narrowed(located, 0, cut.own_outputs)
-    elif cut is not None and end == "weight":
-        located = narrowed(located, 1, cut.own_inputs)
-    yield name, located
+    parts: dict[str, LocatedTensor] = {}
+    for name, located in matched.items():
+        base, _, end = name.rpartition(".")
+        above, _, matrix = base.rpartition(".")
+        for own in [f"{above}.{part}" for part in _FUSED.get(matrix, ())] or [base]:
+            cut = None if name in whole else cut_of(own, c=c, share=share)
+            if cut is None:
+                parts[f"{own}.{end}"] = located
+            elif len(cut.own_inputs) == cut.inputs:
+                parts[f"{own}.{end}"] = narrowed(located, 0, cut.own_outputs)
+            else:
+                parts[f"{own}.{end}"] = narrowed(located, 1, cut.own_inputs) if end == "weight" else located
+    return parts
 
 
 def _rows(heads: range, head_dim: int) -> range:

@@ -71,6 +71,8 @@ class Group:
             )
         #: Called once, on a thread of the group, when a follower is lost that had come.
         self.on_lost: Callable[[], None] | None = None
+        #: Of each rank.
+        self.threads = threads
         self._ranks = config.tensor_parallel
         self._followers: list[_Follower] = []
         self._changed = threading.Condition()

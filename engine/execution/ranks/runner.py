@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import struct
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.adapters import Adapter, AdapterRows
 from engine.execution.ranks.messages import packed, unpacked
-from engine.execution.runner import Runner, StepBatch, copy_blocks, run_step
-from engine.kernels import RaggedBatch
+from engine.execution.runner import BatchBuilder, Runner, StepBatch, copy_blocks, run_step
 from engine.kernels.native.exchange import Exchange, Share
+from engine.kernels.reference import PEAK_BYTES
 from engine.kv import KvSpace
 from engine.layers import AdaptedRows, StepAdapters
 from engine.models import Model
 from engine.models.decoder import Decoder
 from engine.plan import Sampled, StepPlan
 
-#: The arrays that all KV groups share, and those of each.
-_SHARED, _PER_GROUP = 3, 6
+#: The index of the output rows among a step's arrays.
+_OUTPUT_ROWS = 2
 
 
 class _Kind(IntEnum):
@@ -68,12 +70,12 @@ class LeadModel:
         tokens = None if rows is None else rows.tokens
         assert tokens is None or isinstance(tokens, AdapterRows)
         present = [] if tokens is None else [self._numbers[adapter] for adapter in tokens.adapters]
-        owners = [] if tokens is None else [torch.from_numpy(tokens.owners)]
+        owners = [] if tokens is None else [tokens.owners]
         self.exchange.send(packed(_Kind.ADAPTERS, (len(present), *present, *gone), owners))
 
     def logits(self, hidden: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
         """See Model. No adapter changes the head."""
-        self.exchange.send(packed(_Kind.LOGITS, (), [hidden]))
+        self.exchange.send(packed(_Kind.LOGITS, (), [hidden.numpy()]))
         every = self.exchange.gather(_own_logits(self.share, hidden))
         assert every is not None
         return torch.cat([every[rank, :, : len(own)] for rank, own in enumerate(self._own)], 1)
@@ -81,6 +83,20 @@ class LeadModel:
     def peaks(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         """See Model. They are found within the step."""
         return self._peaks
+
+    def _best(self, peaks: bytes, rows: int) -> tuple[Tensor, Tensor]:
+        """The peaks of all tokens, of those of each rank. In plain Python: numpy is slow after a native call that has
+        emptied the caches."""
+        ranks = [
+            struct.unpack_from(f"={rows}q{rows}f{rows}?", peaks, at) for at in range(0, len(peaks), PEAK_BYTES * rows)
+        ]
+        places, finite = [], []
+        for row in range(rows):
+            # Of equal ones the first rank's, which has the smaller token ids.
+            best = max(range(len(ranks)), key=lambda rank: ranks[rank][rows + row])
+            places.append(self._own[best].start + ranks[best][row])
+            finite.append(all(rank[2 * rows + row] for rank in ranks))
+        return torch.tensor(places), torch.tensor(finite)
 
     def step(self, batch: StepBatch, greedy: int, compute: Callable[[], Tensor]) -> Tensor:
         """Send a step and `compute` it here. Of the first `greedy` output rows all ranks find the peaks."""
@@ -90,12 +106,7 @@ class LeadModel:
         hidden = compute()
         self._peaks = None
         if greedy:
-            every = self.exchange.gather(_own_peaks(self.share, hidden[:greedy]))
-            assert every is not None
-            values, places, finite = every.numpy().transpose(1, 0, 2)
-            # Of equal ones the first rank's, which has the smaller token ids.
-            best = places[values.argmax(0), np.arange(greedy)]
-            self._peaks = torch.from_numpy(best.astype(np.int64)), torch.from_numpy(finite.all(0))
+            self._peaks = self._best(_gathered_peaks(self.share, self.exchange, hidden, greedy), greedy)
         return hidden
 
 
@@ -108,16 +119,11 @@ def _own_logits(share: Decoder, hidden: Tensor) -> Tensor:
     return torch.nn.functional.pad(logits, (0, most - logits.shape[1]))
 
 
-def _own_peaks(share: Decoder, hidden: Tensor) -> Tensor:
-    """This rank's largest logits, the token ids, and whether all are finite, fp64 [3, rows]."""
-    found = share.peak_values(hidden)
+def _gathered_peaks(share: Decoder, exchange: Exchange, hidden: Tensor, rows: int) -> bytes:
+    """On the lead, Kernels.peak_values of the first rows, of each rank."""
+    found = share.peak_values(hidden if rows == len(hidden) else hidden[:rows])
     assert found is not None
-    places, finite, values = found
-    # By numpy, whose small operations take a tenth of the time of torch's.
-    own = np.empty((3, len(places)))
-    own[0], own[1], own[2] = values.numpy(), places.numpy(), finite.numpy()
-    own[1] += share.own_tokens.start
-    return torch.from_numpy(own)
+    return exchange.gather_bytes(found)
 
 
 class RanksRunner(Runner):
@@ -152,47 +158,12 @@ class RanksRunner(Runner):
 
 
 def _step_message(batch: StepBatch, greedy: int) -> bytes:
-    tensors = [batch.tokens, batch.output_rows, batch.positions]
-    numbers = [greedy, int(batch.long is not None)]
-    for group, entered in zip(batch.attention, batch.entered, strict=True):
-        numbers += (group.most_queries, group.most_places, group.window or 0)
-        tensors += (group.slots, group.query_starts, group.kv_lens, group.tables, group.table_rows)
-        tensors.append(batch.tokens[:0] if entered is None else entered)
-    if batch.long is not None:
-        tensors.append(batch.long)
-    return packed(_Kind.STEP, numbers, tensors)
+    first = batch.attention[0]
+    return packed(_Kind.STEP, (greedy, first.most_queries, first.most_places), batch.arrays)
 
 
-def _step_of(numbers: list[int], tensors: list[Tensor], adapted: AdapterRows | None) -> StepBatch:
-    tokens, output_rows, positions = tensors[:_SHARED]
-    attention, every = [], []
-    long, *groups = numbers
-    for i in range(len(groups) // 3):
-        most_queries, most_places, window = groups[3 * i : 3 * i + 3]
-        slots, starts, lengths, tables, rows, entered = tensors[_SHARED + i * _PER_GROUP :][:_PER_GROUP]
-        attention.append(
-            RaggedBatch(
-                slots=slots,
-                query_starts=starts,
-                kv_lens=lengths,
-                tables=tables,
-                table_rows=rows,
-                most_queries=most_queries,
-                most_places=most_places,
-                window=window or None,
-                positions=positions,
-            )
-        )
-        every.append(entered if len(entered) else None)
-    return StepBatch(
-        tokens=tokens,
-        positions=positions,
-        long=tensors[-1] if long else None,
-        attention=tuple(attention),
-        output_rows=output_rows,
-        entered=tuple(every),
-        adapters=None if adapted is None else StepAdapters(adapted, adapted.select(output_rows.numpy())),
-    )
+def _selected(tokens: AdapterRows | None, output_rows: NDArray[Any]) -> StepAdapters | None:
+    return None if tokens is None else StepAdapters(tokens, tokens.select(output_rows))
 
 
 @torch.inference_mode()
@@ -200,28 +171,35 @@ def follow(share: Decoder, exchange: Exchange, adapters: dict[int, Adapter]) -> 
     """Do what the lead sends, until DeviceLostError: a rank has failed. `adapters`: the loaded ones by number, to which
     another thread adds some."""
     caches: list[Tensor] = []
+    builder: BatchBuilder | None = None
     adapted: AdapterRows | None = None
     while True:
-        kind, numbers, tensors = unpacked(exchange.receive())
+        kind, numbers, arrays = unpacked(exchange.receive())
         if kind == _Kind.STEP:
-            greedy, *numbers = numbers
-            hidden = run_step(share, caches, _step_of(numbers, tensors, adapted))
+            greedy, most_queries, most_places = numbers
+            assert builder is not None
+            batch = builder.batch(arrays, most_queries, most_places, _selected(adapted, arrays[_OUTPUT_ROWS]))
+            hidden = run_step(share, caches, batch)
             adapted = None
             if greedy:
-                exchange.gather(_own_peaks(share, hidden[:greedy]))
+                _gathered_peaks(share, exchange, hidden, greedy)
         elif kind == _Kind.LOGITS:
-            exchange.gather(_own_logits(share, tensors[0]))
+            exchange.gather(_own_logits(share, torch.from_numpy(arrays[0])))
         elif kind == _Kind.ADAPTERS:
             count, *numbers = numbers
-            if tensors:
+            if arrays:
                 present = [adapters[number] for number in numbers[:count]]
-                adapted = AdapterRows(present, tensors[0].numpy(), share.device)
+                adapted = AdapterRows(present, arrays[0], share.device)
             for number in numbers[count:]:
                 adapters.pop(number, None)
         elif kind == _Kind.COPIES:
             copy_blocks(caches, list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)))
         else:
             size, *blocks = numbers
+            groups = zip(share.kv_groups, blocks, strict=True)
+            # It only makes batches of arrays, and has no sequences.
+            spaces = [KvSpace(count, group.window) for group, count in groups]
+            builder = BatchBuilder(spaces, 0, size, share.kernels, share.device, rope_switch=share.rope_switch)
             caches = [
                 share.kernels.kv_cache(group, count + 1, size, share.device)
                 for group, count in zip(share.kv_groups, blocks, strict=True)

@@ -104,3 +104,11 @@ class Exchange:
         self._library.gather(self.address, 0, own.data_ptr(), own.nbytes, None if every is None else every.data_ptr())
         self.check()
         return every
+
+    def gather_bytes(self, own: ctypes.Array[ctypes.c_char]) -> bytes:
+        """On rank 0, the bytes of each rank, one after another. Empty on the others, which do not wait."""
+        length = len(own)
+        every = (ctypes.c_char * (length * self.share.ranks if self.share.rank == 0 else 0))()
+        self._library.gather(self.address, 0, ctypes.addressof(own), length, ctypes.addressof(every))
+        self.check()
+        return every.raw

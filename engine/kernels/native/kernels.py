@@ -3,8 +3,10 @@ bits."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
+from ctypes import c_char
 from functools import partial
 from typing import Final
 
@@ -149,7 +151,7 @@ class Native(Reference):
     def peaks(self, head: PreparedLinear, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         return head.peaks(hidden) if isinstance(head, PackedProduct) else None
 
-    def peak_values(self, head: PreparedLinear, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    def peak_values(self, head: PreparedLinear, hidden: Tensor) -> ctypes.Array[c_char] | None:
         return head.peak_values(hidden) if isinstance(head, PackedProduct) else None
 
     def sum_ranks(self, x: Tensor) -> Tensor:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import Structure, c_int64, c_void_p
+from ctypes import Structure, c_char, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
 from engine.kernels.layer import ExpertParts
 from engine.kernels.native.library import Library, Pool
+from engine.kernels.reference import PEAK_BYTES
 
 #: The kinds of a product's weight, as in operations.h: numbers in fp32 or bf16, or the table of quantised.h.
 FP32, BF16, QUANTISED = 0, 1, 2
@@ -80,14 +81,11 @@ class PackedProduct:
         )
         return places, finite
 
-    def peak_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What `peaks` gives, and the largest numbers, fp32 [rows]."""
+    def peak_values(self, x: Tensor) -> ctypes.Array[c_char]:
+        """Reference.peak_values of the product with `x`."""
         x, rows = x.contiguous(), len(x)
-        places, finite, values = (
-            torch.empty(rows, dtype=torch.int64),
-            torch.empty(rows, dtype=torch.bool),
-            torch.empty(rows),
-        )
+        found = (c_char * (PEAK_BYTES * rows))()
+        places = ctypes.addressof(found)
         self._library.peak_values(
             self._pool.address,
             x.data_ptr(),
@@ -96,11 +94,11 @@ class PackedProduct:
             self._kind,
             rows,
             *self._sizes,
-            places.data_ptr(),
-            finite.data_ptr(),
-            values.data_ptr(),
+            places,
+            places + 12 * rows,
+            places + 8 * rows,
         )
-        return places, finite, values
+        return found
 
     def entry(self) -> Product:
         return Product(self._weight, self._added, *self._sizes, self._kind)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine import Engine, EngineConfig
 from engine.errors import ModelError
 from engine.kernels.native import load_library
 from engine.models import load_model
@@ -81,11 +80,19 @@ def test_every_form_is_divided(form: str, ranks: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), few([("gqa", "Q8_0"), ("gqa", "F16"), ("gemma3", "Q8_0"), ("qwen2", "Q4_0")], ("gqa", "Q8_0"))
+    ("family", "kind"),
+    few([("gqa", "Q8_0"), ("gqa", "F16"), ("gemma3", "Q8_0"), ("qwen2", "Q4_0"), ("phi3", "Q8_0")], ("gqa", "Q8_0")),
 )
 def test_gguf_files_are_divided(family: str, kind: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", **FAMILIES.get(family, {}) | SHAPE)
     check(write_gguf(folder, tmp_path / "m.gguf", kind), 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_matrix_of_several_is_divided(ranks: int, tmp_path: Path) -> None:
+    shape = FAMILIES["phi3"] | SHAPE
+    write_quantised(tmp_path, *FORMS["awq"], **shape)
+    check(tmp_path / "packed", ranks)
 
 
 def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
@@ -95,6 +102,3 @@ def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
         ranks_of(tmp_path / "order/packed", 2),
     ):
         pass
-    write_quantised(tmp_path / "fused", *FORMS["awq"], **FAMILIES["phi3"])
-    with pytest.raises(ModelError, match=r"tensor_parallel=2 .*one matrix for queries"):
-        Engine.load(tmp_path / "fused/packed", EngineConfig(tensor_parallel=2))
