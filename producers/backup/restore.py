@@ -200,7 +200,9 @@ class Restore:
     def _task_indexes(
         self, task_id: str, task: TaskFacts, record: dict[str, Any], has_stream: bool
     ) -> Iterator[Command]:
-        if not task.plain and task.origin not in ("batch", "chunk"):
+        if task.origin == "shadow":
+            yield ("ZADD", keys.SHADOW_COPIES, task.created, task_id)
+        elif not task.plain and task.origin not in ("batch", "chunk"):
             index = task_index.tasks_of if task.origin == "task" else task_index.requests_of
             yield ("ZADD", index(None), task.created, task_id)
             if task.tenant:

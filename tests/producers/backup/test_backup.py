@@ -30,7 +30,7 @@ from producers.contract import keys
 from producers.contract.sealing import Keyring, new_key
 from producers.contract.stream import encode_rows
 from producers.contract.task import Task
-from producers.store import batches, epoch, files, outbox, protocol
+from producers.store import batches, epoch, files, outbox, protocol, shadows
 from producers.store.access import api_keys
 from producers.store.access.audit import Actor
 from producers.store.blobs import Blobs, FolderBlobs, open_blobs
@@ -39,6 +39,7 @@ from producers.store.usage.ledger import fold
 from producers.sweeper import tasks
 from producers.sweeper.compact import Offload, compact
 from producers.sweeper.retention import erase
+from producers.sweeper.shadows import Shadows
 from producers.sweeper.sweeper import ForeignWorkers, SweeperSettings
 from producers.sweeper.sweeper import lead as sweep_as_leader
 from tests.aws import Aws
@@ -118,6 +119,23 @@ async def test_each_task_goes_on_where_it_was(
     assert {text(name) for name in elsewhere.zrange(keys.tasks("a"), 0, -1)} == {waits, done}
     assert {text(name) for name in elsewhere.zrange(keys.tasks("b"), 0, -1)} == {runs}
     assert elsewhere.smembers(keys.TENANTS) == {b"a", b"b"}
+
+
+async def test_a_copy_for_another_version_is_in_no_list_and_goes(
+    systems: Systems, valkey: Redis, elsewhere: Redis
+) -> None:
+    task_id = await submit(systems)
+    copy, now = shadows.copy_id(task_id), int(valkey.time()[0]) * 1000
+    fields = {"task": "{}", "model": "tiny", "queue": QUEUE, "tier": "batch", "n": 1, "tokens": 9}
+    run(valkey, protocol.admit(copy, "n", now, {**fields, **shadows.COPY, "shadow_of": task_id}))
+    await systems.back_up()
+    await systems.restore()
+    assert elsewhere.exists(keys.task(copy))
+    assert elsewhere.zscore(keys.REQUESTS, copy) is None
+    elsewhere.hincrby(keys.task(copy), "created", -3_600_000)
+    await Shadows(systems.new).sweep()
+    assert not elsewhere.exists(keys.task(copy), keys.SHADOW_COPIES)
+    assert elsewhere.exists(keys.task(task_id))
 
 
 async def test_a_task_in_chunks_goes_on_and_a_deleted_one_is_gone_with_its_chunks(
