@@ -21,7 +21,7 @@ from engine.text.files import read_files
 from producers.contract.stream import Token
 from producers.contract.task import Task
 from producers.gateway.openai.call_formats import DEEPSEEK, HERMES
-from producers.gateway.openai.output_parser import OutputSyntax
+from producers.gateway.openai.output_parser import OutputSyntax, ReasoningText
 from producers.gateway.openai.reasoning import ReasoningModel, ReasoningRequest, marks_of
 from producers.gateway.openai.tool_call_parser import CallArguments, CallStart
 from producers.gateway.openai.tools import make_calling, read_tools
@@ -206,6 +206,25 @@ def test_calls_in_a_published_template_are_read_back(
         assert [json.loads(each) for each in read] == arguments
         assert "".join(part for part in parts if isinstance(part, str)) == (content or "")
         assert parser.called
+
+
+def test_reasoning_in_a_published_template_is_read_back(folder: Path, ours: ChatTemplate) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    marks = marks_of(ours.source, tokenizer)
+    assert (marks is not None) is (folder.parent.name == "tokenizer-qwen3")
+    if marks is None:
+        return
+    syntax = ReasoningModel("m", ours.source, tokenizer, marks).reasoning(ReasoningRequest(), False).syntax
+    before = ours.render([USER], add_generation_prompt=True)
+    whole = ours.render([USER, REASONED], add_generation_prompt=False)
+    output = whole.removeprefix(before).split("<|im_end|>")[0]
+    detokenizer, parser = tokenizer.new_detokenizer(), OutputSyntax(None, syntax).parser()
+    ids = tokenizer.encode(output, add_special_tokens=False)
+    parts = parser.feed([Token(0, 0, at, token_id, detokenizer.push(token_id)) for at, token_id in enumerate(ids)])
+    parts += parser.end()
+    assert "".join(part.text for part in parts if isinstance(part, ReasoningText)) == "add them"
+    assert "".join(part for part in parts if isinstance(part, str)) == "Six."
+    assert ours.render([USER], add_generation_prompt=True, enable_thinking=False).rstrip().endswith(marks.end)
 
 
 def test_texts_of_the_published_tokenizers_are_the_same_tokens(folder: Path, theirs: Any) -> None:

@@ -25,7 +25,7 @@ from producers.errors import InvalidTask
 from producers.gateway.context import Gateway
 from producers.gateway.http.errors import invalid_value
 from producers.gateway.http.request_state import Work
-from producers.gateway.openai.call_formats import EXAMPLE, HERMES, CallFormat, CallSyntax, format_of
+from producers.gateway.openai.call_formats import EXAMPLE, FORMATS, HERMES, CallFormat, CallSyntax, format_of
 from producers.gateway.openai.parameters import TextRequest, check_chats, flag, refusal, refused
 from producers.gateway.openai.response_format import DESCRIBED, check_known, described
 from producers.gateway.text.forms import TO_THE_LETTER, Judge
@@ -35,6 +35,8 @@ MAX_TOOLS: Final = 128
 #: Most characters of their parameters without annotations. Some of that, such as keywords that cannot be followed, does
 #: not get into the grammar, which has MAX_GRAMMAR at most.
 MAX_LEAN: Final = 2 * MAX_GRAMMAR
+#: The parameter that names the format in which the model writes calls.
+_FORMAT: Final = "tool_call_format"
 _CHOICES: Final = ("none", "auto", "required")
 #: The type of a choice that leaves some of the tools, and its modes.
 _ALLOWED: Final = "allowed_tools"
@@ -77,6 +79,7 @@ def _schemas_of(required: list[str], tool: dict[str, Any], *, flat: bool) -> dic
             ]
         },
         "parallel_tool_calls": {"type": "boolean"},
+        _FORMAT: {"enum": [call_format.name for call_format in FORMATS]},
     }
 
 
@@ -110,7 +113,8 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """A request's tools. `shown`: as chat templates take them. `must`: whether the output has to be a call.
+    """A request's tools. `shown`: as chat templates take them. `must`: whether the output has to be a call. `format`:
+    in which the caller says that the model writes calls; None: as its chat template says.
 
     `callable`: those that may be called. `many`: whether several calls may be made. `answer`: the JSON schema of an
     answer that is no call, if it has one. `budget`: what is left for bounding schemas.
@@ -121,6 +125,7 @@ class Tools:
     must: bool
     many: bool
     answer: dict[str, Any] | None = None
+    format: CallFormat | None = None
     budget: Budget = field(default_factory=Budget, compare=False)
 
     def format_in(self, template: str) -> CallFormat:
@@ -138,7 +143,7 @@ class Tools:
         """The format that a template's text speaks of. None: the model is told of Hermes' format in the messages,
         because the template has no tools, or none that are known here, or calls without a mark, which could not be told
         from an answer in JSON."""
-        own = format_of(template)
+        own = self.format or format_of(template)
         unmarked = own is not None and not own.begin and self.answer is not None and not self.must
         return None if unmarked else own
 
@@ -150,6 +155,7 @@ def read_tools(values: Mapping[str, Any], *, flat: bool = False, open_objects: b
     Raises Problem and InvalidTask.
     """
     many = flag(values, "parallel_tool_calls", True)
+    call_format = _format_named(values.get(_FORMAT))
     tools = values.get("tools", [])
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise refusal("tools", tools, f"a list of at most {MAX_TOOLS} tools", code="invalid_type")
@@ -169,7 +175,17 @@ def read_tools(values: Mapping[str, Any], *, flat: bool = False, open_objects: b
     budget = Budget()
     called = [_bounded(function, open_objects, budget) for function in called]
     shown = [{"type": "function", "function": function} for _, function in written]
-    return Tools(shown, called, mode != "auto", many and mode != _NAMED, budget=budget)
+    return Tools(shown, called, mode != "auto", many and mode != _NAMED, format=call_format, budget=budget)
+
+
+def _format_named(name: Any) -> CallFormat | None:
+    """The format that a request names. Raises Problem."""
+    if name is None:
+        return None
+    named = next((call_format for call_format in FORMATS if call_format.name == name), None)
+    if named is None:
+        raise refusal(_FORMAT, name, f"one of {', '.join(call_format.name for call_format in FORMATS)}")
+    return named
 
 
 def _written(parameter: str, tool: Any, flat: bool) -> tuple[str, dict[str, Any]]:

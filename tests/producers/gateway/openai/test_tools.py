@@ -23,11 +23,13 @@ from engine.params import MAX_SCHEMA, SamplingParams
 from engine.text import Tokenizer
 from producers.contract.stream import Token
 from producers.errors import InvalidTask
+from producers.gateway.http.errors import Problem
 from producers.gateway.openai import tools as tools_module
 from producers.gateway.openai.call_formats import (
     DEEPSEEK,
     DEEPSEEK_V3_1,
     EXAMPLE,
+    FORMATS,
     HERMES,
     LLAMA,
     MISTRAL,
@@ -330,6 +332,19 @@ def test_a_template_that_lists_no_tools_is_told_of_them_in_its_own_form() -> Non
     assert tools.format_in(template) is DEEPSEEK
     call = f"function<｜tool▁sep｜><function-name>\n```json\n{EXAMPLE}\n```"
     assert call in tools.variables(template)["tools_as_text"]
+
+
+def test_a_caller_may_name_the_format() -> None:
+    template = "{% for tool in tools %}{{ tool }}{% endfor %} say it in your own way"
+    for call_format in FORMATS:
+        tools = read_tools({"tools": TOOLS, "tool_call_format": call_format.name})
+        assert tools is not None
+        assert tools.format_in(template) is call_format
+        assert tools.variables(template)["tools_as_text"] is False
+        assert call_format.begin in str(tools.variables("{{ messages }}")["tools_as_text"]), "and how to call them"
+    for wrong in ("xml", 5):
+        with pytest.raises(Problem, match=r"tool_call_format is .* one of hermes, mistral"):
+            read_tools({"tools": TOOLS, "tool_call_format": wrong})
 
 
 def test_calls_without_a_mark_have_one_beside_an_answer_in_json() -> None:
