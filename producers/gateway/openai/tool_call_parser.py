@@ -50,6 +50,8 @@ class ToolCallParser:
         self._depth = 0
         self._quoted = self._escaped = False
         self._calls_only = syntax.must
+        #: Whether the first call has begun: its mark, as far as it has text, or its head has come.
+        self._begun = False
         self.calls = 0
 
     @property
@@ -76,7 +78,7 @@ class ToolCallParser:
         """The content that was held back until it was sure to be that."""
         pending, self._pending = self._pending, ""
         if self._step == self._find_head:
-            pending = "" if self.calls or self._calls_only else self._content_before(pending)
+            pending = "" if self._begun or self._calls_only else self._content_before(pending)
         return [pending] if pending else []
 
     def _scan_content(self, text: str, parts: list[ParsedPart]) -> str:
@@ -115,22 +117,28 @@ class ToolCallParser:
     def _find_head(self, text: str, parts: list[ParsedPart]) -> str:
         """The next call's head. Returns the text after it."""
         text, self._pending = self._pending + text, ""
+        begin = self._format.begin
+        if begin and begin in text and not self._begun:
+            # Text before the mark may come after its token, for what was held back until it was sure.
+            content, _, text = text.partition(begin)
+            if not self._calls_only and (content := content.rstrip()):
+                parts.append(content)
+            self._begun = True
         match = self._head.search(text)
         if match is None:
             self._pending = text
             return ""
-        # Text before the mark may come after its token, for what was held back until it was sure.
-        if not self.calls and not self._calls_only and (before := self._content_before(text[: match.start()])):
+        if not self._begun and (before := self._content_before(text[: match.start()])):
             parts.append(before)
+        self._begun = True
         parts.append(CallStart(self.calls, match[1]))
         self.calls += 1
         self._step = self._take_arguments
         return text[match.end() :]
 
     def _content_before(self, text: str) -> str:
-        """The content in a text that ends where the first call begins, or on the way there."""
-        content, mark, _ = text.partition(self._format.begin) if self._format.begin else (text, "", "")
-        return content.rstrip() if mark else content.removesuffix(self._format.opening).rstrip()
+        """The content in a text that ends where the first call begins, or on the way there, without its mark."""
+        return "" if self._calls_only else text.removesuffix(self._format.opening).rstrip()
 
     def _take_arguments(self, text: str, parts: list[ParsedPart]) -> str:
         """The arguments up to their last brace. Returns the text after it."""

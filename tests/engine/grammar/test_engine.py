@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from engine import Engine, EngineConfig, Request, RequestError, SamplingParams
 from engine.errors import fields_of
+from engine.grammar.source import budget_line
 from engine.request import Event
 from tests.engine.conftest import Load
 from tests.engine.random_models import write_model
@@ -73,7 +75,22 @@ def test_of_several_outputs_each_has_the_form(engine: Engine) -> None:
 
 
 def test_another_process_goes_on_with_the_same_tokens(engine: Engine) -> None:
-    params = SamplingParams(max_tokens=60, seed=5, regex=MAIL)
+    check_resumed(engine, SamplingParams(max_tokens=60, seed=5, regex=MAIL))
+
+
+def test_reasoning_is_closed_after_its_budget_whoever_goes_on(engine: Engine) -> None:
+    assert engine.tokenizer is not None
+    (end,) = engine.tokenizer.encode(";", add_special_tokens=False)
+    grammar = f"start: THOUGHT <[{end}]> ANSWER\nTHOUGHT: /[^;0-9]*/\nANSWER: /[0-9]{{3}}/"
+    params = SamplingParams(max_tokens=60, seed=5, grammar=budget_line(6, end, None) + grammar)
+    for seed in range(3):
+        (output,) = engine.generate(["x = "], replace(params, seed=seed))
+        assert output.token_ids.index(end) <= 6 + 3, "a character that has begun is finished"
+        assert re.search("[0-9]{3}$", output.text)
+    check_resumed(engine, params)
+
+
+def check_resumed(engine: Engine, params: SamplingParams) -> None:
     (whole,) = engine.generate(["x = "], params)
     prompt = engine.tokenizer.encode("x = ") if engine.tokenizer else []
     for published in range(len(whole.token_ids) + 1):

@@ -15,6 +15,8 @@ import jsonschema
 import numpy as np
 import pytest
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.grammar.matcher import Grammars, Matcher
 from engine.grammar.schema import Budget, bounded
@@ -43,6 +45,7 @@ from producers.gateway.openai.chat import read_chat
 from producers.gateway.openai.tool_call_parser import CallArguments, CallEnd, CallStart, ParsedPart, ToolCallParser
 from producers.gateway.openai.tools import MAX_LEAN, Calling, Tools, make_calling, read_tools
 from tests.exhaustive import few
+from tests.histories import examples
 from tests.producers.gateway.conftest import TINY
 
 WEATHER = {
@@ -187,6 +190,43 @@ def test_no_required_call_is_malformed(count: int) -> None:
         calls += len(written)
         if calls >= count:
             break
+
+
+@given(
+    which=st.sampled_from(sorted(TEMPLATES)),
+    content=st.text(st.sampled_from("ab {}<[\n"), max_size=8),
+    names=st.lists(st.sampled_from(["now", "weather"]), max_size=3),
+    text=st.text(st.sampled_from('a"{}[]\\\n<é'), max_size=8),
+    draws=st.randoms(use_true_random=False),
+)
+@settings(max_examples=examples(60, 3000), deadline=None)
+def test_the_parts_of_a_text_do_not_depend_on_its_pieces(
+    which: str, content: str, names: list[str], text: str, draws: random.Random
+) -> None:
+    style, _ = TEMPLATES[which]
+    arguments = json.dumps({"place": text}, ensure_ascii=False)
+    if style.between is None:
+        content, names = "", names[:1]
+    content = content.rstrip()
+    written = content + style.calls_of([(name, arguments) for name in names]) if names else content
+
+    def parts_of(cuts: Sequence[int]) -> tuple[str, list[tuple[str, str]], bool]:
+        parser, parts = ToolCallParser(CallSyntax(style, None, False)), list[ParsedPart]()
+        for at, (start, end) in enumerate(itertools.pairwise([0, *cuts, len(written)])):
+            parts += parser.feed([Token(0, 0, at, 0, written[start:end])])
+        parts += parser.end()
+        calls = [
+            (part.name, "".join(p.text for p in parts if isinstance(p, CallArguments) and p.index == part.index))
+            for part in parts
+            if isinstance(part, CallStart)
+        ]
+        return "".join(part for part in parts if isinstance(part, str)), calls, parser.called
+
+    expected = parts_of([])
+    if style.begin or names:
+        assert expected == (content, [(name, arguments) for name in names], bool(names))
+    assert parts_of(range(1, len(written))) == expected
+    assert parts_of(sorted(draws.sample(range(len(written) + 1), min(4, len(written))))) == expected
 
 
 def test_text_may_come_before_calls(model: Model) -> None:
