@@ -33,6 +33,8 @@ SOURCE: Final = "traces"
 AFTER_MS: Final = 2_000
 #: Age (ms) of rows that are passed over.
 TOO_OLD_MS: Final = 15 * 60_000
+#: Age (ms) up to which the first sweep of all takes rows: a sweeper may begin to lead well after tasks came.
+FIRST_MS: Final = 60_000
 #: Rows that are taken at a time, and tasks whose records are read at a time.
 PAGE: Final = 500
 RECORDS: Final = 50
@@ -71,7 +73,7 @@ class TaskTraces:
             raw = await aexecute(self._store, "GET", mark_key)
             seconds, micros = await aexecute(self._store, "TIME")
             now = int(seconds) * 1000 + int(micros) // 1000
-            mark = text(raw) if raw else f"{now - self._after_ms - 1}-{2**64 - 1}"  # all of the millisecond before
+            mark = text(raw) if raw else f"{now - max(FIRST_MS, self._after_ms)}-0"
             rows: Any = await aexecute(
                 self._store, "XRANGE", keys.LEDGER, f"({mark}", str(now - self._after_ms), "COUNT", PAGE
             )

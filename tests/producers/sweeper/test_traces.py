@@ -56,6 +56,20 @@ async def test_while_the_collector_is_away_tasks_wait_in_the_ledger(
         assert [span.attributes["penstock.task.id"] for span in collector.spans if span.parent_id == ""] == ["t1", "t2"]
 
 
+async def test_the_first_sweeper_takes_what_ended_before_it_led(
+    aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a system that has just started; what ended before that, while traces were off, is left."""
+    seconds, _ = valkey.time()
+    end_task(valkey, "before", f"{1000 * seconds - 2 * traces.FIRST_MS}-0")
+    end_task(valkey, "just", f"{1000 * seconds - traces.FIRST_MS // 2}-0")
+    with Collector() as collector:
+        sweeps = traces_to(aclient, collector, monkeypatch)
+        assert await sweeps.sweep() == {"traces_sent": 1, "traces_dropped": 0}
+        sweeps.close()
+        assert {span.attributes.get("penstock.task.id", "just") for span in collector.spans} == {"just"}
+
+
 async def test_a_sweep_returns_at_once_while_a_call_has_no_answer(
     aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
