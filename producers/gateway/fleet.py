@@ -22,6 +22,7 @@ from producers.contract import keys
 from producers.contract.profile import sane
 from producers.gateway.context import gateway_of
 from producers.gateway.http.authorization import MEASURES
+from producers.gateway.samples import Reading, Samples
 from producers.store.fleet.cards import profile_field
 from producers.store.fleet.scaling import is_fresh
 
@@ -228,16 +229,18 @@ async def fleet(
     gateway = gateway_of(request)
     if max_age:
         samples, reading = gateway.samples, await gateway.samples.latest(max_age)
-        if model is None:
-            data = samples.encoded("fleet", reading, lambda reading: _encoded(reading.fleet, reading.listed, None))
-        else:
-            data = _encoded(reading.fleet, reading.listed, model)
+        data = encoded_fleet(samples, reading) if model is None else _encoded(reading.fleet, reading.listed, model)
     else:
         client = gateway.client
         async with asyncio.timeout(SILENT_S):
             current = await read_fleet(client.store, client.broker)
             data = _encoded(current, await client.broker.workers(), model)
     return Response(data, media_type="application/json")
+
+
+def encoded_fleet(samples: Samples, reading: Reading) -> bytes:
+    """The JSON of a reading's FleetView, made once of each reading."""
+    return samples.encoded("fleet", reading, lambda reading: _encoded(reading.fleet, reading.listed, None))
 
 
 def _encoded(fleet: Fleet, listed: Iterable[ListedWorker], model: str | None) -> bytes:

@@ -1,6 +1,7 @@
 """`/v1/overview`: one screen of the system: what waits, runs, fails, and whether anything needs an operator.
 
     Samples.latest ─▶ totals, findings (as of `penstock doctor`), servers, models ─▶ JSON, made once for all who ask
+    Samples.follow ─▶ the same and the fleet, every FRESH_S ─▶ server-sent events
     Samples.series ─▶ the last quarter of an hour, as far as this gateway ran
 
 Texts that workers wrote are cut, as in `/v1/fleet`. Times are unix seconds by the store's clock.
@@ -8,7 +9,8 @@ Texts that workers wrote are cut, as in `/v1/fleet`. Times are unix seconds by t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
 from typing import Annotated, Final, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -17,9 +19,11 @@ from pydantic import BaseModel, Field
 from producers.admin.checkup import Finding, fleet_findings
 from producers.connection.storage import FULL
 from producers.gateway.context import gateway_of
-from producers.gateway.fleet import MAX_ROWS, count, text
+from producers.gateway.fleet import MAX_ROWS, count, encoded_fleet, text
 from producers.gateway.http.authorization import MEASURES
+from producers.gateway.http.sse import LiveStream
 from producers.gateway.samples import GENERATED, Reading, Samples, buckets, outcomes, percentile, rate
+from producers.gateway.tasks.views import errors
 from producers.store.measurements import FIRST_TOKEN, QUEUE_WAIT, TASK, Histogram
 from producers.store.waiting import STAGES, model_of
 
@@ -28,6 +32,15 @@ LONG_S: Final = {"priority": 30.0, "default": 120.0}
 #: Age (s) of the numbers that is good enough, unless a caller says otherwise, and the most.
 FRESH_S, MAX_AGE_S = 2.0, 60.0
 MaxAge = Annotated[float, Query(ge=0, le=MAX_AGE_S, description="age (s) up to which an earlier reading will do")]
+#: The JSON schema of an event, for OpenAPI.
+EVENT: Final = {
+    "type": "object",
+    "required": ["event", "data"],
+    "properties": {
+        "event": {"enum": ["overview", "fleet", "error"]},
+        "data": {"type": "string", "description": "JSON"},
+    },
+}
 router = APIRouter(prefix="/v1/overview", tags=["fleet"], dependencies=MEASURES)
 
 
@@ -120,9 +133,41 @@ class Overview(BaseModel):
 async def overview(request: Request, max_age: MaxAge = FRESH_S) -> Response:
     """Tell in one answer what waits, runs and fails, what needs an operator, and how the last minutes were."""
     samples = gateway_of(request).samples
-    reading = await samples.latest(max_age)
-    data = samples.encoded("overview", reading, lambda reading: _view(reading, samples).model_dump_json().encode())
-    return Response(data, media_type="application/json")
+    return Response(_encoded(samples, await samples.latest(max_age)), media_type="application/json")
+
+
+def _encoded(samples: Samples, reading: Reading) -> bytes:
+    return samples.encoded("overview", reading, lambda reading: _view(reading, samples).model_dump_json().encode())
+
+
+@router.get(
+    "/events",
+    response_class=Response,
+    responses={200: {"content": {LiveStream.media_type: {"schema": EVENT}}}, **errors(429)},
+)
+async def follow(request: Request) -> Response:
+    """Stream the overview as events `overview`, each followed by one `fleet` as of `/v1/fleet`, every two seconds until
+    the caller leaves. An event `error` says why it ends otherwise."""
+    gateway = gateway_of(request)
+    await gateway.streams.enter(request.scope, "events")
+    settings = gateway.settings
+    return LiveStream(_events(gateway.samples), gateway.streams, heartbeat=settings.heartbeat, stall=settings.stall)
+
+
+async def _events(samples: Samples) -> AsyncGenerator[bytes]:
+    async with aclosing(samples.follow(FRESH_S)) as readings:
+        async for reading in readings:
+            yield samples.encoded("events", reading, lambda reading: _lines(samples, reading))
+
+
+def _lines(samples: Samples, reading: Reading) -> bytes:
+    """A reading as events. Many clients take other characters for the ends of lines, too."""
+    lines = b""
+    for name, data in (("overview", _encoded(samples, reading)), ("fleet", encoded_fleet(samples, reading))):
+        for end in ("\u2028", "\u2029", "\x85"):
+            data = data.replace(end.encode(), f"\\u{ord(end):04x}".encode())
+        lines += b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+    return lines
 
 
 def _view(reading: Reading, samples: Samples) -> Overview:

@@ -1,6 +1,7 @@
 """The state of the system, read once for all who look at it, and its last quarter of an hour as a series.
 
     consoles ─▶ Samples.latest(age) ─▶ a reading that is young enough, or one new one for all who wait
+             └▶ Samples.follow(age) ─▶ each new reading, as long as somebody follows
                 every INTERVAL_S one reading becomes a Point ─▶ series
 
 A reading is that of /metrics: some thirty commands, and one for each worker. However many consoles are open, each
@@ -13,7 +14,7 @@ import asyncio
 import contextvars
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -121,6 +122,17 @@ class Samples:
             self._reading = asyncio.create_task(self._read(), context=self._context)
             self._reading.add_done_callback(self._done)
         return await asyncio.shield(self._reading)
+
+    async def follow(self, every_s: float) -> AsyncGenerator[Reading]:
+        """Each reading from now on, one every so many seconds for all who follow. Raises as `read` does."""
+        last: Reading | None = None
+        while True:
+            reading = await self.latest(every_s)
+            if reading is not last:
+                yield reading
+            last = reading
+            # All who follow wake once it is too old, and wait for one new reading together.
+            await asyncio.sleep(max(every_s / 100, reading.read_at + every_s - time.monotonic()))
 
     def _done(self, reading: asyncio.Task[Reading]) -> None:
         self._reading = None

@@ -1,7 +1,8 @@
 """Measures what open consoles cost: `python -m tests.bench.consoles`.
 
-Some workers' leases say that each generates ten sequences. Consoles ask a gateway as the overview does, every two
-seconds; what gateway and store use of a core with them, less what they use without, is theirs. With `--browser`
+Some workers' leases say that each generates ten sequences. Consoles follow the overview's events, or with `--ask` ask
+for it every two seconds; what gateway and store use of a core with them, less what they use without, is theirs. With
+`--browser`
 Chromium shows the workers, and tells what its page's main thread worked (Chrome DevTools Protocol, Performance).
 """
 
@@ -56,9 +57,15 @@ def shares(pid: int, store: Redis, seconds: float) -> list[float]:
     return [(late - early) / took for early, late in zip(before, after, strict=True)]
 
 
-def looking(url: str, ended: threading.Event) -> None:
+def looking(url: str, ended: threading.Event, ask: bool) -> None:
     """One console."""
     with httpx.Client(base_url=url, timeout=60) as http:
+        if not ask:
+            with http.stream("GET", "/v1/overview/events") as answer:
+                answer.raise_for_status()
+                for _ in answer.iter_raw():
+                    if ended.is_set():
+                        return
         while not ended.wait(EVERY_S):
             for path in ASKED:
                 http.get(path).raise_for_status()
@@ -90,6 +97,7 @@ def main() -> None:
     parser.add_argument("--consoles", type=int, default=20)
     parser.add_argument("--workers", type=int, default=100, help="workers with ten sequences each")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each measurement")
+    parser.add_argument("--ask", action="store_true", help="consoles ask, as of an earlier release")
     parser.add_argument("--browser", action="store_true", help="what Chromium works to show the workers, too")
     options = parser.parse_args()
     with valkey() as (url, store), gateway(url) as (port, pid):
@@ -97,7 +105,9 @@ def main() -> None:
         address = f"http://127.0.0.1:{port}"
         alone = shares(pid, store, options.seconds)
         ended = threading.Event()
-        consoles = [threading.Thread(target=looking, args=(address, ended)) for _ in range(options.consoles)]
+        consoles = [
+            threading.Thread(target=looking, args=(address, ended, options.ask)) for _ in range(options.consoles)
+        ]
         for console in consoles:
             console.start()
         time.sleep(EVERY_S)

@@ -4,7 +4,7 @@
 //
 // A page is {title, load, draw, every}: `load` asks the gateway, `draw` makes nodes of what it said, and both run again
 // after `every` ms (or what it returns for the data) while the page can be seen: seldom, where the store has to read
-// much. A page with `mount` looks after itself.
+// much. A page with `follow` takes events beside that. A page with `mount` looks after itself.
 
 import * as api from "./api.js";
 import { h, patch, plain } from "./dom.js";
@@ -131,7 +131,21 @@ function navigate() {
     fresh();
   } else {
     refresh();
+    follow();
   }
+}
+
+// Let a page that has events take them while it can be seen.
+function follow() {
+  const here = current;
+  if (!here?.page.follow || here.following || document.hidden) return;
+  const following = (here.following = new AbortController());
+  here.page.follow(ctx, AbortSignal.any([following.signal, here.stop.signal])).catch(console.error);
+}
+
+function hide() {
+  current?.following?.abort();
+  if (current) current.following = null;
 }
 
 function leave() {
@@ -354,7 +368,7 @@ window.addEventListener("hashchange", () => {
 });
 document.querySelector(".skip").onclick = (event) => (event.preventDefault(), main.focus());
 document.addEventListener("keydown", shortcut);
-document.addEventListener("visibilitychange", () => !document.hidden && refresh());
+document.addEventListener("visibilitychange", () => (document.hidden ? hide() : (refresh(), follow())));
 setInterval(() => {
   fresh();
   if (current?.failedAt) show();

@@ -32,6 +32,12 @@ function continued(series) {
   past = series;
 }
 
+let shown = null; // the overview that was drawn last
+async function asked(api, signal) {
+  const [now, fleet] = await Promise.all([api.get("v1/overview", null, signal), api.get("v1/fleet", { max_age: 2 }, signal)]);
+  return { now, fleet };
+}
+
 const none = { at: 0, mark: null, value: null };
 let kept = { usage: none, failed: none };
 let keptFor = null; // the caller: another one may not see it
@@ -48,16 +54,50 @@ async function renewed(field, mark, every, ask) {
   return next;
 }
 
+// What the gateway sent last as an event: it says every two seconds how things are, to all who look. While it does, the
+// page asks for the rest alone, and seldom.
+const LIVE_MS = 6000;
+const AGAIN_MS = 3000;
+let sent = null; // {now, fleet, at}
+const live = () => sent !== null && performance.now() - sent.at < LIVE_MS;
+
 export const overview = {
   title: "Overview",
-  every: 2000,
+  every: () => (live() ? LIVE_MS : 2000),
+
+  // Until the page is left or hidden.
+  async follow({ api, refresh }, signal) {
+    try {
+      while (!signal.aborted) {
+        let now = null;
+        try {
+          for await (const { event, data } of api.events("v1/overview/events", { signal })) {
+            if (event === "overview") now = JSON.parse(data);
+            else if (event === "fleet" && now) {
+              sent = { now, fleet: JSON.parse(data), at: performance.now() };
+              refresh();
+            }
+          }
+        } catch (error) {
+          // An older gateway, or no room for a stream: the page asks.
+          if (signal.aborted || [401, 403, 404, 429].includes(error.status)) return;
+        }
+        sent = null;
+        refresh();
+        await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+      }
+    } finally {
+      sent = null;
+    }
+  },
 
   async load({ api, caller, may, clock }, signal) {
     if (caller !== keptFor) [kept, keptFor] = [{ usage: none, failed: none }, caller];
     const since = new Date(Date.now() - 86400000).toISOString().slice(0, 13) + ":00";
-    const [now, fleet] = await Promise.all([api.get("v1/overview", null, signal), api.get("v1/fleet", { max_age: 2 }, signal)]);
+    const { now, fleet } = live() ? sent : await asked(api, signal);
     clock(now.at);
-    continued(now.series);
+    if (now !== shown) continued(now.series);
+    shown = now;
     if (!may("read")) return { now, fleet, usage: null, failed: null };
     const { tasks } = now.totals;
     const ended = Object.values(tasks).reduce((sum, count) => sum + count, 0);

@@ -225,3 +225,48 @@ def test_a_worker_that_lies_spoils_no_sum(http: httpx.Client, valkey: Redis) -> 
     totals = overview(http)["totals"]
     assert (totals["running"], totals["capacity"]) == (0, 8)
     assert json.loads(valkey.get(keys.lease("w2.x")) or "{}")["running"] == -3
+
+
+async def test_all_who_follow_have_one_reading_after_the_other_in_common() -> None:
+    gate, readings = asyncio.Semaphore(0), list[Reading]()
+
+    async def read_one() -> Reading:
+        await gate.acquire()
+        readings.append(Reading(time.monotonic(), Fleet([]), [], {}, {}, {}))
+        return readings[-1]
+
+    samples = Samples(read_one)
+    followers = [samples.follow(0.0) for _ in range(5)]
+    for number in range(3):
+        coming = [asyncio.ensure_future(anext(follower)) for follower in followers]
+        for _ in range(20):  # turns of the loop, in which all come to wait
+            await asyncio.sleep(0)
+        gate.release()
+        assert {id(reading) for reading in await asyncio.gather(*coming)} == {id(readings[number])}
+    assert len(readings) == 3
+    for follower in followers:
+        await follower.aclose()
+
+
+def test_the_overview_comes_as_events(
+    http: httpx.Client, submit: Submit, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the fleet, and with names that some clients would take for ends of lines."""
+    monkeypatch.setattr(overview_module, "FRESH_S", 0.05)
+    announce(valkey, "w2.x", worker="a\u2028b")
+    with http.stream("GET", "/v1/overview/events") as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = answer.iter_lines()
+
+        def event() -> tuple[str, dict[str, Any]]:
+            """The next one; httpx, too, ends lines at such characters."""
+            name = next(line for line in lines if line.startswith("event: "))
+            return name.removeprefix("event: "), json.loads(next(lines).removeprefix("data: "))
+
+        first = dict((event(), event()))
+        assert first["overview"]["totals"]["waiting"] == 0
+        assert first["overview"].keys() == overview(http).keys()
+        assert [worker["name"] for worker in first["fleet"]["workers"]] == ["a\u2028b"]
+        submit()
+        while event()[1].get("totals", {}).get("waiting") != 1:
+            pass
