@@ -53,3 +53,17 @@ def test_ranks_compute_what_one_process_computes(name: str, ranks: int, tmp_path
     assert len(seen) == len(logits)
     for ours, theirs in zip(seen, logits, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=_CLOSE)
+
+
+@pytest.mark.parametrize("cache", ["int8", "fp8"])
+def test_each_rank_has_its_part_of_a_narrow_cache(cache: str, tmp_path: Path) -> None:
+    """Each key and each value of a head is rounded by itself, on whichever rank."""
+    folder = write_model(tmp_path / "m", seed=5, tokenizer=False, **VARIANTS["gqa"])
+    prompts = prompts_of([1, 40], 320)
+    alone = load_model(folder, "float32", torch.device("cpu"), "native", kv_cache_dtype=cache)
+    logits = recorded(alone)
+    run(Driver(alone), prompts)
+    with ranks_of(folder, 2, kv_cache_dtype=cache) as together:
+        seen = recorded(together.lead)
+        run(together.driver(), prompts)
+    torch.testing.assert_close(seen[0], logits[0], rtol=0, atol=0.05)

@@ -45,3 +45,24 @@ def test_requests_are_answered_alike(tmp_path: Path) -> None:
     for ours, theirs in zip(own_scores, scores, strict=True):
         for own, expected in zip(ours[1:], theirs[1:], strict=True):
             assert own.logprob == pytest.approx(expected.logprob, abs=1e-3)
+
+
+def test_a_sequence_depends_on_no_other_to_the_bit(tmp_path: Path) -> None:
+    """However its prompt is cut, and whatever runs beside it: as deterministic mode promises."""
+    folder = write_model(tmp_path / "m", seed=3, tokenizer=False, **FAMILIES["qwen3"])
+    prompts = prompts_of([33, 5, 50], 320)
+    scored = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2, ignore_eos=True)
+
+    def scores(driver: Driver, chosen: range) -> dict[str, list[float]]:
+        for i in chosen:
+            driver.add(str(i), prompts[i], scored)
+        driver.run()
+        found: dict[str, list[float]] = {}
+        for event in driver.events:
+            found.setdefault(event.request_id, []).extend(each.logprob for each in event.logprobs or [])
+        return found
+
+    with ranks_of(folder, 2, deterministic=True) as together:
+        batched = scores(together.driver(tokens=64), range(3))
+        for i in range(3):
+            assert scores(together.driver(tokens=16), range(i, i + 1)) == {str(i): batched[str(i)]}
