@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from string import Formatter
 from typing import Final, Self
 
 #: The text of `Event.error` for a sequence that ended because its logits were not finite.
 NOT_FINITE: Final = "the model's logits are not finite (NaN or infinity)"
+
+
+@dataclass(frozen=True, slots=True)
+class TextError:
+    """What one of a request's texts has in place of a result, where a bad text fails nothing but itself."""
+
+    code: str
+    message: str
 
 
 class FieldName(str):

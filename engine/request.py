@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
+from engine.errors import TextError
 from engine.params import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
@@ -121,6 +123,8 @@ class Pooling:
     """For each text, the tokens at its beginning that are the model's prompt; () if none has one."""
     dimensions: int | None = None
     """The dimensions to which vectors are cut; None for all."""
+    errors: Mapping[int, TextError] = field(default_factory=dict)
+    """Texts that are not computed, by their numbers; they have no tokens. The others are."""
 
 
 class LoadedAdapter(Protocol):
@@ -192,9 +196,9 @@ class Event:
     """Whether the request itself caused `error`, so that a retry would not help."""
     param: str | None = None
     """The parameter at fault then, where it is known."""
-    rows: list[list[float]] | None = None
+    rows: list[list[float] | TextError] | None = None
     """On the only event of a request with `pooling`, for each of its texts: a vector, the probabilities of the labels,
-    or a score."""
+    or a score; or its entry in `Pooling.errors`."""
 
 
 @dataclass(slots=True)

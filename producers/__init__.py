@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         TaskInBatch,
         TaskNotFinal,
         TaskNotFound,
+        TextError,
         TokenizerChanged,
         UnknownModel,
     )
@@ -60,6 +61,7 @@ __all__ = [
     "TaskNotFinal",
     "TaskNotFound",
     "TaskPage",
+    "TextError",
     "Token",
     "TokenizerChanged",
     "UnknownModel",

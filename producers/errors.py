@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
+from engine.errors import TextError as TextError
+
 #: Most entries of lists and objects that a message's value may have to be shown.
 MANY: Final = 1000
 

@@ -12,6 +12,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+from engine.errors import TextError
 from engine.request import Event, Request
 from engine.text.tokenizer import EncodedText
 from tests.stub_engine import DEADLY, StubEngine
@@ -20,6 +21,7 @@ from tests.stub_engine import DEADLY, StubEngine
 class StubEmbedder(StubEngine):
     kind = "embed"
     pooling = SimpleNamespace(text_before=lambda name: "")
+    vocab_size = 256
 
     def __init__(self, name: str = "stub") -> None:
         super().__init__(name)
@@ -48,9 +50,11 @@ class StubEmbedder(StubEngine):
             if held and self.go and not os.path.exists(self.go):
                 continue
             assert request.pooling is not None
-            rows, start = [], 0
-            for length in request.pooling.lengths:
-                rows.append([float(request.prompt_ids[start]), float(length)])
+            rows: list[list[float] | TextError] = []
+            start = 0
+            for number, length in enumerate(request.pooling.lengths):
+                error = request.pooling.errors.get(number)
+                rows.append(error or [float(request.prompt_ids[start]), float(length)])
                 start += length
             del self._running[key]
             running.on_event(Event(key, finish_reason="stop", done=True, prompt_tokens=start, rows=rows))

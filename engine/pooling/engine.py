@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.declared import shown
 from engine.engine import EngineStats, check_alive, device_named, fingerprint_of
-from engine.errors import EngineError, ErrorText, ModelError, RequestError
+from engine.errors import EngineError, ErrorText, ModelError, RequestError, TextError
 from engine.execution.loop import StepLoop
 from engine.execution.placement import SEQUENCES
 from engine.execution.threads import threads_for
@@ -142,6 +142,7 @@ class PoolingEngine(StepLoop):
         self.fingerprint = fingerprint_of(model, 0)
         device = model.device.type
         length = min(model.context_length, self.pooling.max_length or model.context_length)
+        self.vocab_size = model.vocab_size
         #: The most tokens of a text.
         self.max_model_len = self.kv_capacity = min(length, config.max_model_len or length)
         defaults = _STEP_TOKENS if config.turns is None else _STEP_TOKENS_SHARED
@@ -315,7 +316,7 @@ class PoolingEngine(StepLoop):
         event = events[0]
         if event.rows is None:
             raise EngineError(event.error or "the engine was closed")
-        return event.rows
+        return [row for row in event.rows if not isinstance(row, TextError)]  # all: none was given as an error
 
     def close(self) -> None:
         super().close()

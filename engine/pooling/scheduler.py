@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any, Final
 
 from engine.declared import shown
-from engine.errors import EngineError, ErrorText, RequestError
+from engine.errors import EngineError, ErrorText, RequestError, TextError
 from engine.plan import Sampled, ScheduledSeq, StepPlan
 from engine.request import Event, Request
 from engine.scheduling.policy import TIERS, WaitingQueue
@@ -46,7 +46,8 @@ class TextLimits:
             raise RequestError("id is empty", param="id")
         if request.tier not in range(TIERS):
             raise RequestError(f"tier={shown(request.tier)} must be from 0 to {TIERS - 1}", param="tier")
-        if not pooling.lengths or min(pooling.lengths) < 1 or sum(pooling.lengths) != len(request.prompt_ids):
+        empty = any((length == 0) is not (at in pooling.errors) for at, length in enumerate(pooling.lengths))
+        if not pooling.lengths or empty or sum(pooling.lengths) != len(request.prompt_ids):
             raise RequestError("the texts' lengths must be above 0, and in all that of prompt_ids", param="input")
         if pooling.seconds and len(pooling.seconds) != len(pooling.lengths):
             raise RequestError("the pairs' second texts must have an index each", param="input")
@@ -56,7 +57,7 @@ class TextLimits:
                 param="input",
                 code="context_length_exceeded",
             )
-        lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
+        lowest, highest = min(request.prompt_ids, default=0), max(request.prompt_ids, default=0)
         for token_id in (lowest, highest):
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(
@@ -109,19 +110,22 @@ class PoolingScheduler:
         self._limits.check(request)
 
     def add(self, request: Request) -> list[Event]:
-        """Queue a request that `check` has passed, with an id that is not in use."""
+        """Queue a request that `check` has passed, with an id that is not in use. Returns its end if it has no text to
+        compute."""
         assert request.pooling is not None
         self._found_idle |= not self._groups
         group = self._groups[request.id] = _Group(request, [])
         start = 0
         for number, length in enumerate(request.pooling.lengths):
+            if number in request.pooling.errors:
+                continue
             tokens = request.prompt_ids[start : start + length]
             start += length
             text = Sequence(request, number, tokens, length, _NO_OUTPUT, 0, next(self._serials), request.arrival)
             group.texts.append(text)
             self._waiting.push(text)
         self._tokens += start
-        return []
+        return [] if group.texts else [self._done(group)]
 
     def abort(self, request_id: str) -> bool:
         """Drop a request. Returns False if the id is unknown. No event follows."""
@@ -222,8 +226,10 @@ class PoolingScheduler:
 
     def _done(self, group: _Group) -> Event:
         request = group.request
+        assert request.pooling is not None
         del self._groups[request.id]
-        rows = [group.rows[number] for number in range(len(group.texts))]
+        results: dict[int, list[float] | TextError] = {**group.rows, **request.pooling.errors}
+        rows = [results[number] for number in range(len(request.pooling.lengths))]
         return Event(request.id, finish_reason="stop", done=True, prompt_tokens=len(request.prompt_ids), rows=rows)
 
     def foresee(self, plan: StepPlan, needs_token: Callable[[Sequence], bool]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from array import array
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any, Self, Unpack
 
 from redis.asyncio import Redis
 
+from engine.errors import TextError
 from producers.broker.connect import connect_broker
 from producers.client import operations
 from producers.client.listing import Query, QueryFields, list_tasks, page_of
@@ -25,7 +25,7 @@ from producers.connection.script import Call, aexecute_many, arun
 from producers.connection.turns import Turns
 from producers.contract.message import Message
 from producers.contract.record import Record, trace_fields
-from producers.contract.stream import Chunk, End, Event, Result, TaskPage, collect, rows_of
+from producers.contract.stream import Chunk, End, Event, Result, Row, TaskPage, collect, rows_of
 from producers.contract.task import Task
 from producers.errors import PenstockError
 from producers.store.fleet.routing import Selection
@@ -92,17 +92,19 @@ class AsyncClient:
         steps = submit_once(self.directory, task, idempotency_key, task_id, self.patience, more)
         return self.get(await self.run(steps))
 
-    async def embed(self, model: str, texts: str | Sequence[Any], **fields: Any) -> list[array[float]]:
+    async def embed(self, model: str, texts: str | Sequence[Any], **fields: Any) -> list[Row]:
         """As `Client.embed`."""
         handle = await self.submit(kind="embed", model=model, input=texts, **fields)
         return operations.rows_of_result(await handle.result())
 
-    async def rerank(self, model: str, query: str, documents: Sequence[str], **fields: Any) -> list[float]:
+    async def rerank(self, model: str, query: str, documents: Sequence[str], **fields: Any) -> list[float | TextError]:
         """As `Client.rerank`."""
         handle = await self.submit(kind="rerank", model=model, query=query, input=documents, **fields)
-        return [row[0] for row in operations.rows_of_result(await handle.result())]
+        return operations.scored(await handle.result())
 
-    async def classify(self, model: str, texts: str | Sequence[Any], **fields: Any) -> list[dict[str, float]]:
+    async def classify(
+        self, model: str, texts: str | Sequence[Any], **fields: Any
+    ) -> list[dict[str, float] | TextError]:
         """As `Client.classify`."""
         handle = await self.submit(kind="classify", model=model, input=texts, **fields)
         rows = operations.rows_of_result(await handle.result())
@@ -170,7 +172,7 @@ class AsyncClient:
         """A reader of a task's stream, for uses that `AsyncHandle.stream` does not fit. Close it."""
         return Reader(self.run, self._hub, task_id, start, shortcut)
 
-    async def rows(self, chunk: Chunk) -> list[array[float]]:
+    async def rows(self, chunk: Chunk) -> list[Row]:
         """The rows of a chunk's texts. Raises TaskNotFound, ResultUnavailable, redis.exceptions.RedisError or
         OSError."""
         async with aclosing(self.get(chunk.task_id).stream()) as events:
@@ -182,7 +184,7 @@ class AsyncClient:
     async def collected(self, record: Record, events: Sequence[Event]) -> Result:
         """The result of a final record and all events of its stream. Raises as `rows`."""
         result = collect(record, events)
-        rows: list[array[float]] = []
+        rows: list[Row] = []
         if record.status != "completed" or not record.chunks:
             return result
         for event in events:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import uuid
-from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, Final
 
+from engine.errors import TextError
 from producers.client.steps import FAILURES, Read, Steps, lost, persistently
 from producers.client.submission import (
     KEPT,
@@ -27,7 +27,7 @@ from producers.client.submission import (
 from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.record import Record
-from producers.contract.stream import Result
+from producers.contract.stream import Result, Row
 from producers.contract.task import Task
 from producers.errors import (
     IdempotencyKeyReused,
@@ -60,7 +60,7 @@ def task_of(task: Task | None, fields: Mapping[str, Any]) -> Task:
     return task
 
 
-def rows_of_result(result: Result) -> list[array[float]]:
+def rows_of_result(result: Result) -> list[Row]:
     """The rows of a task that generates nothing. Raises TaskFailed for a task that ended without them."""
     result.raise_for_status()
     if result.rows is None:
@@ -69,11 +69,19 @@ def rows_of_result(result: Result) -> list[array[float]]:
     return list(result.rows)
 
 
-def labelled(card: Mapping[str, Any], rows: Sequence[Sequence[float]]) -> list[dict[str, float]]:
+def scored(result: Result) -> list[float | TextError]:
+    """The scores of a reranker's task. Raises as `rows_of_result`."""
+    return [row if isinstance(row, TextError) else row[0] for row in rows_of_result(result)]
+
+
+def labelled(card: Mapping[str, Any], rows: Sequence[Row]) -> list[dict[str, float] | TextError]:
     """The probabilities in rows, by the labels of a model's card; by their numbers, if it has others by now."""
     labels = (card.get("pooling") or {}).get("labels") or []
     return [
-        dict(zip(labels if len(labels) == len(row) else map(str, range(len(row))), row, strict=True)) for row in rows
+        row
+        if isinstance(row, TextError)
+        else dict(zip(labels if len(labels) == len(row) else map(str, range(len(row))), row, strict=True))
+        for row in rows
     ]
 
 

@@ -9,7 +9,8 @@ field `e`; its position is its entry id less one (`1-0` is position 0).
   512 tokens. `logprobs` has an element as above for each token, null for the prompt's first.
 - terminal: `{"end": status, "reasons": [...], "usage": {...}, "error": null | {...}}`; nothing follows it. Of a
   completed task that generates nothing it has `"result"` too: `{"rows": texts, "width": numbers of each, "data": ...}`,
-  the data all rows' fp32 numbers, little-endian, in base64.
+  the data all rows' fp32 numbers, little-endian, in base64. Texts that had none have their errors by number, and no
+  numbers there: `"errors": {"7": {"code": ..., "message": ...}}`.
 - any other object is of a kind that a later version adds; readers skip it.
 
 A channel message is `[position of the first entry, entry, ...]`.
@@ -26,11 +27,12 @@ import sys
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from json.encoder import encode_basestring
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
+from engine.errors import TextError
 from producers.contract.record import Record, read_error
 from producers.errors import TaskFailed
 
@@ -155,21 +157,46 @@ def decode(position: int, entry: Any) -> Event | None:
     return None
 
 
-def encode_rows(rows: Sequence[Sequence[float]]) -> str:
-    """The `result` of a terminal entry, as JSON. `rows`: of each text as many numbers; they are rounded to fp32."""
-    data = base64.b64encode(_little_endian(array("f", chain.from_iterable(rows))).tobytes()).decode()
-    return f'{{"rows":{len(rows)},"width":{len(rows[0]) if rows else 0},"data":"{data}"}}'
+def encode_rows(rows: Sequence[Sequence[float] | TextError]) -> str:
+    """The `result` of a terminal entry, as JSON. `rows`: of each text as many numbers, which are rounded to fp32, or
+    its error."""
+    numbers = [row for row in rows if not isinstance(row, TextError)]
+    data = base64.b64encode(_little_endian(array("f", chain.from_iterable(numbers))).tobytes()).decode()
+    errors = {str(at): asdict(row) for at, row in enumerate(rows) if isinstance(row, TextError)}
+    shown = f',"errors":{_ENCODER.encode(errors)}' if errors else ""
+    return f'{{"rows":{len(rows)},"width":{len(numbers[0]) if numbers else 0},"data":"{data}"{shown}}}'
 
 
-def rows_of(result: Mapping[str, Any]) -> list[array[float]]:
+#: What was made of a text: numbers, or its error.
+Row: TypeAlias = "array[float] | TextError"
+
+
+def rows_of(result: Mapping[str, Any]) -> list[Row]:
     """The rows of a terminal entry's `result`, one for each text. Raises ValueError for a broken one."""
     numbers = array("f")
     numbers.frombytes(base64.b64decode(result["data"], validate=True))
     _little_endian(numbers)
-    width = int(result["width"])
-    if len(numbers) != width * int(result["rows"]):
-        raise ValueError(f"{len(numbers)} numbers are not {result['rows']} rows of {width}")
-    return [numbers[start : start + width] for start in range(0, len(numbers), width or 1)]
+    width, count = int(result["width"]), int(result["rows"])
+    errors = {int(at): TextError(error["code"], error["message"]) for at, error in result.get("errors", {}).items()}
+    if len(numbers) != width * (count - len(errors)):
+        raise ValueError(f"{len(numbers)} numbers are not {count - len(errors)} rows of {width}")
+    starts = iter(range(0, len(numbers), width or 1))
+    rows: list[Row] = []
+    for at in range(count):
+        if (error := errors.get(at)) is None:
+            rows.append(numbers[(start := next(starts)) : start + width])
+        else:
+            rows.append(error)
+    return rows
+
+
+def row_view(row: Row) -> list[float] | dict[str, Any]:
+    """A row as callers see it: its numbers, or an object with its error."""
+    return error_view(row) if isinstance(row, TextError) else row.tolist()
+
+
+def error_view(error: TextError) -> dict[str, Any]:
+    return {"error": asdict(error)}
 
 
 def _little_endian(numbers: array[float]) -> array[float]:
@@ -264,8 +291,9 @@ class Result:
     """The prompt's token ids, if its log probabilities were requested."""
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
     """Log probabilities of the prompt's tokens; None for the first token."""
-    rows: tuple[array[float], ...] | None = None
-    """Of a task that generates nothing: for each text a vector, the probabilities of the labels, or a score."""
+    rows: tuple[Row, ...] | None = None
+    """Of a task that generates nothing: for each text a vector, the probabilities of the labels, or a score; or its
+    error, if the task's `on_error` is `item`."""
 
     @property
     def text(self) -> str:
@@ -347,7 +375,7 @@ def collect(record: Record, events: Iterable[Event]) -> Result:
     """The result of a final record and all events of its stream."""
     tokens: list[list[Token]] = [[] for _ in range(record.n)]
     prompts: list[Prompt] = []
-    rows: tuple[array[float], ...] | None = None
+    rows: tuple[Row, ...] | None = None
     for event in events:
         if isinstance(event, Token):
             tokens[event.choice].append(event)
@@ -392,7 +420,7 @@ def summary(result: Result) -> dict[str, Any]:
             {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason} for c in result.choices
         ],
         "usage": result.usage,
-        **({} if result.rows is None else {"rows": [row.tolist() for row in result.rows]}),
+        **({} if result.rows is None else {"rows": [row_view(row) for row in result.rows]}),
     }
 
 
@@ -431,7 +459,7 @@ def view(result: Result) -> dict[str, Any]:
         "prompt_logprobs": None
         if result.prompt_token_ids is None
         else prompt_view(result.prompt_token_ids, result.prompt_logprobs or ()),
-        **({} if result.rows is None else {"rows": [row.tolist() for row in result.rows]}),
+        **({} if result.rows is None else {"rows": [row_view(row) for row in result.rows]}),
     }
 
 

@@ -26,6 +26,7 @@ from pydantic import (
     PlainValidator,
     StringConstraints,
     ValidationError,
+    ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
@@ -79,7 +80,7 @@ MAX_TEXTS: Final = 10_000
 MAX_TEXTS_BYTES: Final = 16 << 20
 MAX_TEXTS_RESULT: Final = 64 << 20
 #: Fields of a task that generates nothing, beside its kind.
-OF_INPUT: Final = ("input", "query", "dimensions", "prompt_name", "truncate")
+OF_INPUT: Final = ("input", "query", "dimensions", "prompt_name", "truncate", "on_error")
 #: Fields that say who asks, and how a task is treated: those of every kind.
 OF_EVERY_KIND: Final = frozenset(
     {"model", "kind", "n", "tier", "timeout", "tenant", "order_key", "metadata", "webhook", "ttl"}
@@ -136,8 +137,9 @@ def _prompt(value: Any) -> Any:
     return value if isinstance(value, str) else tuple(value)
 
 
-def _inputs(value: Any) -> Any:
+def _inputs(value: Any, info: ValidationInfo) -> Any:
     """Check the texts of a task that generates nothing; each is text, or token ids. Raises InvalidTask."""
+    alone = info.data.get("on_error") == "item"
     items = (value,) if isinstance(value, str) else value
     if not isinstance(items, (list, tuple)):
         raise InvalidTask(
@@ -156,7 +158,8 @@ def _inputs(value: Any) -> Any:
     inputs, size = [], 0
     for at, item in enumerate(items):
         try:
-            checked_item = _prompt(item)
+            empty = alone and isinstance(item, (str, list, tuple)) and not item
+            checked_item = (item if isinstance(item, str) else ()) if empty else _prompt(item)
         except InvalidTask as error:
             named = renamed(error.message, {"prompt": ErrorText.of("{input}[{}]", at)})
             raise InvalidTask(named, param="input", code=error.code) from None
@@ -423,6 +426,12 @@ class Task(BaseModel):
         None, description="a list of messages with role and content, in place of a prompt"
     )
     kind: Kind = Field("generate", description="generate, embed, classify or rerank")
+    # Before `input`, whose check asks for it.
+    on_error: Literal["request", "item"] = Field(
+        "request",
+        description="what a text fails that is empty or too long, or has a token id that the model lacks: request, or "
+        "item (itself alone); of another kind than generate",
+    )
     input: Inputs = Field(
         (),
         description=f"a text, or a list of at most {MAX_TEXTS}, each text or a list of token ids; with a kind that "
@@ -546,7 +555,7 @@ class Task(BaseModel):
         if self.kind != "generate":
             self._check_input()
             return self
-        if misplaced := [name for name in OF_INPUT if getattr(self, name) not in ((), None, False)]:
+        if misplaced := [name for name in OF_INPUT if getattr(self, name) not in ((), None, False, "request")]:
             raise InvalidTask(
                 ErrorText.of(
                     "{} goes with kind embed, classify or rerank, and this task's kind is generate",
@@ -589,7 +598,7 @@ class Task(BaseModel):
 
     def _check_input(self) -> None:
         """Raise InvalidTask for fields that do not go with a kind that generates nothing."""
-        allowed = {*OF_EVERY_KIND, "input", "truncate"}
+        allowed = {*OF_EVERY_KIND, "input", "truncate", "on_error"}
         allowed |= {"rerank": {"query"}, "embed": {"dimensions", "prompt_name"}}.get(self.kind, set())
         values = self.model_dump(exclude_defaults=True)
         if misplaced := sorted(values.keys() - allowed):
@@ -744,7 +753,7 @@ class Task(BaseModel):
     def _check_texts(self, card: Mapping[str, Any], context: int, vocabulary: int) -> None:
         """Raise InvalidTask if the model of this card cannot make what is asked of the texts."""
         for at, item in enumerate(self.input):
-            if isinstance(item, str):
+            if isinstance(item, str) or self.on_error == "item":
                 continue
             if (highest := max(item)) >= vocabulary:
                 raise InvalidTask(

@@ -21,7 +21,7 @@ from celery import Celery
 from redis import Redis
 
 from engine import EngineConfig, PoolingEngine
-from producers import AsyncClient, Client
+from producers import AsyncClient, Client, TextError
 from producers.contract import keys
 from producers.errors import InvalidTask
 from producers.sources.settings import parse
@@ -256,6 +256,49 @@ def test_a_task_of_many_texts_is_a_task_as_any_other(served: Served) -> None:
     for name in (view["id"], again["id"]):
         assert httpx.delete(f"{url}/{name}", timeout=60).status_code == 200
     assert not served.store.exists(keys.task(chunk_id(view["id"], 0)), keys.stream(chunk_id(view["id"], 1)))
+
+
+def test_a_bad_text_fails_itself_alone_if_its_request_says_so(served: Served) -> None:
+    """At each endpoint, in each form, and in whichever chunk; the others have their results."""
+    long, item = TEXTS[4] * 30, {"on_error": "item"}
+    texts = [SHORT[0], "", long, SHORT[1]]
+    expected = served.embedder.embed(SHORT[:2])
+
+    def codes(entries: list[dict[str, Any]]) -> list[str | None]:
+        return [entry["error"]["code"] if "error" in entry else None for entry in entries]
+
+    answer = served.post("/v1/embeddings", model="embedder", input=texts, **item).json()
+    assert codes(answer["data"]) == [None, "empty_prompt", "context_length_exceeded", None]
+    assert re.fullmatch(r"the text has \d+ tokens; the model takes \d+; .*", answer["data"][2]["error"]["message"])
+    assert close(np.array([answer["data"][at]["embedding"] for at in (0, 3)], dtype=np.float32), expected)
+    data = served.openai().embeddings.create(model="embedder", input=texts, extra_body=item).data
+    assert close(np.array([data[0].embedding, data[3].embedding], dtype=np.float32), expected)
+    assert [len(entry.embedding) for entry in data[1:3]] == [0, 0]
+    ids = served.post("/v1/embeddings", model="embedder", input=[[5], [10**6], []], **item).json()["data"]
+    assert codes(ids) == [None, "invalid_value", "empty_prompt"]
+    alone = served.post("/v1/embeddings", model="embedder", input=["", ""], **item).json()
+    assert (codes(alone["data"]), alone["usage"]["prompt_tokens"]) == (["empty_prompt"] * 2, 0)
+    ranked = served.post("/v1/rerank", model="reranker", query="q", documents=texts, truncate=False, **item).json()
+    assert {result["index"] for result in ranked["results"]} == {0, 3}
+    assert [error["index"] for error in ranked["errors"]] == [1, 2]
+    scored = served.post("/v1/score", model="reranker", text_1="q", text_2=texts, truncate=False, **item).json()
+    assert [entry["score"] is None for entry in scored["data"]] == [False, True, True, False]
+    classes = served.post("/v1/classify", model="classifier", input=texts, **item).json()["data"]
+    assert [entry["label"] is None for entry in classes] == [False, True, True, False]
+    many = [SHORT[0]] * 300
+    many[7] = many[299] = ""
+    with Client(served.store_url) as client:
+        handle = client.submit(kind="embed", model="embedder", input=many, on_error="item")
+        rows = handle.result(60).rows or ()
+        failed = [at for at, row in enumerate(rows) if isinstance(row, TextError)]
+        assert (len(rows), failed) == (300, [7, 299])
+        labels = client.classify("classifier", ["", SHORT[0]], on_error="item")
+        assert [isinstance(row, TextError) for row in labels] == [True, False]
+        assert isinstance(client.rerank("reranker", "q", ["", "a"], on_error="item")[0], TextError)
+    view = httpx.get(f"{served.url}/v1/tasks/{handle.id}").json()["rows"]
+    assert (len(view), view[7]["error"]["code"], view[299]["error"]["code"]) == (300, "empty_prompt", "empty_prompt")
+    answer = served.post("/v1/embeddings", model="embedder", input=many, **item).json()["data"]
+    assert [at for at, code in enumerate(codes(answer)) if code] == [7, 299]
 
 
 def test_a_bad_text_among_many_is_named_by_its_number(served: Served) -> None:

@@ -119,12 +119,15 @@ def embed(
     ] = None,
     prompt_name: Annotated[str | None, typer.Option(help="The model's prompt to put before each text.")] = None,
     truncate: Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long.")] = False,
+    on_error: Annotated[
+        str, typer.Option(help="What a bad text fails: request, or item, which prints its error in its place.")
+    ] = "request",
     tier: Annotated[str, typer.Option(help="Service tier: priority, default or flex.")] = "default",
     url: Url = DEFAULT_URL,
 ) -> None:
     """Print the vectors of texts: JSON with index and embedding, one a line, in order."""
     gateway = Gateway(url)
-    body = {"model": model, "service_tier": tier, "truncate": truncate}
+    body = {"model": model, "service_tier": tier, "truncate": truncate, "on_error": on_error}
     body |= {name: value for name, value in (("dimensions", dimensions), ("prompt_name", prompt_name)) if value}
     lines = iter(texts or (line.rstrip("\r\n") for line in iter(partial(text_from, sys.stdin.readline), "")))
     first = 0
@@ -134,7 +137,8 @@ def embed(
         except Refused as refused:
             raise Failure(f"texts {first} to {first + len(part) - 1}: {refused}", refused.status) from None
         for entry in answer["data"]:
-            typer.echo(json.dumps({"index": first + entry["index"], "embedding": entry["embedding"]}))
+            part_of = "error" if "error" in entry else "embedding"
+            typer.echo(json.dumps({"index": first + entry["index"], part_of: entry[part_of]}))
         first += len(part)
 
 

@@ -17,10 +17,11 @@ from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
-from engine.errors import ErrorText, ModelError, RequestError, renamed
+from engine.errors import ErrorText, ModelError, RequestError, TextError, renamed
 from engine.params import SamplingParams
 from engine.request import Pooling, Request
 from engine.text import ConfinedTemplate, TemplateSource
+from engine.text.tokenizer import EncodedText
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, run_many
 from producers.contract import keys
@@ -356,37 +357,43 @@ class Claimer(threading.Thread):
 
 def pooled(task: Task, engine: Any) -> tuple[list[int], Pooling]:
     """The token ids of all texts of a task that generates nothing, one text after another, and what is to be made of
-    them. Raises RequestError for a text that the model does not take."""
+    them. Raises RequestError for a text that the model does not take, unless that fails nothing but itself."""
     kind = task.kind
     if kind == "generate" or getattr(engine, "kind", "generate") != kind:
         raise RequestError(f"the model cannot {task.kind}", param="model", code="unsupported_model")
     limit: int = engine.max_model_len
     before = engine.pooling.text_before(task.prompt_name) if task.kind == "embed" else ""
     ids: list[int] = []
-    lengths, seconds = [], []
+    lengths, seconds, errors = [], [], {}
     for at, item in enumerate(task.input):
-        if isinstance(item, str):
+        text = EncodedText([], None, 0)
+        if not item:
+            errors[at] = TextError("empty_prompt", "the text is empty")
+        elif isinstance(item, str):
             first, second = (before + item, None) if task.query is None else (task.query, item)
             text = engine.encoded(first, task.truncate, second)
+        elif task.on_error == "item" and max(item) >= (vocabulary := engine.vocab_size):
+            message = f"the text has token id {max(item)}; the model has ids 0 to {vocabulary - 1}"
+            errors[at] = TextError("invalid_value", message)
         else:
             text = engine.encoded([*item], task.truncate)
         if len(text.ids) > limit:
-            raise RequestError(
-                ErrorText.of(
-                    "{input}[{}] has {} tokens; the model takes {}; shorten it, or give truncate: true",
-                    at,
-                    text.whole,
-                    limit,
-                ),
-                param="input",
-                code="context_length_exceeded",
+            advice = ErrorText.of(
+                " has {} tokens; the model takes {}; shorten it, or give truncate: true", text.whole, limit
             )
+            if task.on_error == "request":
+                raise RequestError(
+                    ErrorText.of("{input}[{}]{}", at, advice), param="input", code="context_length_exceeded"
+                )
+            errors[at] = TextError("context_length_exceeded", f"the text{advice}")
+            text = EncodedText([], None, 0)
         ids += text.ids
         lengths.append(len(text.ids))
-        seconds += [] if text.second is None else [text.second]
+        seconds.append(text.second)
     own = engine.prompt_tokens(before)
     prompt_tokens = tuple(own if isinstance(item, str) else 0 for item in task.input) if own else ()
-    return ids, Pooling(kind, tuple(lengths), tuple(seconds), prompt_tokens, task.dimensions)
+    pairs = tuple(second or 0 for second in seconds) if any(second is not None for second in seconds) else ()
+    return ids, Pooling(kind, tuple(lengths), pairs, prompt_tokens, task.dimensions, errors)
 
 
 def _refusal(delivery: Delivery, exc: RequestError | InvalidTask) -> str:

@@ -22,7 +22,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from engine.declared import MAX_INT32
-from producers.contract.stream import Chunk, End, rows_of
+from engine.errors import TextError
+from producers.contract.stream import Chunk, End, Row, error_view, rows_of
 from producers.contract.task import MAX_PROMPT_BYTES, MAX_TEXTS, Task
 from producers.errors import InvalidTask, shown
 from producers.gateway.admission.limits import check_may_use
@@ -55,6 +56,7 @@ _EVERY: Final[dict[str, Any]] = {
     "model": {"type": "string", "minLength": 1, "maxLength": 200},
     "service_tier": {"type": "string", "enum": list(SERVICE_TIERS)},
     "truncate": {"type": "boolean", "description": "cut texts that are too long"},
+    "on_error": {"type": "string", "enum": ["request", "item"], "description": "what a bad text fails"},
     "user": {"type": "string", "description": "taken, and not used"},
 }
 
@@ -75,7 +77,7 @@ class Made:
 
     task_id: str
     card: Mapping[str, Any]
-    rows: Sequence[array[float]]
+    rows: Sequence[Row]
     tokens: int
     created: int
 
@@ -85,7 +87,7 @@ class Made:
 
     @property
     def numbers(self) -> int:
-        return sum(map(len, self.rows))
+        return sum(len(row) for row in self.rows if not isinstance(row, TextError))
 
     def listed(self, prefix: str, data: Sequence[Mapping[str, Any]]) -> bytes:
         """An answer in vLLM's form."""
@@ -128,7 +130,7 @@ class Endpoint:
     def task(self, fields: Mapping[str, Any], **more: Any) -> Task:
         """The task of a body's fields. `more`: fields of the task, which go first. Raises InvalidTask."""
         own = {ours: fields[theirs] for ours, theirs in self.texts.items() if theirs in fields}
-        own |= {name: fields[name] for name in ("model", "dimensions", "prompt_name") if name in fields}
+        own |= {name: fields[name] for name in ("model", "dimensions", "prompt_name", "on_error") if name in fields}
         own |= {"truncate": fields.get("truncate", self.cuts), "ttl": KEPT_S}
         own["tier"] = SERVICE_TIERS[fields.get("service_tier", "auto")][0]
         with self.naming():
@@ -172,7 +174,9 @@ def _base64(row: array[float]) -> str:
 def _embeddings(fields: Mapping[str, Any], made: Made, first: int) -> list[dict[str, Any]]:
     encoded = fields.get("encoding_format", "float") == "base64"
     return [
-        {"object": "embedding", "index": index, "embedding": _base64(row) if encoded else row.tolist()}
+        {"object": "embedding", "index": index, "embedding": "" if encoded else [], **error_view(row)}
+        if isinstance(row, TextError)
+        else {"object": "embedding", "index": index, "embedding": _base64(row) if encoded else row.tolist()}
         for index, row in enumerate(made.rows, first)
     ]
 
@@ -186,8 +190,10 @@ def _ranked(version: str) -> Callable[[Mapping[str, Any], Made], bytes]:
     """The answer of this version of Cohere's endpoint."""
 
     def answer(fields: Mapping[str, Any], made: Made) -> bytes:
-        scores, documents = [row[0] for row in made.rows], fields["documents"]
-        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: fields.get("top_n")]
+        scores = {index: row[0] for index, row in enumerate(made.rows) if not isinstance(row, TextError)}
+        errors = [{"index": at, **error_view(row)} for at, row in enumerate(made.rows) if isinstance(row, TextError)]
+        documents = fields["documents"]
+        order = sorted(scores, key=lambda index: -scores[index])[: fields.get("top_n")]
         returned = fields.get("return_documents", False)
         results = [
             {"index": index, "relevance_score": scores[index]}
@@ -201,7 +207,7 @@ def _ranked(version: str) -> Callable[[Mapping[str, Any], Made], bytes]:
             "meta": {"api_version": {"version": version}, "billed_units": {"search_units": 1}},
             "usage": made.usage,
         }
-        return json.dumps(body).encode()
+        return json.dumps(body | ({"errors": errors} if errors else {})).encode()
 
     return answer
 
@@ -210,6 +216,9 @@ def _classes(fields: Mapping[str, Any], made: Made, first: int) -> list[dict[str
     labels = (made.card.get("pooling") or {}).get("labels") or []
     data = []
     for index, row in enumerate(made.rows, first):
+        if isinstance(row, TextError):
+            data.append({"index": index, "label": None, "probs": [], "num_classes": 0, **error_view(row)})
+            continue
         best = max(range(len(row)), key=row.__getitem__)
         label = labels[best] if len(labels) == len(row) else str(best)
         data.append({"index": index, "label": label, "probs": row.tolist(), "num_classes": len(row)})
@@ -221,7 +230,12 @@ def _classified(fields: Mapping[str, Any], made: Made) -> bytes:
 
 
 def _scored(fields: Mapping[str, Any], made: Made) -> bytes:
-    data = [{"index": index, "object": "score", "score": row[0]} for index, row in enumerate(made.rows)]
+    data = [
+        {"index": index, "object": "score", "score": None, **error_view(row)}
+        if isinstance(row, TextError)
+        else {"index": index, "object": "score", "score": row[0]}
+        for index, row in enumerate(made.rows)
+    ]
     return made.listed("score", data)
 
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from producers.client.aio import AsyncHandle
 from producers.contract.record import Record
-from producers.contract.stream import Chunk, End, Event, Prompt, Token, logprobs_view, prompt_view, rows_of
+from producers.contract.stream import Chunk, End, Event, Prompt, Token, logprobs_view, prompt_view, row_view, rows_of
 from producers.gateway.context import Gateway
 from producers.gateway.fair_share import in_thread, turn
 from producers.gateway.tasks import large
@@ -43,7 +43,7 @@ async def _in_chunks(gateway: Gateway, handle: AsyncHandle, outcome: Outcome) ->
         yield b"".join(outcome.head())
         for chunk in chunks:
             rows = await gateway.client.rows(chunk)
-            encoded = await in_thread(_json, [row.tolist() for row in rows])
+            encoded = await in_thread(_json, [row_view(row) for row in rows])
             yield (b"[" if chunk.number == 0 else b",") + encoded[1:-1]
         yield b"]}"
 
@@ -112,7 +112,7 @@ class Outcome:
                     self._prompt += b"," if self._prompt else b""
                     self._prompt += _json(token)
             elif isinstance(event, End) and event.result is not None:
-                self._rows = _json([row.tolist() for row in rows_of(event.result)])
+                self._rows = _json([row_view(row) for row in rows_of(event.result)])
 
     def pieces(self) -> Iterator[bytes | bytearray]:
         """The JSON of a TaskView."""

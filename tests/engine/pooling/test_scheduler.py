@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.errors import NOT_FINITE, RequestError
+from engine.errors import NOT_FINITE, RequestError, TextError
 from engine.plan import Sampled, StepPlan
 from engine.pooling.scheduler import PoolingScheduler, TextLimits
 from engine.request import Event, Pooling, Request
@@ -132,6 +132,22 @@ def test_a_step_without_memory_is_planned_again_half_as_large() -> None:
     assert not texts.shrink(1.0, tried=True)
 
 
+def test_texts_with_errors_are_not_computed_and_keep_their_numbers() -> None:
+    texts, bad = scheduler(), TextError("empty_prompt", "the text is empty")
+    mixed = Request("a", [1, 2, 3], pooling=Pooling("embed", (1, 0, 2), errors={1: bad}))
+    texts.check(mixed)
+    assert texts.add(mixed) == []
+    plan = texts.schedule(1.0)
+    assert plan is not None
+    (event,) = enter(texts, plan)
+    assert event.rows is not None
+    assert (len(plan.rows), len(event.rows), event.rows[1]) == (2, 3, bad)
+    none = Request("b", [], pooling=Pooling("embed", (0,), errors={0: bad}))
+    texts.check(none)
+    (event,) = texts.add(none)
+    assert (event.rows, event.done, texts.has_work) == ([bad], True, False)
+
+
 def test_halved_steps_grow_again_once_some_went_well() -> None:
     """And wait for twice as long if they are too large again."""
     texts = scheduler()
@@ -159,6 +175,7 @@ def test_halved_steps_grow_again_once_some_went_well() -> None:
         (Pooling("rerank", (1,)), [1], "the model cannot rerank; it can embed"),
         (Pooling("embed", ()), [], "the texts' lengths must be above 0"),
         (Pooling("embed", (1, 0)), [1], "the texts' lengths must be above 0"),
+        (Pooling("embed", (1, 1), errors={1: TextError("a", "b")}), [1, 1], "the texts' lengths must be above 0"),
         (Pooling("embed", (51,)), [1] * 51, "a text has 51 tokens; the model takes 50"),
         (Pooling("embed", (2,)), [1, 100], "token id 100; ids are from 0 to 99"),
         (Pooling("embed", (1,), dimensions=9), [1], "dimensions=9 must be from 1 to 8"),

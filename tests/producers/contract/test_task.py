@@ -145,7 +145,7 @@ def test_a_bad_field_is_refused_by_name(fields: dict[str, Any], param: str, code
     with pytest.raises(InvalidTask, match=re.escape(param.rstrip("."))) as refused:
         Task(**{"model": "tiny", "prompt": "hello", **fields})
     assert (refused.value.param, refused.value.code) == (param, code)
-    assert len(str(refused.value)) < 600
+    assert len(str(refused.value)) < 650
     str(refused.value).encode()  # it can be sent: a bad value's surrogates are escaped
 
 
