@@ -28,6 +28,7 @@ from producers.errors import shown
 from producers.store import endpoints
 from producers.store.fleet.cards import get_file, profile_field
 from producers.store.fleet.scaling import is_fresh
+from producers.store.servers import small_buffers
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -121,11 +122,11 @@ async def _server(role: str, redis: Redis) -> list[Finding]:
         return findings
     try:
         async with asyncio.timeout(PATIENCE_S):
-            settings = await redis.config_get("appendfsync")
-        fsync = text(settings.get("appendfsync", ""))
+            settings = await redis.config_get("appendfsync", "client-output-buffer-limit")
+        fsync, limits = (text(settings.get(name, "")) for name in ("appendfsync", "client-output-buffer-limit"))
     except (RedisError, OSError) as error:
         return [*findings, Finding(f"{role} fsync", "skip", f"its settings cannot be read: {error_text(error)}")]
-    return [*findings, *_fsync(role, fsync)]
+    return [*findings, *_fsync(role, fsync), *(_buffers(limits) if role == "store" else ())]
 
 
 def _judged(role: str, info: dict[str, Any]) -> Iterator[Finding]:
@@ -170,6 +171,14 @@ def _fsync(role: str, fsync: str) -> Iterator[Finding]:
         yield Finding(f"{role} fsync", "warn", "appendfsync no: the kernel decides when data reach the disk", advice)
     elif fsync:
         yield Finding(f"{role} fsync", "ok", f"appendfsync {fsync}")
+
+
+def _buffers(limits: str) -> Iterator[Finding]:
+    if fault := small_buffers(limits):
+        advice = "set it to 'pubsub 32mb 8mb 60', or more: a gateway hears all its streams on one connection"
+        yield Finding("store buffers", "warn", fault, advice)
+    elif limits:
+        yield Finding("store buffers", "ok", "listeners may be slow for a moment")
 
 
 def _clock(role: str, skew: float) -> Finding:

@@ -17,7 +17,14 @@ again, so that nothing is lost between the two. Events that came twice are dropp
 While a reader waits for the channel, tokens may pass by it (`Shortcut`): in the step of the event loop in which they
 come, without waking a task. All that is no mere token, or does not go on at its position, wakes it as before.
 
-**The hub.** Shares one pub/sub connection among all readers of a process, and reconnects it when it fails.
+**The hub.** Shares one pub/sub connection among all readers of a process, and reconnects it when it fails. On a channel
+of its own, what a worker's step makes comes in one message for all tasks that the process has entered itself for:
+
+    SUBSCRIBE to the task's channel, FOLLOW -> heard of the task on the process's channel: UNSUBSCRIBE
+    its worker gives it back, silence, a new connection -> SUBSCRIBE again; once that is confirmed, the stream is read
+
+So a task whose worker is of the release before, which knows the task's own channel alone, is heard there. A lost FOLLOW
+loses nothing either.
 
 All messages that one read of the connection has are handed out in one step of the event loop: to a reader's queue, or
 past it, where its reader waits and has a shortcut (`producers.client.reader.Shortcut`).
@@ -31,6 +38,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -45,6 +53,7 @@ from producers.client.steps import FAILURES, Fetch, Read, Steps, backoff, persis
 from producers.connection.aws import AwsNotInstalled
 from producers.connection.connect import SILENT_S
 from producers.connection.log_throttle import warn_throttled
+from producers.connection.script import arun
 from producers.contract import keys
 from producers.contract.stream import (
     BLOCK,
@@ -59,6 +68,7 @@ from producers.contract.stream import (
 )
 from producers.errors import PenstockError, ResultUnavailable
 from producers.store.blobs import BlobNotFound
+from producers.store.protocol import follow
 from producers.store.references import Reference
 
 log = logging.getLogger(__name__)
@@ -70,6 +80,10 @@ BACKLOG_BYTES: Final = 1 << 18
 #: Interval (s) of pings on a quiet connection. It is reconnected if no answer came by the next ping.
 PING_S: Final = 5.0
 CLOSED: Final = "the client is closed"
+#: What the names of tasks' channels begin with.
+CHANNEL: Final = keys.channel("").encode()
+#: Most tasks in one FOLLOW, since a script blocks the store.
+MANY: Final = 1000
 
 
 class Subscription:
@@ -79,12 +93,25 @@ class Subscription:
     waiting. It may not raise.
     """
 
-    __slots__ = ("_awake", "_heard_at", "_inbox", "_size", "_waiter", "channel", "closed", "shortcut", "stale")
+    __slots__ = (
+        "_awake",
+        "_heard_at",
+        "_inbox",
+        "_size",
+        "_waiter",
+        "closed",
+        "shortcut",
+        "silent",
+        "stale",
+        "task_id",
+    )
 
-    def __init__(self, channel: bytes, shortcut: Callable[[bytes], bool] | None = None) -> None:
-        self.channel = channel
+    def __init__(self, task_id: bytes, shortcut: Callable[[bytes], bool] | None = None) -> None:
+        self.task_id = task_id
         self.shortcut = shortcut
         self.stale = False
+        self.silent = False
+        """Whether `take` last returned after silence."""
         self.closed = False
         self._inbox: deque[bytes] = deque()
         self._size = 0
@@ -141,7 +168,8 @@ class Subscription:
 
     async def take(self, patience_s: float) -> list[bytes] | None:
         """Returns the new messages; None if the stream must be read, after possible losses or silence."""
-        if not self._awake and not await self._message(patience_s):
+        self.silent = not self._awake and not await self._message(patience_s)
+        if self.silent:
             return None
         self._awake = False
         if self.closed:
@@ -158,11 +186,15 @@ class Subscription:
 
 
 class _Channel:
-    __slots__ = ("live", "readers")
+    """A task's channel. `live`: messages flow. `own`: it is subscribed to, or will be; else the task is heard of on the
+    process's channel."""
+
+    __slots__ = ("live", "own", "readers")
 
     def __init__(self) -> None:
         self.readers: set[Subscription] = set()
         self.live = False
+        self.own = True
 
 
 class Hub:
@@ -170,9 +202,17 @@ class Hub:
 
     def __init__(self, store: Redis) -> None:
         self._store = store
+        #: By task.
         self._channels: dict[bytes, _Channel] = {}
         self._orders: list[tuple[str, bytes]] = []
         self._ordered = asyncio.Event()
+        self._name = secrets.token_hex(8)
+        self._process = keys.process_channel(self._name).encode()
+        #: Whether the process's channel is heard: until then, APPEND would forget who enters.
+        self._heard = asyncio.Event()
+        #: Task -> whether this process is to follow it.
+        self._entries: dict[bytes, bool] = {}
+        self._entered = asyncio.Event()
         #: Channel -> number of unconfirmed SUBSCRIBEs. Messages flow from the last one's confirmation on.
         self._unconfirmed: dict[bytes, int] = {}
         self._last_reply_at = 0.0
@@ -190,26 +230,40 @@ class Hub:
             raise PenstockError(CLOSED)
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="penstock hub")
-        name = keys.channel(task_id).encode()
+        name = task_id.encode()
         subscription = Subscription(name, shortcut)
         channel = self._channels.get(name)
         if channel is None:
             channel = self._channels[name] = _Channel()
             self._order("SUBSCRIBE", name)
+            self._enter(name)
         elif channel.live:
             subscription.mark_stale()
         channel.readers.add(subscription)
         return subscription
 
-    def leave(self, subscription: Subscription) -> None:
-        name = subscription.channel
+    def leave(self, subscription: Subscription, *, ended: bool = False) -> None:
+        """`ended`: the task has, so that nothing will come of it, whoever follows it."""
+        name = subscription.task_id
         channel = self._channels.get(name)
         if channel is None or subscription not in channel.readers:
             return
         channel.readers.remove(subscription)
         if not channel.readers:
             del self._channels[name]
-            self._order("UNSUBSCRIBE", name)
+            if channel.own:
+                self._order("UNSUBSCRIBE", name)
+            if ended:
+                self._entries.pop(name, None)
+            else:
+                self._enter(name, on=False)
+
+    def doubt(self, subscription: Subscription) -> None:
+        """Nothing came for long: listen to the task's own channel again, and follow it anew."""
+        channel = self._channels.get(subscription.task_id)
+        if channel is not None and not channel.own:
+            self._listen_to(subscription.task_id, channel)
+            self._enter(subscription.task_id)
 
     async def aclose(self) -> None:
         """End all subscriptions and the connection."""
@@ -223,16 +277,27 @@ class Hub:
             await asyncio.wait([self._task])
             self._task = None
 
-    def _order(self, verb: str, name: bytes) -> None:
-        self._orders.append((verb, name))
+    def _order(self, verb: str, task_id: bytes) -> None:
+        self._orders.append((verb, CHANNEL + task_id))
         self._ordered.set()
+
+    def _listen_to(self, task_id: bytes, channel: _Channel) -> None:
+        channel.own = True
+        self._order("SUBSCRIBE", task_id)
+
+    def _enter(self, task_id: bytes, *, on: bool = True) -> None:
+        if b"\n" not in task_id:  # no task that we submit, but one that a plain Celery sender made may be called so
+            self._entries[task_id] = on
+            self._entered.set()
 
     async def _run(self) -> None:
         attempt = 0
         while True:
             connection: Any = self._store.connection_pool.make_connection()
-            self._orders = [("SUBSCRIBE", name) for name in self._channels]
-            self._ordered.set()
+            self._orders = [("SUBSCRIBE", self._process)]
+            for name, channel in self._channels.items():
+                self._listen_to(name, channel)
+                self._enter(name)
             self._unconfirmed.clear()
             self._replies = 0
             try:
@@ -242,10 +307,12 @@ class Hub:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._listen(connection))
                     group.create_task(self._obey(connection))
+                    group.create_task(self._follow_entered())
             except* FAILURES as failures:
                 # Readers go on meanwhile: after some seconds of silence they read the stream.
                 warn_throttled(log, "pub/sub connection lost, connecting again: %s", failures.exceptions[0])
             finally:
+                self._heard.clear()
                 for channel in self._channels.values():
                     channel.live = False
                 await connection.disconnect(nowait=True)
@@ -272,6 +339,23 @@ class Hub:
                     self._unconfirmed[name] = self._unconfirmed.get(name, 0) + 1
             await connection.send_packed_command(connection.pack_commands(orders))
 
+    async def _follow_entered(self) -> None:
+        """Tell the store which tasks this process follows. What fails is left: the tasks are heard on their own
+        channels."""
+        while True:
+            await self._heard.wait()
+            await self._entered.wait()
+            self._entered.clear()
+            entries, self._entries = self._entries, {}
+            for on in (True, False):
+                names = [name.decode() for name, entered in entries.items() if entered is on]
+                for start in range(0, len(names), MANY):
+                    try:
+                        async with asyncio.timeout(SILENT_S):
+                            await arun(self._store, follow(self._name, names[start : start + MANY], on=on))
+                    except FAILURES as error:
+                        warn_throttled(log, "cannot follow tasks together: %s", error)
+
     async def _listen(self, connection: Any) -> None:
         async with aclosing(connection.replies()) as batches:
             async for replies in batches:
@@ -284,7 +368,13 @@ class Hub:
         if not isinstance(reply, list):
             return  # +PONG of a connection without subscriptions
         kind, name = reply[0], reply[1]
-        channel = self._channels.get(name)
+        if name == self._process:
+            if kind == b"message":
+                self._heed_lines(reply[2].split(b"\n"))
+            else:
+                self._heard.set()
+            return
+        channel = self._channels.get(name[len(CHANNEL) :])
         if kind == b"message":
             if channel is not None:
                 for subscription in channel.readers:
@@ -297,6 +387,21 @@ class Hub:
                 channel.live = True
                 for subscription in channel.readers:
                     subscription.mark_stale()
+
+    def _heed_lines(self, lines: list[bytes]) -> None:
+        """A message of the process's channel (`_followers.lua`)."""
+        for task_id, message in zip(lines[::2], lines[1::2], strict=True):
+            channel = self._channels.get(task_id)
+            if channel is None:
+                self._enter(task_id, on=False)
+                continue
+            if channel.own and message:
+                channel.own = False
+                self._order("UNSUBSCRIBE", task_id)
+            elif not message and not channel.own:
+                self._listen_to(task_id, channel)
+            for subscription in channel.readers if message else ():
+                subscription.put(message)
 
 
 T = TypeVar("T")
@@ -499,6 +604,8 @@ class Reader:
                 payloads = await self._subscription.take(SILENCE_S)
                 if payloads is None:
                     cursor.behind = True
+                    if self._subscription.silent:
+                        self._hub.doubt(self._subscription)
                 else:
                     events = cursor.live(await _parsed(sum(map(len, payloads)), read_messages, payloads))
             if events:
@@ -543,7 +650,7 @@ class Reader:
 
     def close(self) -> None:
         if self._subscription is not None:
-            self._hub.leave(self._subscription)
+            self._hub.leave(self._subscription, ended=self._cursor.ended)
 
 
 def _unavailable(task_id: str, reference: Reference, error: Exception) -> ResultUnavailable:

@@ -162,6 +162,12 @@ def channel(task_id: str) -> str:
     return f"penstock:tokens:{task_id}"
 
 
+def process_channel(process: str) -> str:
+    """Channel: what is published of the tasks that a process follows, many in a message (`_followers.lua`). No task's
+    id begins with `@`."""
+    return f"{channel('@')}{process}"
+
+
 def control(incarnation: str) -> str:
     """Channel: commands to one worker, such as `cancel <task id>` and `drain`."""
     return f"penstock:control:{incarnation}"

@@ -54,6 +54,7 @@
 | `feedback` | the score that its caller gave it, from 0 to 1 (`producers.store.feedback`) |
 | `letter` | why its message is kept as a dead letter, from SETTLE on: a task that was given up, or Celery's side was |
 | `kept` | the bytes that count as its tenant's, and from SETTLE on until when (unix s): `<bytes> <end>` |
+| `followers` | until SETTLE: processes that follow it, with spaces between (`keys.process_channel`) |
 | `deaths`, `claims` | number of owners that died holding it; number of starts |
 | `lost` | the first 32 of those owners (JSON): incarnation, time of notice, entries then, the start and its time |
 | `given_back` | the first 32 times that a worker gave it back (JSON): as `lost`, and why |

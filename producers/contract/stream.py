@@ -13,7 +13,8 @@ field `e`; its position is its entry id less one (`1-0` is position 0).
   numbers there: `"errors": {"7": {"code": ..., "message": ...}}`.
 - any other object is of a kind that a later version adds; readers skip it.
 
-A channel message is `[position of the first entry, entry, ...]`.
+A channel message is `[position of the first entry, entry, ...]`. A process's channel has such messages of many tasks
+(`producers/store/scripts/_followers.lua`).
 
 A compacted stream is the hash `penstock:result:<id>` of blocks: its field k holds the entries of positions k * 1000 to
 k * 1000 + 999, a line each, compressed (zlib, RFC 1950).

@@ -211,6 +211,12 @@ def read_append(answer: Sequence[Any]) -> list[tuple[str, int]]:
     return [(text(kind), int(n)) for kind, n in zip(answer[::2], answer[1::2], strict=True)]
 
 
+def follow(process: str, task_ids: Sequence[str], *, on: bool = True) -> Call:
+    """FOLLOW: publish what comes of these tasks on the channel of a process, too (`keys.process_channel`); or no more.
+    Answers for each 1 if that is so now, else 0."""
+    return Call(script(PACKAGE, "follow"), tuple(map(keys.task, task_ids)), (process, int(on)))
+
+
 def prompt(task_id: str, claim_id: str, entries: Sequence[str]) -> Call:
     """PROMPT: append a prompt's log probabilities (`producers.contract.stream.encode_prompt`).
 

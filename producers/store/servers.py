@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 
 #: The permissions that Penstock's user needs, in the syntax of ACLs; docs/run/servers.md has the least.
 RIGHTS: Final = "~* &* +@all -@admin -@dangerous +info"
+#: The server's default bounds (bytes) on what it keeps for one listener: at once, and for a minute. All tokens that a
+#: gateway reads come by one connection.
+BUFFERS: Final = (32 << 20, 8 << 20)
 #: Commands on the keys and channels of Penstock's own, as `_try` takes them.
 CORE_COMMANDS: Final = (
     ("HSET", "penstock:task:probe", "v", "1"),
@@ -75,6 +78,8 @@ def check_server(
             if results:
                 _may_store_results(client, role, shown(url))
             _look_at_memory(client, role, shown(url))
+            if role == "store":
+                _look_at_buffers(client, shown(url))
     except (ValueError, RedisError, OSError) as error:
         reason = str(error).replace(url, shown(url))
         if isinstance(error, ValueError) or trouble(error) in (Trouble.UNUSABLE, Trouble.DENIED, None):
@@ -178,6 +183,35 @@ def _may_store_results(client: Redis, role: str, where: str) -> None:
             where,
             error,
             RIGHTS,
+        )
+
+
+def small_buffers(limits: str) -> str:
+    """What is wrong with a server's `client-output-buffer-limit` (as CONFIG GET says it) for listeners; empty if
+    nothing is."""
+    words = limits.split()
+    for kind, hard, soft, _ in zip(*(words[k::4] for k in range(4)), strict=False):
+        given = (hard, soft)
+        if kind == "pubsub" and any(
+            bound.isdigit() and 0 < int(bound) < least for bound, least in zip(given, BUFFERS, strict=True)
+        ):
+            return f"client-output-buffer-limit pubsub {hard} {soft}: less than the server's default, pubsub 32mb 8mb"
+    return ""
+
+
+def _look_at_buffers(client: Redis, where: str) -> None:
+    """Warn where the server cuts listeners early. A user who may not see its settings is not warned."""
+    try:
+        limits = client.config_get("client-output-buffer-limit")
+    except ResponseError as error:
+        log.debug("cannot look at the store's settings: %s", error)
+        return
+    if fault := small_buffers(text(limits.get("client-output-buffer-limit", ""))):
+        log.warning(
+            "the store at %s has %s. It cuts a gateway that is busy for a moment off from all of its streams, which "
+            "then read again what they have missed. Set it to at least the default",
+            where,
+            fault,
         )
 
 

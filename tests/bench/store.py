@@ -1,9 +1,10 @@
 """What a token of a live stream costs the store: `python -m tests.bench.store`.
 
 A real Valkey. In a worker's place, this process sends APPENDs: each is one step, with new tokens of all sequences. A
-connection of another process listens to all of their channels, and only takes what comes. Printed: the server's
-processor time for each token, all its threads together, and of it what the server counts for each command; what these
-leave of `evalsha` is the script itself, and what that leaves of all is requests, answers and messages.
+connection of another process follows them as a gateway does, on a channel of its own or on all of theirs, and only
+takes what comes. Printed: the server's processor time for each token, all its threads together, and of it what the
+server counts for each command; what these leave of `evalsha` is the script itself, and what that leaves of all is
+requests, answers and messages.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from redis import Redis
 
 from producers.connection.script import run
 from producers.contract import keys
-from producers.store.protocol import Append, admit, append
+from producers.store.protocol import Append, admit, append, follow
 from tests.processes import valkey
 
 CLAIM = "7f1f9bd2-6d0a-4d6e-9d5c-0d2f6b7f1a11"
@@ -37,7 +38,7 @@ def listen(url: str, channels: Sequence[str]) -> None:
         pass
 
 
-def measure(sequences: int, tokens: int, steps: int, readers: bool) -> dict[str, Any]:
+def measure(sequences: int, tokens: int, steps: int, readers: str) -> dict[str, Any]:
     with valkey() as (url, redis):
         ids = [f"4f2a7c1e-9b3d-4c58-8e21-{number:012x}" for number in range(sequences)]
         now = int(redis.time()[0] * 1000)  # type: ignore[index]
@@ -52,13 +53,19 @@ def measure(sequences: int, tokens: int, steps: int, readers: bool) -> dict[str,
         for task_id in ids:
             run(redis, admit(task_id, "", now, record))
             redis.hset(keys.task(task_id), mapping={"status": "in_progress", "claim": CLAIM, "started": now})
-        channels = [keys.channel(task_id) for task_id in ids] if readers else []
-        if readers:
+        channels: list[str] = []
+        if readers == "tasks":
+            channels = [keys.channel(task_id) for task_id in ids]
+        elif readers == "process":
+            channels = [keys.process_channel("bench")]
+        if channels:
             # By its module's name, which is another one than `__main__` wherever it is run.
             target = importlib.import_module("tests.bench.store").listen
             mp.get_context("spawn").Process(target=target, args=(url, channels), daemon=True).start()
         while not all(count for _, count in redis.pubsub_numsub(*channels)):  # type: ignore[no-untyped-call]
             time.sleep(0.01)
+        if readers == "process":
+            run(redis, follow("bench", ids))
         before = 0.0
         for step in range(FIRST + steps):
             if step == FIRST:
@@ -89,9 +96,10 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=1, help="tokens of each sequence in a step")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--no-readers", action="store_true", help="nobody listens")
+    where = "where they listen: to a channel of their process, to those of all tasks, or nowhere"
+    parser.add_argument("--readers", choices=("process", "tasks", "none"), default="process", help=where)
     args = parser.parse_args()
-    print(json.dumps(measure(args.sequences, args.tokens, args.steps, not args.no_readers)))
+    print(json.dumps(measure(args.sequences, args.tokens, args.steps, args.readers)))
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ QUEUE = POOL.version_queue
 
 
 def subscribers(valkey: Redis, task_id: str) -> int:
-    """Those of a task's channel."""
+    """Processes that hear of a task: on its channel, or on their own."""
     ((_, count),) = valkey.pubsub_numsub(keys.channel(task_id))
-    return int(count)
+    return max(int(count), len((valkey.hget(keys.task(task_id), "followers") or b"").split()))
 
 
 @pytest.fixture

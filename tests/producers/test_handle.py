@@ -25,7 +25,7 @@ from producers import (
     Token,
 )
 from producers.contract import keys
-from tests.producers.conftest import QUEUE
+from tests.producers.conftest import QUEUE, subscribers
 from tests.producers.faces import Face
 from tests.producers.fake_worker import FakeWorker
 from tests.waiting import until
@@ -249,9 +249,9 @@ def test_a_stream_left_early_is_unsubscribed(client: Face, valkey: Redis, worker
     next(stream)
     later(lambda: worker.append(handle.id, 1, ["b"]))
     next(stream)
-    until(lambda: valkey.pubsub_channels() == [keys.channel(handle.id).encode()])
+    until(lambda: subscribers(valkey, handle.id) == 1)
     stream.close()  # type: ignore[attr-defined, unused-ignore]  # both faces give generators
-    until(lambda: valkey.pubsub_channels() == [])
+    until(lambda: subscribers(valkey, handle.id) == 0)
 
 
 def test_a_closed_client_does_nothing_more(valkey_url: str, model: str) -> None:

@@ -32,6 +32,8 @@ TTL = 500
 FAR, PASSED = 9_000_000_000_000, 1
 DEADLINES = {"t2": FAR, "p": FAR}
 INCS = ("i1", "i2", "i3")
+#: Processes that follow tasks.
+PROCESSES = ("a", "b")
 #: Pools of two versions, and which has each of the incarnations, should it serve.
 POOLS = (keys.Pool("m", "1", "a"), keys.Pool("m", "1", "b"), keys.Pool("m", "2", "a"))
 POOL = POOLS[0]
@@ -44,6 +46,7 @@ FIELDS = {
     *("n", "prompt_tokens", "cancel", "claim", "owner", "deaths", "lost", "claims", "stuck", "mark", "end"),
     *("reasons", "usage", "error", "began", "waits", "tier", "tokens", "tenant", "prompt", "discarded", "again"),
     *("letter", "version", "queue", "fingerprint", "origin", "webhook", "webhook_secret", "kept", "rows", "level"),
+    "followers",
 }
 
 
@@ -125,6 +128,7 @@ def counts(records: Iterable[dict[str, str]]) -> tuple[Counter[str], ...]:
 class Pair(Calls):
     """`model` is what the records should be; `published` what was heard; `controls` what workers should be told;
     `rows` what the outbox has, of them `past` of records that are gone; `owed` what the ledger has of those; `taken_up`
+    `followers`: who followed a task before a call, and `released` the one that it gave back;
     the tokens that later workers took up; `died` the deaths that were counted at a task's end; `erased` the tasks that
     were deleted, with the nonce of that; `revoked` those that were revoked while they had no record."""
 
@@ -138,6 +142,8 @@ class Pair(Calls):
         self.model: dict[str, Rec | None] = dict.fromkeys(TASKS)
         self.published: dict[str, list[str]] = {t: [] for t in TASKS}
         self.controls: list[tuple[str, str]] = []
+        self.followers: dict[str, set[str]] = {t: set() for t in TASKS}
+        self.released = ""
         self.live: set[str] = set(INCS)
         self.rows: Counter[str] = Counter()
         self.past: Counter[str] = Counter()
@@ -193,15 +199,20 @@ class Pair(Calls):
 
     def compare(self) -> None:
         controls, wakes = [], 0
+        told: dict[str, dict[str, list[str]]] = {t: {name: [] for name in ("", *PROCESSES)} for t in TASKS}
         for channel, payload in self.server.listen():
             wakes += channel == keys.WEBHOOKS_WAKE
-            if channel.startswith("penstock:tokens:"):
-                position, *entries = json.loads(payload)
-                news = self.published[channel.removeprefix("penstock:tokens:")]
-                assert position == len(news), "published at another position than in the stream"
-                news += map(json.dumps, entries)
+            if channel.startswith("penstock:tokens:@"):
+                lines = payload.split("\n")
+                for t, message in zip(lines[::2], lines[1::2], strict=True):
+                    told[t][channel.removeprefix("penstock:tokens:@")].append(message)
+            elif channel.startswith("penstock:tokens:"):
+                told[channel.removeprefix("penstock:tokens:")][""].append(payload)
             elif channel != keys.WEBHOOKS_WAKE:
                 controls.append((channel, payload))
+        for t, by_process in told.items():
+            self._same_told(t, by_process)
+        self.released = ""
         assert controls == self.controls
         self.controls = []
         self._same_rows(wakes)
@@ -227,6 +238,27 @@ class Pair(Calls):
             self._same(t, self.model[t], stored)
         assert self.server.waiting() == counts(stored.fields for stored in kept.values())
         self._same_bytes([stored.fields for stored in kept.values()])
+
+    def _same_told(self, t: str, told: dict[str, list[str]]) -> None:
+        """What was published of a task: on its own channel, and the same to those who followed it before, which nobody
+        of an earlier release does; what APPEND tells them is not on its own channel, where nobody listens."""
+        own = told.pop("")
+        lines = {process: [line for line in said if line] for process, said in told.items()}
+        heard = [process for process, said in lines.items() if said]
+        assert set(heard) <= self.followers[t], "told to a process that does not follow it"
+        assert not own or not heard or [lines[process] for process in heard] == [own] * len(heard)
+        messages = own or (lines[heard[0]] if heard else [])
+        by_earlier = self.earlier is not None and own and not heard
+        assert not messages or by_earlier or all(lines[process] == messages for process in self.followers[t])
+        for message in messages:
+            position, *entries = json.loads(message)
+            assert position == len(self.published[t]), "published at another position than in the stream"
+            self.published[t] += map(json.dumps, entries)
+        released = {process for process, said in told.items() if "" in said}
+        assert released <= self.followers[t]
+        if self.released == t and not self.earlier:
+            assert released == self.followers[t], "whoever follows a task was not told that its worker gave it back"
+        self.followers[t] = set((self.redis.hget(keys.task(t), "followers") or b"").decode().split())
 
     def _same_bytes(self, records: list[dict[str, str]]) -> None:
         """A tenant's bytes are those of its records without an end, and what counts until an end, also of records that
@@ -298,6 +330,7 @@ class Pair(Calls):
         times = [int(fields[name]) for name in ("created", "queued", "started") if name in fields]
         assert times == sorted(times)
         assert stored.unsettled == (r.end is not None and not r.settled)
+        assert not (r.settled and self.followers[t]) or self.earlier
         if r.settled:  # what was settled in an earlier life may stand there, too
             assert stored.settled == (r.at == "stream")
         assert int(fields.get("prompt", 0)) == len(r.prompt)

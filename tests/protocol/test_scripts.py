@@ -28,6 +28,7 @@ from tests.protocol.store import (
     PASSED,
     POOL,
     POOLS,
+    PROCESSES,
     TASKS,
     TTL,
     Pair,
@@ -305,10 +306,25 @@ class StoreMachine(Pair):
 
         def step() -> None:
             answer = self.server.run(said.release(t, c, buried=buried))
-            expected, self.model[t] = scripts.release(self.model[t], c, ALL, buried=buried)
+            before = self.model[t]
+            expected, self.model[t] = scripts.release(before, c, ALL, buried=buried)
             assert answer == expected
+            self.released = t if expected and before and not before.end else ""
 
         self.do(step)
+
+    @rule(some=st.sets(tasks, min_size=1), process=st.sampled_from(PROCESSES), on=mostly)
+    def follow(self, some: set[str], process: str, on: bool) -> None:
+        ids = sorted(some)
+
+        def step() -> None:
+            can = [(r := self.model[t]) is not None and (r.end is None or process in self.followers[t]) for t in ids]
+            answer = self.server.run(protocol.follow(process, ids, on=on))
+            assert answer == [int(on and possible) for possible in can]
+
+        self.do(step)
+        for t in ids:
+            assert (process in self.followers[t]) == (on and self.model[t] is not None) or self.model[t].end
 
     @rule(t=tasks, first=st.booleans(), valid=mostly)
     @precondition(lambda self: any(r and r.lost for r in self.model.values()))

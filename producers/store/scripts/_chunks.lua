@@ -77,7 +77,7 @@ local function chunks_join(parent, id)
     elseif c[6] then
       local entry = string.format('{"chunk":%d,"offset":%d,"texts":%d,"task":"%s"}', number, c[2], c[3], name)
       redis.call('XADD', stream, (at + 1) .. '-0', 'e', entry)
-      redis.call('PUBLISH', 'penstock:tokens:' .. id, string.format('[%d,%s]', at, entry))
+      tell(parent, id, string.format('[%d,%s]', at, entry))
       at = at + 1
       return false
     end

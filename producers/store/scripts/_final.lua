@@ -2,6 +2,7 @@
 -- that no reader ever sees one without the other. It writes the end's rows into the ledger and the outbox, settles
 -- what accounts were charged, counts a batch's line, and counts the task no more among those that wait. The end of a
 -- chunk goes on with its parent. A parent has no row in the ledger: its chunks have.
+-- include: _followers.lua
 -- include: _ledger.lua
 -- include: _limits.lua
 -- include: _outbox.lua
@@ -42,7 +43,7 @@ function finalise(task, stream, id, status, reasons, err, prompt, cached, silent
   redis.call('ZREM', 'penstock:submitting', id)
   redis.call('ZREM', 'penstock:deadlines', id)
   redis.call('ZADD', 'penstock:unsettled', now_ms(), id)
-  redis.call('PUBLISH', 'penstock:tokens:' .. id, '[' .. at .. ',' .. entry .. ']')
+  tell(task, id, '[' .. at .. ',' .. entry .. ']')
   if not r[6] then
     ledger_row(task, id, status, prompt, cached, out, longest)
   end

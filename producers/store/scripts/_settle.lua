@@ -33,5 +33,5 @@ local function settle(task, stream, id, default_ttl)
     redis.call('ZREMRANGEBYSCORE', 'penstock:settled', '-inf', now - 86400000)
   end
   redis.call('ZREM', 'penstock:unsettled', id)
-  redis.call('HDEL', task, 'claim', 'owner')
+  redis.call('HDEL', task, 'claim', 'owner', 'followers')
 end

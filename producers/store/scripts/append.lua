@@ -4,7 +4,9 @@
 -- tail): `resend(next)`. The server is too full for tokens of the task's tier (_memory.lua): `full`, nothing is
 -- appended. Else append + publish. A text prompt's length is stored in the record, for the usage of a task
 -- that ends without its worker.
--- One call carries a whole engine step, and the prompt lengths of newly started tasks.
+-- One call carries a whole engine step, and the prompt lengths of newly started tasks. What it appends to tasks that the
+-- same processes follow (FOLLOW) is one message to each of these; the tasks' own channels then have only what somebody
+-- listens to there.
 -- It runs for every token of every stream. What is nearly always so is compared and written as the strings that it came
 -- in: a number that goes into a command is printed for that, which takes as long as a command on a short hash.
 -- KEYS: task, stream for each sequence
@@ -15,12 +17,44 @@
 -- include: producers.connection/_now.lua
 -- include: _run.lua
 -- include: _memory.lua
+-- include: _followers.lua
 local call, concat = redis.call, table.concat
 local out, a = {}, 1
 local now
+-- The lines for each set of followers, and their bytes so far. They are sent before they have more than MOST bytes.
+local lines_of, bytes_of, MOST = {}, {}, 65536
+
+local function publish(followers, lines)
+  local channels = {}
+  for k = 1, #lines / 2 do
+    channels[k] = 'penstock:tokens:' .. lines[2 * k - 1]
+  end
+  local heard = redis.pcall('PUBSUB', 'NUMSUB', unpack(channels)) -- of a user who may not ask, all are published
+  for k, channel in ipairs(channels) do
+    if heard.err or heard[2 * k] > 0 then
+      call('PUBLISH', channel, lines[2 * k])
+    end
+  end
+  tell_followers(followers, lines)
+end
+
+local function publish_later(followers, id, message)
+  local lines, bytes = lines_of[followers], #message
+  if lines and bytes + bytes_of[followers] > MOST then
+    publish(followers, lines)
+    lines = nil
+  end
+  if not lines then
+    lines = {}
+    lines_of[followers], bytes_of[followers] = lines, 0
+  end
+  lines[#lines + 1] = id
+  lines[#lines + 1] = message
+  bytes_of[followers] = bytes + bytes_of[followers]
+end
 
 local function append(task, stream, id, claim, field, i, after, more, first, last)
-  local r = call('HMGET', task, 'claim', 'end', 'cancel', field, 'n', 'prompt')
+  local r = call('HMGET', task, 'claim', 'end', 'cancel', field, 'n', 'prompt', 'followers')
   if r[1] ~= claim or r[2] then
     return call('EXISTS', task) == 1 and 'other' or 'gone', 0
   end
@@ -70,7 +104,11 @@ local function append(task, stream, id, claim, field, i, after, more, first, las
   if next == '0' then
     call('HSETNX', task, 'first', now)
   end
-  call('PUBLISH', 'penstock:tokens:' .. id, message)
+  if r[7] then
+    publish_later(r[7], id, message)
+  else
+    call('PUBLISH', 'penstock:tokens:' .. id, message)
+  end
   return 'ok', after
 end
 
@@ -81,5 +119,8 @@ for s = 1, #KEYS / 2 do
   out[2 * s - 1] = fine and answer or 'error'
   out[2 * s] = fine and next or 0
   a = a + 7 + count
+end
+for followers, lines in pairs(lines_of) do
+  pcall(publish, followers, lines)
 end
 return out

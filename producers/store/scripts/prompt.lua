@@ -8,6 +8,7 @@
 -- Answers: ok | gone | other | cancel | full
 -- include: producers.connection/_now.lua
 -- include: _memory.lua
+-- include: _followers.lua
 local task, stream, id = KEYS[1], KEYS[2], ARGV[1]
 local r = redis.call('HMGET', task, 'claim', 'end', 'cancel', 'prompt')
 if r[1] ~= ARGV[2] or r[2] then
@@ -25,7 +26,7 @@ end
 local at = redis.call('XLEN', stream)
 for k = 3, #ARGV do
   redis.call('XADD', stream, (at + k - 2) .. '-0', 'e', ARGV[k])
-  redis.call('PUBLISH', 'penstock:tokens:' .. id, '[' .. (at + k - 3) .. ',' .. ARGV[k] .. ']')
+  tell(task, id, '[' .. (at + k - 3) .. ',' .. ARGV[k] .. ']')
 end
 redis.call('HSET', task, 'prompt', #ARGV - 2)
 return 'ok'

@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- RELEASE(c) | claim = c: the claim is cleared, also of a final unsettled task; `queued` if not final: it
 -- waits again, unless it is given up. Counts no death.
+-- Whoever follows it (FOLLOW) is told: a worker of the release before, which may go on, knows the task's own channel alone.
 -- Why an unfinished task was given back is kept, for the first 32 times, with the number and time of its start.
 -- KEYS: task, stream
 -- ARGV: claim, why ('': not kept), buried (1: its message goes, so that it waits for nothing), run (_run.lua)
@@ -15,6 +16,10 @@ redis.call('HDEL', KEYS[1], 'claim', 'owner')
 note_run(KEYS[1], ARGV[4])
 if not FINAL[r[1]] then
   redis.call('HSET', KEYS[1], 'status', 'queued')
+  local followers = redis.call('HGET', KEYS[1], 'followers')
+  if followers then
+    tell_followers(followers, { string.sub(KEYS[1], #'penstock:task:' + 1), '' })
+  end
   if ARGV[3] ~= '1' then
     wait_begins(KEYS[1])
   end

@@ -44,7 +44,7 @@ async def test_messages_flow_once_the_subscription_is_confirmed(a_hub: Hub, valk
 async def test_only_the_last_confirmation_of_a_channel_counts(a_hub: Hub) -> None:
     """Left and joined again before the first SUBSCRIBE was confirmed: an UNSUBSCRIBE is still to take effect."""
     first = a_hub.follow("t")
-    name = first.channel
+    name = keys.channel("t").encode()
     a_hub._unconfirmed[name] = 2  # SUBSCRIBE, UNSUBSCRIBE, SUBSCRIBE are on their way
     a_hub._heed([b"subscribe", name, 1])
     assert not first.stale
@@ -65,7 +65,8 @@ async def test_coming_and_going_in_one_breath_ends_as_ordered(a_hub: Hub, valkey
     a_hub.leave(last)  # twice is once
     other = a_hub.follow("other")
     assert await other.take(60) is None
-    assert valkey.pubsub_channels() == [keys.channel("other").encode()]
+    tasks = [name for name in valkey.pubsub_channels() if not name.startswith(keys.process_channel("").encode())]
+    assert tasks == [keys.channel("other").encode()]
 
 
 async def test_a_reader_that_joins_a_live_channel_is_told_to_read_at_once(a_hub: Hub) -> None:
@@ -170,23 +171,23 @@ async def test_an_idle_connection_is_kept_by_its_pongs(
 
     def hear(self: Hub, reply: Any) -> None:
         clock.now += reader.PING_S
-        pongs.append(type(reply))
+        pongs.append(reply)
         heed(self, reply)
 
     monkeypatch.setattr(Hub, "_heed", hear)
 
-    async def answered(form: type) -> None:
+    async def answered() -> None:
         pongs.clear()
         async with asyncio.timeout(60):
-            while pongs.count(form) < 5:
+            while sum(b"pong" in reply for reply in pongs) < 5:
                 await subscription.take(0.01)
 
     subscription = a_hub.follow("t")
     assert await subscription.take(60) is None
     before = subscribers(valkey)
-    await answered(list)
+    await answered()
     a_hub.leave(subscription)
-    await answered(bytes)  # with nothing subscribed PONG has another form
+    await answered()
     again = a_hub.follow("t")
     assert await again.take(60) is None
     assert subscribers(valkey) == before

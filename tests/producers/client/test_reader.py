@@ -17,8 +17,10 @@ from producers import AsyncClient, AsyncHandle, End, Event, Prompt, TaskNotFound
 from producers.client import reader
 from producers.client.reader import BACKLOG, Cursor, Entries, read_entries, read_messages
 from producers.connection.connect import POOL, SMALL_POOL
+from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.stream import PROMPT_PIECE, decode, encode_token
+from producers.store import protocol
 from tests.histories import examples
 from tests.producers.conftest import QUEUE, subscribers
 from tests.producers.fake_worker import FakeWorker
@@ -320,15 +322,115 @@ async def test_all_streams_share_one_connection(aclient: AsyncClient, valkey: Re
     others = {c["id"] for c in valkey.client_list()}
     handles = [await aclient.submit(model="tiny", prompt="x") for _ in range(200)]
     followings = [Following(handle) for handle in handles]
-    await auntil(lambda: len(valkey.pubsub_channels()) == 200)
+    await auntil(lambda: len(valkey.pubsub_channels()) == 200 + 1)
     clients = [c for c in valkey.client_list() if c["id"] not in others]
-    assert [int(c["sub"]) for c in clients if int(c["sub"])] == [200]
+    assert [int(c["sub"]) for c in clients if int(c["sub"])] == [200 + 1]
     assert len(clients) <= 1 + POOL + SMALL_POOL
     for handle in handles:
         worker.serve(handle.id, ["a", "b"])
     for following in followings:
         assert await following.end() == whole(2)
-    await auntil(lambda: valkey.pubsub_channels() == [])
+    await auntil(lambda: [*map(is_a_process_s, valkey.pubsub_channels())] == [True])
+
+
+def is_a_process_s(channel: bytes) -> bool:
+    return channel.startswith(keys.process_channel("").encode())
+
+
+def on_own_channel(valkey: Redis, *task_ids: str) -> int:
+    """How many of these tasks' own channels have a listener."""
+    return sum(count for _, count in valkey.pubsub_numsub(*map(keys.channel, task_ids)))
+
+
+def publish_as_before(valkey: Redis, task_id: str, index: int, text: str) -> None:
+    """A token by a worker of the release before, which knows the task's own channel alone."""
+    entry = encode_token(0, index, index, text)
+    valkey.xadd(keys.stream(task_id), {"e": entry}, id=f"{index + 1}-0")
+    valkey.hset(keys.task(task_id), "next:0", index + 1)
+    valkey.publish(keys.channel(task_id), f"[{index},{entry}]")
+
+
+@pytest.mark.usefixtures("never_silent")
+async def test_a_process_hears_of_all_its_tasks_on_one_channel(
+    aclient: AsyncClient, valkey: Redis, worker: FakeWorker
+) -> None:
+    pairs = [await followed(aclient, valkey, worker) for _ in range(3)]
+    ids = [handle.id for handle, _ in pairs]
+    await auntil(lambda: all(valkey.hexists(keys.task(task_id), "followers") for task_id in ids))
+    for task_id in ids:
+        worker.append(task_id, 2, ["c"])
+    for _, following in pairs:
+        await following.have(3)
+    await auntil(lambda: not on_own_channel(valkey, *ids))
+    await pairs[0][1].leave()
+    await auntil(lambda: not valkey.hexists(keys.task(ids[0]), "followers"))
+    for task_id in ids:
+        worker.append(task_id, 3, ["d"])
+        worker.finish(task_id, [4])
+    for _, following in pairs[1:]:
+        assert await following.end() == whole(4)
+
+
+@pytest.mark.usefixtures("never_silent")
+async def test_a_worker_of_the_release_before_is_heard_before_and_after_one_of_this(
+    aclient: AsyncClient, valkey: Redis, worker: FakeWorker
+) -> None:
+    handle, following = await followed(aclient, valkey, worker)
+    await auntil(lambda: valkey.hexists(keys.task(handle.id), "followers"))
+    worker.append(handle.id, 2, ["c"])
+    await auntil(lambda: not on_own_channel(valkey, handle.id))
+    assert run(valkey, protocol.release(handle.id, worker.claims[handle.id])) == 1
+    await auntil(lambda: on_own_channel(valkey, handle.id))
+    for index in range(3, 6):
+        publish_as_before(valkey, handle.id, index, chr(97 + index))
+        await following.have(index + 1)
+    worker.claim(handle.id)
+    worker.append(handle.id, 6, ["g"])
+    worker.finish(handle.id, [7])
+    assert await following.end() == whole(7)
+
+
+async def test_after_a_silence_the_task_s_own_channel_is_heard_again(
+    aclient: AsyncClient, valkey: Redis, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle, following = await followed(aclient, valkey, worker)
+    await auntil(lambda: valkey.hexists(keys.task(handle.id), "followers"))
+    monkeypatch.setattr(reader, "SILENCE_S", 0.05)
+    worker.append(handle.id, 2, ["c"])
+    await following.have(3)
+    valkey.hdel(keys.task(handle.id), "followers")  # as a failover would lose it
+    await auntil(lambda: on_own_channel(valkey, handle.id) and valkey.hexists(keys.task(handle.id), "followers"))
+    monkeypatch.setattr(reader, "SILENCE_S", 3600.0)
+    publish_as_before(valkey, handle.id, 3, "d")
+    worker.append(handle.id, 4, ["e"])
+    worker.finish(handle.id, [5])
+    assert await following.end() == whole(5)
+
+
+@pytest.mark.usefixtures("never_silent")
+async def test_streams_of_a_channel_that_the_server_cut_go_on_without_loss(
+    aclient: AsyncClient, valkey: Redis, worker: FakeWorker
+) -> None:
+    """A process that takes nothing for a while: its output buffer has more than the server keeps."""
+    pairs = [await followed(aclient, valkey, worker) for _ in range(20)]
+    before = valkey.config_get("client-output-buffer-limit")["client-output-buffer-limit"]
+    valkey.config_set("client-output-buffer-limit", "pubsub 100kb 100kb 1")
+    try:
+        (channel,) = filter(is_a_process_s, valkey.pubsub_channels())
+        index, text = 2, "x" * 2000
+        while valkey.pubsub_numsub(channel)[0][1]:  # the reader's event loop is this one, so that it does not run
+            for handle, _ in pairs:
+                worker.append(handle.id, index, [text])
+            index += 1
+        for handle, following in pairs:
+            await following.have(index)
+            worker.append(handle.id, index, ["z"])
+            worker.finish(handle.id, [index + 1])
+        for _, following in pairs:
+            tokens = [event for event in await following.end() if isinstance(event, Token)]
+            assert [token.index for token in tokens] == list(range(index + 1))
+    finally:
+        valkey.config_set("client-output-buffer-limit", before)
 
 
 @pytest.mark.usefixtures("never_silent")

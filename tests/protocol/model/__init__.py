@@ -34,6 +34,8 @@ and what the good end is; `search` visits every state within a scenario's budget
   S25 a task that was deleted is not made again, and leaves no row; with S5, nor a result where Celery has results
   S27 a revocation that a sweeper hears takes nothing from a live worker; with S3, what it ends stays cancelled
   S28 with S5, whoever sends a settled plain task again finds its result, and the engine does not run
+  S29 a reader learns of what was appended by messages, not by silence, unless its worker died and the next one is of
+      a release before
   S19 on SQS a task that is not settled is in the index, in a worker's books or stored, whatever SQS has
   S20 the index has nothing that does not wait, unless SQS or a process failed  S21 a message leaves one dead letter
 

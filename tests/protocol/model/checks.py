@@ -31,9 +31,19 @@ def wrong(s: State, cfg: Cfg) -> str:
         seen, stream = s.reader[2], s.recs[0].stream
         if (seen != stream[: len(seen)] and stream != seen[: len(stream)]) or (s.reader[3] and seen != stream):
             return "S6 reader got another text"
+        if cfg.follows and _waits_for_silence(s):
+            return "S29 a reader that hears nothing of what was appended waits for silence"
     if cfg.books and (said := wrong_books(s, cfg, used)):
         return said
     return wrong_rows(s) if s.posts else ""
+
+
+def _waits_for_silence(s: State) -> bool:
+    """Whether task 0's reader would learn of what its stream has by silence alone."""
+    pc, messages, seen, ended, hears = s.reader
+    r = s.recs[0]
+    behind = r is not None and (len(r.stream) > len(seen) or r.end)
+    return bool(pc == "follow" and behind and not messages and not ended and "late" not in hears)
 
 
 def _links(r: Rec | None, g: Ghost) -> str:

@@ -204,6 +204,13 @@ RULES: dict[str, Rule] = {
     # the reader
     "reader_dedupe": Rule("reader", "a reader drops by index what it has seen"),
     "reader_reread": Rule("reader", "a reader reads the stream again on a gap or silence"),
+    "follow_proven": Rule(
+        "follow-old", "a reader leaves a task's channel only for one that its process has heard of the task on"
+    ),
+    "follow_reread": Rule("follow", "whoever listens to a task's channel again reads the stream again"),
+    "release_tells": Rule(
+        "follow-old", "RELEASE tells those who follow a task by their process's channel: another may not know that"
+    ),
     "read_stream_first": Rule("compact", "a reader looks for the stream first, then for the compact result"),
     "unread_lease": Rule("unread", "UNREAD cancels only where the lease is the one that was found lapsed"),
 }

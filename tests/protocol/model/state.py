@@ -72,7 +72,8 @@ class Cfg(NamedTuple):
     pool) of worker w, where that matters, and its release's level; `need`: the level that tasks need; `posts`: how many
     deliver events, of which tasks then want all; `books`: of SQS, on the store; `alive`: workers look whether others
     are alive, but for those of an earlier release (`old`); leases of others do not tell the counter (`uncounted`);
-    `native`: Celery has no part in the tasks, and FINISH settles them, but for workers of an earlier release."""
+    `native`: Celery has no part in the tasks, and FINISH settles them, but for workers of an earlier release;
+    `follows`: task 0's reader has a channel of its process, which workers of an earlier release do not know."""
 
     name: str
     tasks: int
@@ -85,6 +86,7 @@ class Cfg(NamedTuple):
     split: bool
     differ: bool
     reader: bool
+    follows: bool
     rival: bool
     killer: int
     prompt: bool

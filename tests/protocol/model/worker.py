@@ -35,7 +35,7 @@ Step = tuple[str, Slot, State]  # label, the slot after it, the world after it (
 
 def store(s: State, t: int, r: Rec | None) -> State:
     """The record after a script, with its publications and the checker's memory of first finals."""
-    old, g, reader = s.recs[t], s.ghosts[t], s.reader
+    old, g = s.recs[t], s.ghosts[t]
     if r is old:
         return s
     if r is not None:
@@ -43,17 +43,32 @@ def store(s: State, t: int, r: Rec | None) -> State:
             g = g._replace(bad="S2 a finished task's record was made again")
         if r.status in FINAL and g.final is None:
             g = g._replace(final=r.status)
-    if t == 0 and reader and reader[0] in ("replay", "second", "follow") and r is not None and old is not None:
-        news: tuple[tuple[str, int, object], ...] = ()
-        if len(r.stream) > len(old.stream):
-            news += (("tok", len(old.stream), r.stream[-1]),)
-        if r.end and not old.end:
-            news += (("end", len(r.stream), None),)
-        if news:
-            reader = (reader[0], reader[1] + news, reader[2], reader[3])
+    reader = heard(s, r) if t == 0 and s.reader else s.reader
     told = r.told[len(old.told) if old else 0 :] if r and s.rows else ()
     rows = put(s.rows, t, s.rows[t] + tuple(map(Row, told))) if told else s.rows
     return s._replace(recs=put(s.recs, t, r), ghosts=put(s.ghosts, t, g), reader=reader, rows=rows)
+
+
+def heard(s: State, r: Rec | None, *, by_old: bool = False) -> Any:
+    """Task 0's reader once its record is this. `by_old`: who made it so knows the task's own channel alone."""
+    old, (pc, messages, seen, ended, hears) = s.recs[0], s.reader
+    if r is None or old is None or pc == "new":
+        return s.reader
+    news: tuple[tuple[str, int, object], ...] = ()
+    if len(r.stream) > len(old.stream):
+        news += (("tok", len(old.stream), r.stream[-1]),)
+    if r.end and not old.end:
+        news += (("end", len(r.stream), None),)
+    by_process = "entered" in hears and not by_old
+    if old.claim is not None and r.claim is None and not r.end and by_process:
+        news += (("released", len(r.stream), None),)
+    if not news:
+        return s.reader
+    if pc == "cut":  # whoever publishes on a channel that nobody listens to forgets it
+        return pc, messages, seen, ended, hears - {"entered"} if by_process else hears
+    if not by_process and "own" not in hears:
+        return pc, messages, seen, ended, hears | {"late"} if r.deaths else hears
+    return pc, messages + tuple((*message, by_process) for message in news), seen, ended, hears
 
 
 def haunt(s: State, t: int, **changes: Any) -> State:

@@ -46,7 +46,7 @@ from tests.protocol.model.state import (
     spend,
     toxic,
 )
-from tests.protocol.model.worker import haunt, slot_steps, take_back
+from tests.protocol.model.worker import haunt, heard, slot_steps, take_back
 
 Step = tuple[str, bool, State]  # label, fair?, the world after it
 
@@ -72,7 +72,7 @@ def start(cfg: Cfg) -> State:
         ghosts=(Ghost(sent, spared=cfg.native),) * cfg.tasks,
         prods=("done" if sent else "send" if cfg.plain else "admit",) * (cfg.tasks * (1 + cfg.rival)),
         sweep=None,
-        reader=("new", (), (), False) if cfg.reader else None,
+        reader=("new", (), (), False, frozenset()) if cfg.reader else None,
         lease=("held", True, "") if cfg.lease else None,
         reaped=(0,) * cfg.tasks,
         dead=frozenset(),
@@ -116,7 +116,7 @@ def steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         yield from fault_steps(s, t, cfg, rules)
         yield from unack_steps(s, t, cfg)
     if s.reader:
-        yield from reader_steps(s, rules)
+        yield from reader_steps(s, cfg, rules)
     if s.lease:
         yield from lease_steps(s, rules)
     if s.posts:
@@ -133,6 +133,8 @@ def _slot(s: State, i: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     at_sqs = cfg.books and p.pc in PLACES
     nexts = place_steps(s, p, s.incs[cfg.workers[i]], cfg, rules) if at_sqs else slot_steps(s, i, cfg, rules)
     for label, after, s2 in nexts:
+        if cfg.follows and cfg.workers[i] in cfg.old:
+            s2 = s2._replace(reader=heard(s, s2.recs[0], by_old=True))
         yield me + label, True, s2._replace(slots=put(s.slots, i, after))
         if lost and p.pc not in ("hold", "trace", "popped"):
             again = p

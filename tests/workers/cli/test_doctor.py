@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.broker.sqs import keys as sqs_keys
 from producers.contract import keys
 from producers.store.endpoints import Endpoint, Secrets
+from producers.store.servers import check_server
 from tests.aws import Aws
 from tests.producers.gateway.conftest import CARD, POOL, QUEUE, TINY, publish
 from tests.workers.cli.conftest import Ran, Run
@@ -194,6 +196,25 @@ def test_a_store_that_evicts_is_told_of(healthy: Redis, operate: Run, policy: st
         healthy.config_set("maxmemory-policy", "noeviction")
     assert (row["status"], row["advice"]) == (status, "set maxmemory-policy noeviction")
     assert strict == 1
+
+
+def test_a_store_that_cuts_listeners_early_is_told_of(
+    healthy: Redis, operate: Run, valkey_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = healthy.config_get("client-output-buffer-limit")["client-output-buffer-limit"]
+    try:
+        for limit, warns in (("8mb 8mb 60", 1), ("32mb 1mb 60", 1), ("0 0 0", 0), ("64mb 8mb 1", 0)):
+            healthy.config_set("client-output-buffer-limit", f"pubsub {limit}")
+            caplog.clear()
+            with caplog.at_level(logging.WARNING):
+                check_server(valkey_url, "store")
+                check_server(valkey_url, "broker")  # whose listeners hear little
+            assert caplog.text.count("client-output-buffer-limit") == warns, limit
+        assert check(operate)["store buffers"]["status"] == "ok"
+        healthy.config_set("client-output-buffer-limit", "pubsub 1mb 1mb 60")
+        assert check(operate)["store buffers"]["status"] == "warn"
+    finally:
+        healthy.config_set("client-output-buffer-limit", before)
 
 
 def test_clocks_apart_are_told_of(healthy: Redis, operate: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,7 +252,7 @@ class TestReader:
         task_id = submit()
         worker.claim(task_id)
         with follow(http, task_id) as events:
-            until(lambda: subscribers(valkey, task_id))
+            until(lambda: valkey.pubsub_numsub(keys.channel(task_id))[0][1])
             valkey.delete(keys.task(task_id), keys.stream(task_id))
             # A message that does not connect makes the reader look at the stream.
             valkey.publish(keys.channel(task_id), '[5,[0,5,5,"x"]]')
