@@ -25,13 +25,13 @@ from producers.store.fleet.routing import Routing
 #: Copies that may be open at a time, in all.
 MAX_OPEN: Final = 32
 #: Time (s) after which a copy is dropped that no worker has begun: before its list rises by a tier.
-UNSTARTED_S: Final = 20
+UNSTARTED_S: Final = 20.0
 #: Time (s) that a copy may take, and its task after it.
 TIME_S: Final = 600
 #: Time (s) for which a copy's record is kept, should no sweeper delete it.
 TTL_S: Final = 3600
 #: Time (s) for reading the result of a task that has ended.
-RESULT_S: Final = 10.0
+RESULT_S: Final = 30.0
 #: Open copies that are looked at in a sweep.
 PAGE: Final = 200
 #: Largest task (bytes of its JSON) that is copied.
@@ -39,10 +39,11 @@ MAX_BYTES: Final = 1 << 18
 
 
 class Shadows:
-    """Makes copies and compares them, up to `max_open` at a time."""
+    """Makes copies and compares them, up to `max_open` at a time. A copy that no worker has begun within `unstarted_s`
+    seconds is dropped."""
 
-    def __init__(self, client: AsyncClient, max_open: int = MAX_OPEN) -> None:
-        self._client, self._max_open = client, max_open
+    def __init__(self, client: AsyncClient, max_open: int = MAX_OPEN, unstarted_s: float = UNSTARTED_S) -> None:
+        self._client, self._max_open, self._unstarted_s = client, max_open, unstarted_s
         #: Versions' queues in which live tasks waited at the last look.
         self._waited: frozenset[str] = frozenset()
 
@@ -114,7 +115,7 @@ class Shadows:
             reason = "task_gone"
         elif not ended and queue is not None and split(queue)[0] in busy:
             reason = "overload"
-        elif (started is None and not ended and age_s > UNSTARTED_S) or (ended and age_s > 2 * TIME_S):
+        elif (started is None and not ended and age_s > self._unstarted_s) or (ended and age_s > 2 * TIME_S):
             reason = "late"
         elif paired is None:
             return False

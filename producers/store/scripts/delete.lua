@@ -85,7 +85,6 @@ if r[10] and redis.call('HGET', 'penstock:task:' .. copy, 'shadow_of') == id the
   kept_gone('penstock:task:' .. copy)
   drop('penstock:task:' .. copy, copy)
   redis.call('ZREM', 'penstock:shadows:open', copy)
-  redis.call('SETEX', 'penstock:erased:' .. copy, ttl, ARGV[2])
 end
 if r[11] then
   redis.call('ZREM', 'penstock:shadows:open', id)

@@ -25,6 +25,8 @@ from tests.producers.conftest import CARD
 from tests.producers.fake_worker import FakeWorker
 
 OTHER = keys.Pool("tiny", "ffffffffffff", "f")
+#: A copy is not late for a pause of the machine.
+PATIENT_S = 3600.0
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ async def test_a_copy_is_made_apart_from_all_that_is_its_owners_and_compared_onc
     task = await aclient.submit(model="tiny", prompt=[1, 2], max_tokens=9, idempotency_key="k", **fields)
     before = shadowed.hgetall(keys.task(task.id))
     waits, kept = shadowed.hgetall(keys.WAITING), shadowed.hgetall(keys.kept("acme"))
-    sweeper = Shadows(aclient)
+    sweeper = Shadows(aclient, unstarted_s=PATIENT_S)
     assert await sweeper.sweep() == {"shadows_copied": 1, "shadows_compared": 0}
     assert shadowed.hgetall(keys.task(task.id)) == before
     assert (shadowed.hgetall(keys.WAITING), shadowed.hgetall(keys.kept("acme"))) == (waits, kept)
@@ -163,11 +165,11 @@ class TestDrops:
     ) -> None:
         shadowed.delete(keys.lease("w"))
         await aclient.submit(model="tiny", prompt=[1])
-        assert await Shadows(aclient).sweep() == {"shadows_copied": 0, "shadows_compared": 0}
+        assert await Shadows(aclient, unstarted_s=PATIENT_S).sweep() == {"shadows_copied": 0, "shadows_compared": 0}
         assert (copies(shadowed), drops(shadowed)) == ([], {"unserved": 1})
 
     async def test_copies_go_where_live_work_waits(self, aclient: AsyncClient, shadowed: Redis) -> None:
-        sweeper = Shadows(aclient)
+        sweeper = Shadows(aclient, unstarted_s=PATIENT_S)
         await aclient.submit(model="tiny", prompt=[1])
         await sweeper.sweep()
         assert len(copies(shadowed)) == 1
@@ -182,21 +184,21 @@ class TestDrops:
     async def test_nothing_is_copied_in_a_stage_of_overload(self, aclient: AsyncClient, shadowed: Redis) -> None:
         shadowed.hset(keys.drain(OTHER.version_queue), "stage", 1)
         await aclient.submit(model="tiny", prompt=[1])
-        await Shadows(aclient).sweep()
+        await Shadows(aclient, unstarted_s=PATIENT_S).sweep()
         assert (copies(shadowed), drops(shadowed)) == ([], {"overload": 1})
 
     async def test_a_copy_that_does_not_begin_is_dropped(self, aclient: AsyncClient, shadowed: Redis) -> None:
         await aclient.submit(model="tiny", prompt=[1])
         await Shadows(aclient).sweep()
         (copy,) = copies(shadowed)
-        shadowed.hincrby(keys.task(copy), "created", -21_000)
+        shadowed.hincrby(keys.task(copy), "created", -30_000)
         await Shadows(aclient).sweep()
         assert (copies(shadowed), drops(shadowed)) == ([], {"late": 1})
 
     async def test_no_more_are_open_than_is_bounded(self, aclient: AsyncClient, shadowed: Redis) -> None:
         for _ in range(3):
             await aclient.submit(model="tiny", prompt=[1])
-        sweeper = Shadows(aclient, max_open=2)
+        sweeper = Shadows(aclient, max_open=2, unstarted_s=PATIENT_S)
         for _ in range(2):
             await sweeper.sweep()
             assert (len(copies(shadowed)), shadowed.llen(keys.SHADOW_SAMPLES)) == (2, 1)
@@ -204,7 +206,7 @@ class TestDrops:
     async def test_samples_of_a_shadow_that_ended_are_not_copied(self, aclient: AsyncClient, shadowed: Redis) -> None:
         await aclient.submit(model="tiny", prompt=[1])
         routes.set_shadow(shadowed, "tiny", None)
-        await Shadows(aclient).sweep()
+        await Shadows(aclient, unstarted_s=PATIENT_S).sweep()
         assert (copies(shadowed), drops(shadowed)) == ([], {"ended": 1})
 
     @pytest.mark.parametrize("ends", ["DELETE", "its time to live"])
@@ -212,18 +214,21 @@ class TestDrops:
         self, aclient: AsyncClient, shadowed: Redis, worker: FakeWorker, ends: str
     ) -> None:
         task = await aclient.submit(model="tiny", prompt=[1])
-        await Shadows(aclient).sweep()
+        await Shadows(aclient, unstarted_s=PATIENT_S).sweep()
         (copy,) = copies(shadowed)
         FakeWorker(shadowed, "w").claim(copy)
         if ends == "DELETE":
             await task.delete()
             assert not copies(shadowed)
             assert not shadowed.exists(keys.SHADOW_COPIES)
-            assert run(shadowed, protocol.admit(copy, "n", _now(shadowed), {"queue": "q"})) == b"erased"
+            assert (
+                run(shadowed, protocol.admit(copy, "n", _now(shadowed), {"queue": "q", "shadow_of": task.id}))
+                == b"erased"
+            )
         else:
             worker.serve(task.id)
             shadowed.delete(keys.task(task.id))
-            await Shadows(aclient).sweep()
+            await Shadows(aclient, unstarted_s=PATIENT_S).sweep()
             assert (copies(shadowed), drops(shadowed)) == ([], {"task_gone": 1})
 
     async def test_a_task_of_a_callers_with_the_id_of_a_copy_stays(
@@ -231,7 +236,7 @@ class TestDrops:
     ) -> None:
         await aclient.submit(model="tiny", prompt=[1], task_id="shadow:t")
         task = await aclient.submit(model="tiny", prompt=[1], task_id="t")
-        await Shadows(aclient).sweep()
+        await Shadows(aclient, unstarted_s=PATIENT_S).sweep()
         await task.delete()
         assert shadowed.exists(keys.task("shadow:t"))
 
@@ -274,23 +279,23 @@ async def test_a_sweeper_may_die_between_any_two_calls(
     for calls, after in _lives():
         task = await aclient.submit(model="tiny", prompt=[1])
         if phase == "compares":
-            await Shadows(aclient).sweep()
+            await Shadows(aclient, unstarted_s=PATIENT_S).sweep()
             (copy,) = copies(shadowed)
             FakeWorker(shadowed, "w").serve(copy)
         worker.serve(task.id)
         async with Mortal(valkey_url, patience=0.2) as client:
             client.calls, client.after = calls, after
             try:
-                await Shadows(client).sweep()
+                await Shadows(client, unstarted_s=PATIENT_S).sweep()
             except Killed:
                 died += 1
             lasted = client.calls > 0
         assert len(copies(shadowed)) <= 1
         await send_unsent(aclient, age_ms=0)
-        await Shadows(aclient).sweep()
+        await Shadows(aclient, unstarted_s=PATIENT_S).sweep()
         for copy in copies(shadowed):
             FakeWorker(shadowed, "w").serve(copy)
-        await Shadows(aclient).sweep()
+        await Shadows(aclient, unstarted_s=PATIENT_S).sweep()
         assert len([row for row in rows(shadowed) if row.task == task.id]) <= 1
         assert not copies(shadowed)
         assert not shadowed.exists(keys.SHADOW_COPIES, keys.SHADOW_SAMPLES)
