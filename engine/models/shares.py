@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +22,7 @@ from engine.errors import ErrorText, ModelError
 from engine.kernels.native.exchange import Share
 from engine.models.settings import DecoderSettings
 from engine.text.gguf import GgufTensor
-from engine.text.tensors import LocatedTensor, StoredTensor
+from engine.text.tensors import LocatedTensor, StoredTensor, locate
 
 #: The matrices of fused ones, in order.
 _FUSED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -45,6 +46,21 @@ def check_ranks(folder: Path, c: DecoderSettings, ranks: int) -> None:
                 *(folder, ranks, c.heads, c.kv_heads, counts),
             )
         )
+
+
+def files_of(folder: Path) -> str:
+    """Differs between ranks that would read other files: of the checkpoint's tensors and files, not of their values.
+
+    Raises ModelError.
+    """
+    located = locate(folder)
+    digest = sha256()
+    for path in sorted({tensor.path for tensor in located.values()}):
+        stat = path.stat()
+        digest.update(f"{path.name}|{stat.st_size}|{stat.st_mtime_ns}|".encode())
+    for name, tensor in sorted(located.items()):
+        digest.update(f"{name}|{tensor.stored}|".encode())
+    return digest.hexdigest()
 
 
 def share_of(c: DecoderSettings, share: Share) -> DecoderSettings:

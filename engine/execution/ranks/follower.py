@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 if TYPE_CHECKING:
@@ -43,12 +44,17 @@ def main() -> None:
         # Only now, because this takes seconds.
         import torch
 
+        from engine.errors import ModelError
         from engine.execution.ranks.runner import follow
         from engine.execution.threads import on_nodes_of
         from engine.kernels.native import load_library
         from engine.kernels.native.exchange import Exchange, Share
         from engine.models import load_model
+        from engine.models.shares import files_of
 
+        folder = Path(setup["folder"])
+        if files_of(folder) != setup["files"]:
+            raise ModelError(f"{folder}: its files have changed since the lead looked; start again")
         library = load_library()
         assert library is not None
         torch.set_num_threads(setup["threads"])
@@ -56,7 +62,7 @@ def main() -> None:
         os.close(setup["memory"])
         with on_nodes_of(setup["rank"], setup["ranks"]):
             share = load_model(
-                setup["folder"],
+                folder,
                 setup["dtype"],
                 torch.device("cpu"),
                 "native",

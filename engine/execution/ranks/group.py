@@ -26,6 +26,8 @@ from engine.config import EngineConfig
 from engine.errors import DeviceLostError, EngineError, ErrorText
 from engine.kernels.native import load_library
 from engine.kernels.native.exchange import Exchange, Share, shared_memory
+from engine.models.shares import files_of
+from engine.text.gguf import absolute
 
 logger = logging.getLogger("penstock.engine")
 
@@ -82,7 +84,8 @@ class Group:
         self.exchange = Exchange(library, self._memory, Share(0, self._ranks))
         self.exchange.explain = self.check
         self._setup = {
-            "folder": str(folder.resolve()),
+            "folder": str(absolute(folder)),
+            "files": files_of(folder),
             "ranks": self._ranks,
             "threads": threads,
             "lead": os.getpid(),

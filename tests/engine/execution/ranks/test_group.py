@@ -119,12 +119,10 @@ def test_no_rank_outlives_a_lead_that_is_killed(folder: Path, stopped: bool) -> 
 
 
 @pytest.mark.exhaustive
-def test_a_rank_that_cannot_come_says_why(tmp_path: Path) -> None:
-    with (
-        closing(Group(tmp_path / "nothing", config(3), 1)) as ranks,
-        pytest.raises(EngineError, match=r"rank [12] of 3 \(process \d+\): ModelError: .*nothing"),
-    ):
-        ranks.wait()
+def test_a_rank_that_cannot_come_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "files_of", lambda folder: "those of another version")
+    with pytest.raises(EngineError, match=r"rank [123] of 4 \(process \d+\): ModelError: .* its files have changed"):
+        Engine.load(folder, config(4))
 
 
 def test_a_rank_that_says_nothing_does_not_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
