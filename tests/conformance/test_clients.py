@@ -170,6 +170,7 @@ def test_the_page_has_the_versions_that_are_tried() -> None:
         "`openai-agents`": [ours["openai-agents"]],
         "`@ai-sdk/openai` with `ai`": [packages["@ai-sdk/openai"], packages["ai"]],
         "`langchain-openai`": [ours["langchain-openai"]],
+        "`langgraph`": [ours["langgraph"]],
         "`pydantic-ai`": [ours["pydantic-ai-slim"]],
         "`instructor`": [ours["instructor"]],
         "`litellm`": [ours["litellm"]],
