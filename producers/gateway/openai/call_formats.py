@@ -26,8 +26,9 @@ class CallFormat:
 
     A call is `head`, in which NAME is the function's, its arguments as JSON, and `tail`. Without `begin`, an output
     that begins with { is a call. Without `between`, an output has one call. `marks`: what a tokenizer may have as one
-    token. `told_by`: what a template of this format has, all of them; `but`: and none of these. `id_prefix`,
-    `id_digits`: of calls' ids. `name`: by which records know it.
+    token. `told_by`: what a template of this format has, all of them; `but`: and none of these. `answer`: what begins
+    an answer that is no call, where it has a head, too; all marks have to be tokens then. `id_prefix`, `id_digits`: of
+    calls' ids. `name`: by which records know it.
     """
 
     name: str
@@ -40,6 +41,7 @@ class CallFormat:
     marks: tuple[str, ...]
     told_by: tuple[str, ...]
     but: tuple[str, ...] = ()
+    answer: str = ""
     id_prefix: str = "call_"
     id_digits: int = 24
 
@@ -158,7 +160,21 @@ DEEPSEEK_V3_1: Final = replace(
     but=("```",),
 )
 
-FORMATS: Final = (HERMES, MISTRAL, NEMO, LLAMA, MISTRAL_ARGS, DEEPSEEK, DEEPSEEK_V3_1)
+#: gpt-oss: each message has a channel, and a call names its function there. `<|call|>` ends the output.
+HARMONY: Final = CallFormat(
+    name="harmony",
+    begin="<|channel|>commentary to=functions.",
+    opening="",
+    head="NAME <|constrain|>json<|message|>",
+    tail="",
+    between=None,
+    closing="",
+    marks=("<|channel|>", "<|constrain|>", "<|message|>"),
+    told_by=("<|channel|>", "<|message|>", "to=functions"),
+    answer="<|channel|>final<|message|>",
+)
+
+FORMATS: Final = (HERMES, MISTRAL, NEMO, LLAMA, MISTRAL_ARGS, DEEPSEEK, DEEPSEEK_V3_1, HARMONY)
 
 
 def format_of(template: str) -> CallFormat | None:

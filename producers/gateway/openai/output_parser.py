@@ -1,6 +1,7 @@
 """Parses an output into reasoning, content and calls, piece by piece as its tokens come.
 
 tokens ─▶ reasoning, up to its closing mark ─▶ content and calls (`tool_call_parser`)
+       ─▶ of gpt-oss: all three by the channels of its messages (`harmony`)
 
 The state is a function of the tokens so far, so an output that another worker goes on with is parsed on, and one that
 is read again gives the same.
@@ -18,23 +19,20 @@ from producers.contract.stream import Token
 from producers.gateway.openai.answer import Output
 from producers.gateway.openai.call_formats import CallSyntax
 from producers.gateway.openai.complete import Choice, Scorer
+from producers.gateway.openai.harmony import HarmonyParser
 from producers.gateway.openai.logprobs import CHAT
 from producers.gateway.openai.reasoning import ReasoningSyntax
-from producers.gateway.openai.tool_call_parser import CallArguments, CallStart, ParsedPart, ToolCallParser
+from producers.gateway.openai.tool_call_parser import (
+    CallArguments,
+    CallStart,
+    OutputPart,
+    ParsedPart,
+    ReasoningText,
+    ToolCallParser,
+)
 
 #: The finish reason of an output that ends with calls.
 CALLED: Final = "tool_calls"
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningText:
-    """A piece of an output's reasoning."""
-
-    text: str
-
-
-#: A piece of an output: text is content.
-OutputPart = ParsedPart | ReasoningText
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +58,10 @@ class OutputSyntax:
         calls = {} if self.calls is None else {"calls": self.calls.to_json()}
         return calls if self.reasoning is None else calls | {"reasoning": self.reasoning.to_json()}
 
-    def parser(self) -> OutputParser:
+    def parser(self) -> OutputParser | HarmonyParser:
         """A parser of one output."""
+        if self.reasoning is not None and self.reasoning.harmony:
+            return HarmonyParser(self.reasoning)
         return OutputParser(self)
 
 

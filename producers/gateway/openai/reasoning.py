@@ -65,6 +65,10 @@ class Marks:
 
 #: Of Qwen 3, DeepSeek R1 and most others; and of Mistral's Magistral.
 MARKS: Final = (Marks("think", "<think>", "</think>"), Marks("mistral", "[THINK]", "[/THINK]"))
+#: Of gpt-oss' harmony, whose messages have channels (`producers.gateway.openai.harmony`): the first is the analysis.
+HARMONY_MARKS: Final = Marks("harmony", "<|channel|>", "<|end|>")
+#: The other tokens of harmony, in the order of `ReasoningSyntax.others`.
+_HARMONY: Final = ("<|message|>", "<|start|>", "<|constrain|>", "<|call|>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,7 @@ class ReasoningSyntax:
 
     `begin`, `end`: the tokens of the marks; None if those are text. `special`: whether these tokens have no text.
     `opened`: whether the prompt has the first mark. `include`: whether the answer has the reasoning.
+    `others`: harmony's other tokens.
     """
 
     marks: Marks
@@ -108,10 +113,16 @@ class ReasoningSyntax:
     special: bool
     opened: bool
     include: bool = True
+    others: tuple[int, ...] = ()
+
+    @property
+    def harmony(self) -> bool:
+        return self.marks is HARMONY_MARKS
 
     def to_json(self) -> str:
         """The syntax as a record has it."""
-        return json.dumps([self.marks.name, self.begin, self.end, self.special, self.opened, self.include])
+        kept = [self.marks.name, self.begin, self.end, self.special, self.opened, self.include, *self.others]
+        return json.dumps(kept)
 
     @classmethod
     def from_json(cls, kept: str | None) -> Self | None:
@@ -119,8 +130,11 @@ class ReasoningSyntax:
         if not kept:
             return None
         name, *values = json.loads(kept)
-        marks = next((marks for marks in MARKS if marks.name == name), None)
-        return None if marks is None or len(values) != 5 else cls(marks, *values)
+        marks = next((marks for marks in (*MARKS, HARMONY_MARKS) if marks.name == name), None)
+        if marks is None or len(values) < 5:
+            return None
+        begin, end, special, opened, include, *others = values
+        return cls(marks, begin, end, special, opened, include, tuple(others))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +190,7 @@ class Reasoning:
             return Reasoned(task, self.syntax, names)
         elif self.added:
             form = f"start: (TEXT added)* TEXT\nadded: {_any_of(self.added)}\nTEXT: /(.|\\n)*/"
-        grammar = self._before(form)
+        grammar = self._before(form, calling)
         if len(grammar) > MAX_GRAMMAR:
             message = f"{parameter} has {len(grammar)} characters as a form behind reasoning; at most {MAX_GRAMMAR}"
             raise InvalidTask(f"{message} are taken", param=parameter)
@@ -184,10 +198,13 @@ class Reasoning:
         names = {**names, "grammar": names.get(parameter or "", parameter or "")}
         return Reasoned(task.model_copy(update=forms), self.syntax, names)
 
-    def _before(self, form: str) -> str:
-        """The grammar of reasoning before a form, which is a grammar whose first rule is `start`."""
+    def _before(self, form: str, calling: bool) -> str:
+        """The grammar of reasoning before a form, which is a grammar whose first rule is `start`. `calling`: whether
+        that is of tools."""
         syntax = self.syntax
         assert syntax is not None, "there is reasoning"
+        if syntax.harmony:
+            return self._before_in_harmony(form, calling)
         rules = [re.sub("^start:", "body:", form, count=1)]
         # White space after the mark: text has its own.
         gap = "" if "\nTEXT: " in form else "gap "
@@ -212,6 +229,26 @@ class Reasoning:
         if self.budget is not None and syntax.end is not None:
             budget = budget_line(self.budget, syntax.end, None if syntax.opened else syntax.begin)
         return budget + "\n".join([whole, *rules])
+
+    def _before_in_harmony(self, form: str, calling: bool) -> str:
+        """The same in harmony: a message of analysis, and then a call or a message of the channel `final`."""
+        syntax = self.syntax
+        assert syntax is not None, "there is reasoning"
+        channel, end, message, start = (f"<[{token}]>" for token in (syntax.begin, syntax.end, *syntax.others[:2]))
+        rules = [re.sub("^start:", "body:" if calling else "answered:", form, count=1)]
+        if not calling:
+            rules.append(f'body: {channel} "final" {message} answered')
+        if self.budget == 0:
+            return "\n".join(["start: body", *rules])
+        whole = f'start: body | {channel} "analysis" {message} THOUGHT {end} {start} "assistant" body'
+        line = ""
+        if self.budget is not None and syntax.end is not None:
+            line = budget_line(self.budget + _HEADER, syntax.end, syntax.begin)
+        return line + "\n".join([whole, *rules, r"THOUGHT: /(.|\n)*/"])
+
+
+#: The tokens of an analysis' head behind the first one.
+_HEADER: Final = 2
 
 
 def _any_of(tokens: Sequence[int]) -> str:
@@ -258,6 +295,8 @@ class ReasoningModel:
         added = self.tokenizer.added_tokens()
         begin, end = added.get(self.marks.begin), added.get(self.marks.end)
         syntax = ReasoningSyntax(self.marks, None, None, False, opened, request.include)
+        if self.marks is HARMONY_MARKS:
+            syntax = replace(syntax, others=tuple(added[mark].id for mark in _HARMONY))
         if begin is not None and end is not None and begin.special == end.special:
             syntax = replace(syntax, begin=begin.id, end=end.id, special=end.special)
         elif budget is not None:
@@ -281,7 +320,7 @@ async def reasoning_model(templates: Templates, prompts: Prompts, card: Mapping[
     if "chat" not in card["capabilities"]:
         return None
     template = await templates.with_tools(card)
-    if not any(marks.end in template for marks in MARKS):
+    if not any(marks.end in template for marks in (*MARKS, HARMONY_MARKS)):
         return None
     tokenizer = await prompts.tokenizer(card)
     marks = marks_of(template, tokenizer)
@@ -329,6 +368,9 @@ def refuse_where_none(request: ReasoningRequest, card: Mapping[str, Any]) -> Non
 def marks_of(template: str, tokenizer: Tokenizer) -> Marks | None:
     """The marks of a model that reasons, by the text of its chat template and its tokens; None for another model."""
     added = tokenizer.added_tokens()
+    harmony = (HARMONY_MARKS.begin, HARMONY_MARKS.end, *_HARMONY)
+    if all(mark in added for mark in harmony) and all(mark in template for mark in harmony[:3]):
+        return HARMONY_MARKS
     return next(
         (marks for marks in MARKS if marks.end in template and (marks.begin in template or marks.begin in added)), None
     )

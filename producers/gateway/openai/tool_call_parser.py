@@ -32,8 +32,16 @@ class CallEnd:
     index: int
 
 
-#: A piece of an output: text is content.
+@dataclass(frozen=True, slots=True)
+class ReasoningText:
+    """A piece of an output's reasoning."""
+
+    text: str
+
+
+#: A piece of an answer: text is content. And of an output, which may reason before it.
 ParsedPart = str | CallStart | CallArguments | CallEnd
+OutputPart = ParsedPart | ReasoningText
 
 
 class ToolCallParser:

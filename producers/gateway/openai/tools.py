@@ -350,6 +350,8 @@ def make_calling(
         _check_answer(tools.answer, judge)
     added = tokenizer.added_tokens()
     single = {mark: added[mark].id for mark in style.marks if mark in added}
+    if style.answer and len(single) < len(style.marks):
+        raise InvalidTask(f"the model's tokenizer lacks tokens of the format {style.name} of calls", param="tools")
     # Tokens that are no text to llguidance, and that a model may write all the same, such as <think>.
     taken = {*single, *without}
     free = [token.id for text, token in added.items() if not token.special and text in template and text not in taken]
@@ -386,11 +388,13 @@ def _grammar(
     each = zip(tools.callable, arguments, strict=True)
     functions = " | ".join(_call(style, function.name, schema, single) for function, schema in each)
     rules = [f"function: {functions}"]
-    begin = _literal(style.begin, single)
+    begin, text = _literal(style.begin, single), _literal(style.answer, single)
     if tools.must:
         return "\n".join([f"start: {begin} {calls}", *rules])
     if tools.answer is not None:
-        return "\n".join([f"start: answer | {begin} {calls}", f"answer: {json_rule(tools.answer)}", *rules])
+        return "\n".join([f"start: answer | {begin} {calls}", f"answer: {text} {json_rule(tools.answer)}", *rules])
+    if text:
+        return "\n".join([f"start: {text} TEXT | {begin} {calls}", *rules, r"TEXT: /(.|\n)*/"])
     if not begin:
         return "\n".join([f"start: PLAIN | {calls}", r"PLAIN: /[^{](.|\n)*/", *rules])
     before = "(TEXT added)* " if free else ""

@@ -39,9 +39,9 @@ from producers.gateway.http.request_body import INLINE
 from producers.gateway.http.sse import Direct, LiveStream
 from producers.gateway.openai.answer import run_by_weight, weight
 from producers.gateway.openai.logprobs import ChatLogprobs
-from producers.gateway.openai.output_parser import OutputPart, OutputSyntax, ReasoningText
+from producers.gateway.openai.output_parser import OutputSyntax
 from producers.gateway.openai.responses.request import NAMES, REASONING, THOUGHT, Item, call_view
-from producers.gateway.openai.tool_call_parser import CallArguments, CallEnd, CallStart
+from producers.gateway.openai.tool_call_parser import CallArguments, CallEnd, CallStart, OutputPart, ReasoningText
 from producers.gateway.tasks.foreground import Foreground, stopping
 
 T = TypeVar("T")

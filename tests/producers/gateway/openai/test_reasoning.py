@@ -32,16 +32,19 @@ from producers.errors import InvalidTask
 from producers.gateway.batch_endpoints import LineEndpoints
 from producers.gateway.http.errors import Problem
 from producers.gateway.openai.batch_lines import CHATS, RESPONSES
-from producers.gateway.openai.output_parser import OutputPart, OutputSyntax, ReasoningText
+from producers.gateway.openai.call_formats import HARMONY
+from producers.gateway.openai.output_parser import OutputSyntax
 from producers.gateway.openai.reasoning import (
+    HARMONY_MARKS,
     MARKS,
     Marks,
     ReasoningModel,
     ReasoningRequest,
     ReasoningSyntax,
+    marks_of,
     opened_in,
 )
-from producers.gateway.openai.tool_call_parser import CallArguments, CallStart
+from producers.gateway.openai.tool_call_parser import CallArguments, CallStart, OutputPart, ReasoningText
 from producers.gateway.openai.tools import make_calling, read_tools
 from producers.sweeper.batches.endpoint import Answer, Finished, PlannedTask
 from tests.histories import examples
@@ -65,11 +68,14 @@ OPENING = "{% for message in messages %}{{ message.content.split('</think>')[-1]
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
 
 
-def tokenizer_of(*marks: str, special: bool = False) -> Tokenizer:
-    """The bundled model's, with marks as tokens."""
+def tokenizer_of(*marks: str, special: bool = False, eos: Sequence[str] = ()) -> Tokenizer:
+    """The bundled model's, with marks as tokens. `eos`: those of them that end an output, if not the model's."""
     files = {path.name: path.read_bytes() for path in TINY.glob("*.json")}
     backend = tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json"))
     backend.add_tokens([tokenizers.AddedToken(mark, special=special) for mark in marks])
+    if eos:
+        ends = {"eos_token_id": [backend.token_to_id(mark) for mark in eos]}
+        files["generation_config.json"] = json.dumps(ends).encode()
     return Tokenizer(files | {"tokenizer.json": backend.to_str().encode()})
 
 
@@ -336,6 +342,104 @@ def test_a_message_that_goes_on_says_whether_it_reasons() -> None:
     cases = {"": False, "<think>a": True, "<think>a</think>": None, "a": None, "<think>a</think>b": None}
     for text, opened in cases.items():
         assert opened_in(text, THINK) is opened, text
+
+
+# ---- harmony
+
+HARMONY_TEMPLATE = """{% for tool in tools or [] %}{{ tool | tojson }} to=functions.NAME{% endfor %}
+{%- for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endfor %}
+{#- <|channel|> -#}<|start|>assistant"""
+HARMONY_CASE = Case(
+    HARMONY_MARKS,
+    tokenizer_of(
+        *("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"),
+        special=True,
+        eos=("<|call|>", "<|return|>"),
+    ),
+)
+HARMONY_MODEL = ReasoningModel("m", HARMONY_TEMPLATE, HARMONY_CASE.tokenizer, HARMONY_MARKS)
+ANALYSIS = "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant"
+PREAMBLE = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+CALL_OF_NOW = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+
+
+def harmony_syntax() -> OutputSyntax:
+    assert marks_of(HARMONY_TEMPLATE, HARMONY_CASE.tokenizer) is HARMONY_MARKS
+    syntax = HARMONY_MODEL.reasoning(ReasoningRequest(), False).syntax
+    assert syntax is not None
+    assert OutputSyntax.of_record(OutputSyntax(None, syntax).fields) == OutputSyntax(None, syntax)
+    return OutputSyntax(None, syntax)
+
+
+@pytest.mark.parametrize(
+    ("text", "thoughts", "content", "calls"),
+    [
+        (f"{ANALYSIS}<|channel|>final<|message|>It is 4.<|return|>", "Let me see.", "It is 4.", []),
+        (f"{ANALYSIS}{CALL_OF_NOW}<|call|>", "Let me see.", "", [("now", "{}")]),
+        (f"{ANALYSIS}{CALL_OF_NOW}", "Let me see.", "", [("now", "{}")]),
+        (f"{PREAMBLE}{CALL_OF_NOW}", "", "I look.", [("now", "{}")]),
+        ("<|channel|>analysis<|message|>broken off", "broken off", "", []),
+        ("<|channel|>final<|message|>", "", "", []),
+    ],
+)
+def test_harmony_is_told_apart_by_channels(
+    text: str, thoughts: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    tokens = HARMONY_CASE.tokens(text)
+    for size in (1, 2, len(tokens)):
+        parser = harmony_syntax().parser()
+        parts = [part for at in range(0, len(tokens), size) for part in parser.feed(tokens[at : at + size])]
+        parts += parser.end()
+        assert joined(parts) == (thoughts, content)
+        starts = [part for part in parts if isinstance(part, CallStart)]
+        read = [
+            "".join(part.text for part in parts if isinstance(part, CallArguments) and part.index == start.index)
+            for start in starts
+        ]
+        assert [(start.name, each) for start, each in zip(starts, read, strict=True)] == calls
+        assert parser.called is bool(calls)
+        assert (parser.reasoning_tokens > 0) is bool(thoughts)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_calls_in_harmony_are_of_the_tools(choice: str) -> None:
+    tools = read_tools({"tools": TOOLS, "tool_choice": choice})
+    assert tools is not None
+    calling = make_calling(tools, HARMONY_TEMPLATE, HARMONY_CASE.tokenizer, TRIALS.check)
+    assert calling.syntax.format is HARMONY
+    reasoning = HARMONY_MODEL.reasoning(ReasoningRequest(budget=4, parameter="thinking_budget"), False)
+    grammar = reasoning.applied(Task(model="m", prompt=[1], grammar=calling.grammar), {}, calling=True).task.grammar
+    assert grammar is not None
+    answer = "<|channel|>final<|message|>It is"
+    short = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant"
+    for text in (f"{short}{CALL_OF_NOW}", CALL_OF_NOW, answer):
+        matcher = HARMONY_CASE.matcher(grammar)
+        for token_id in HARMONY_CASE.tokenizer.encode(text, add_special_tokens=False):
+            matcher.push(token_id)
+        assert bool(matcher.error) is (text == answer and choice == "required"), text
+    if choice == "auto":
+        return
+    syntax = OutputSyntax(calling.syntax, reasoning.syntax)
+    for seed in range(4):
+        output = output_of(HARMONY_CASE, grammar, seed, ahead=1)
+        parser, detokenizer = syntax.parser(), HARMONY_CASE.tokenizer.new_detokenizer()
+        parts = parser.feed([Token(0, 0, at, one, detokenizer.push(one)) for at, one in enumerate(output)])
+        parts += parser.end()
+        assert joined(parts)[1] == ""
+        assert parser.called
+        assert parser.reasoning_tokens <= 4 + 10, "its head, its end, and a character that has begun"
+
+
+def test_a_form_in_harmony_is_that_of_the_last_message() -> None:
+    task = Task(model="m", prompt=[1], json_schema=SCHEMA)
+    for budget in (None, 0, 3):
+        reasoned = HARMONY_MODEL.reasoning(ReasoningRequest(budget=budget), False).applied(task, {}, calling=False)
+        assert reasoned.task.grammar is not None
+        matcher = HARMONY_CASE.matcher(reasoned.task.grammar)
+        text = f'{ANALYSIS if budget is None else ""}<|channel|>final<|message|>{{"n": 1}}'
+        for token_id in HARMONY_CASE.tokenizer.encode(text, add_special_tokens=False):
+            matcher.push(token_id)
+        assert not matcher.error
 
 
 # ---- over HTTP

@@ -46,6 +46,7 @@ from producers.gateway.openai.tool_call_parser import CallArguments, CallEnd, Ca
 from producers.gateway.openai.tools import MAX_LEAN, Calling, Tools, make_calling, read_tools
 from tests.exhaustive import few
 from tests.histories import examples
+from tests.processes import ROOT
 from tests.producers.gateway.conftest import TINY
 
 WEATHER = {
@@ -376,7 +377,9 @@ def test_a_template_that_lists_no_tools_is_told_of_them_in_its_own_form() -> Non
 
 def test_a_caller_may_name_the_format() -> None:
     template = "{% for tool in tools %}{{ tool }}{% endfor %} say it in your own way"
+    page = (ROOT / "docs" / "use" / "http.md").read_text("utf-8")
     for call_format in FORMATS:
+        assert call_format.name in page, "documented"
         tools = read_tools({"tools": TOOLS, "tool_call_format": call_format.name})
         assert tools is not None
         assert tools.format_in(template) is call_format
