@@ -20,7 +20,8 @@ from engine.config import EngineConfig
 from engine.errors import DeviceLostError, EngineError, ErrorText, RequestError, brief
 from engine.execution.loop import StepLoop
 from engine.execution.placement import REHEARSED, plan_capacity, runner_for, speculation_for, while_idle
-from engine.execution.ranks import Group, LeadModel
+from engine.execution.ranks.group import Group
+from engine.execution.ranks.runner import LeadModel
 from engine.execution.threads import on_nodes_of, threads_for
 from engine.execution.turns import Turns
 from engine.grammar.source import parser_version

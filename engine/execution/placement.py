@@ -8,7 +8,7 @@ from dataclasses import replace
 from engine.config import EngineConfig
 from engine.errors import EngineError, ErrorText
 from engine.execution.device import DeviceRunner, rehearse, step_bytes
-from engine.execution.ranks import LeadModel, RanksRunner
+from engine.execution.ranks.runner import LeadModel, RanksRunner
 from engine.execution.runner import Runner
 from engine.kv import Capacity, KvSpace
 from engine.memory import GIB, block_bytes, free_bytes, kv_spaces, release

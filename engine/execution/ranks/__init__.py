@@ -5,9 +5,6 @@
 
 messages: arrays as bytes; runner: the lead's runner and model, and what a follower does
 group: starts the followers and watches them; follower: their process
+
+Nothing is imported here: a follower ignores signals, and is bound to the lead's life, before torch is imported.
 """
-
-from engine.execution.ranks.group import Group
-from engine.execution.ranks.runner import LeadModel, RanksRunner, follow
-
-__all__ = ["Group", "LeadModel", "RanksRunner", "follow"]

@@ -13,7 +13,7 @@ import torch
 
 from engine.adapters import Adapter, load_adapter
 from engine.errors import DeviceLostError
-from engine.execution.ranks import LeadModel, RanksRunner, follow
+from engine.execution.ranks.runner import LeadModel, RanksRunner, follow
 from engine.kernels.native import load_library
 from engine.kernels.native.exchange import Exchange, Share, shared_memory
 from engine.models import load_model

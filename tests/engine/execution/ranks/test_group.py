@@ -16,7 +16,8 @@ import pytest
 from engine import Engine, EngineConfig, SamplingParams
 from engine.engine import fingerprint_of
 from engine.errors import EngineError
-from engine.execution.ranks import Group, group
+from engine.execution.ranks import group
+from engine.execution.ranks.group import Group
 from engine.kernels.native import load_library
 from engine.request import Request
 from tests.engine.adapters.folders import write_adapter

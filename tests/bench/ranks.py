@@ -1,0 +1,96 @@
+"""What dividing a model among processes costs: processor time of ranks and of one process with as many threads.
+
+    python -m tests.bench.ranks MODEL --ranks 2 --threads 2 --requests 8,32
+
+Processor time, not seconds on a clock: it says the same on a machine that is busy. The lead's Python is its thread's
+time in a decode step outside native calls, the median of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine import Engine, EngineConfig, SamplingParams
+from engine.kernels.native import load_library
+
+#: Tokens of each prompt and of each output.
+PROMPT, OUTPUT = 128, 40
+#: The library's functions that compute or wait.
+NATIVE = ("layers", "layers_of_rank", "peaks", "peak_values", "sum", "send", "gather")
+
+
+class Steps:
+    """The lead's thread time of each step, without that of native calls, in microseconds."""
+
+    def __init__(self) -> None:
+        """Make it before the engine: products look native functions up when they are made."""
+        self.python: list[float] = []
+        self._native = 0
+        library = load_library()
+        for name in NATIVE:
+            setattr(library, name, self._timed(getattr(library, name)))
+
+    def watch(self, engine: Engine) -> None:
+        self._step = engine._pipeline.step
+        engine._pipeline.step = self._counted  # type: ignore[method-assign]
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            began = time.thread_time_ns()
+            result = function(*arguments)
+            self._native += time.thread_time_ns() - began
+            return result
+
+        return call
+
+    def _counted(self) -> bool:
+        self._native, began = 0, time.thread_time_ns()
+        worked = self._step()
+        self.python.append((time.thread_time_ns() - began - self._native) / 1e3)
+        return worked
+
+
+def processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--requests", default="8,32")
+    args = parser.parse_args()
+    greedy = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
+    steps = Steps()
+    for ranks in (1, args.ranks):
+        config = EngineConfig(tensor_parallel=ranks, threads=args.threads, kv_cache_bytes=512 << 20)
+        with Engine.load(args.model, config) as engine:
+            group = engine._group
+            processes = [os.getpid(), *(each.process.pid for each in (group._followers if group else ()))]
+            steps.watch(engine)
+            ids = random.Random(7)
+            engine.generate([[5] * 8], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+            for count in map(int, args.requests.split(",")):
+                prompts = [[ids.randrange(100, engine._model.vocab_size) for _ in range(PROMPT)] for _ in range(count)]
+                before = [processor_s(pid) for pid in processes]
+                steps.python.clear()
+                engine.generate(prompts, greedy)
+                spent = [round(processor_s(pid) - was, 2) for pid, was in zip(processes, before, strict=True)]
+                print(
+                    f"{ranks} ranks, {count} requests: {sum(spent):.2f} s of processor time {spent}, Python "
+                    f"{statistics.median(steps.python[-OUTPUT + 2 :]):.0f} us a step",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
