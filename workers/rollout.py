@@ -26,6 +26,8 @@ from producers.connection.script import parsed, text
 from producers.connection.trouble import error_text
 from producers.contract import keys
 from producers.contract.profile import sane
+from producers.rollouts import operations
+from producers.rollouts.operations import RolloutError
 from producers.store.fleet import canaries, cards, rollouts
 from producers.store.fleet.rollouts import Rollout
 from producers.store.fleet.routing import RoutingError
@@ -90,20 +92,10 @@ def begin(store: Redis, new: New, workers: int | None, ready: int) -> Rollout:
 def cancel(store: Redis, model: str) -> Rollout:
     """End a rollout that has not switched yet. Raises Refused without one; redis errors."""
     _check_judged(store, model)
-    while True:
-        current, card = rollouts.read(store, model), cards.read(store, model)
-        if current is None or current.phase not in rollouts.UNDER_WAY:
-            raise Refused(
-                f"no rollout of {model} is under way" + ("" if current is None else f": it is {current.phase}")
-            )
-        if current.phase == "draining" or (card is not None and card["version"] == current.version):
-            raise Refused(
-                f"new tasks of {model} go to version {current.version} already: roll back with "
-                f"`penstock rollout {model}=FOLDER`, the folder of version {current.before}"
-            )
-        ended = current.to("cancelled", rollouts.now(store), "an operator cancelled it")
-        if rollouts.change(store, current, ended):
-            return ended
+    try:
+        return operations.cancel(store, model)
+    except RolloutError as error:
+        raise Refused(str(error)) from error
 
 
 def _check_judged(store: Redis, model: str) -> None:

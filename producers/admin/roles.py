@@ -118,7 +118,10 @@ ROLES: Final[dict[str, Rights]] = {
     "gateway": Rights(
         f"{_TASKS} {_QUEUES} {_FILES} {_IDEMPOTENCY} penstock:keys penstock:audit penstock:audit:* "
         "penstock:tenants:limits penstock:weights penstock:webhooks:* penstock:usage penstock:usage:* "
-        "penstock:scale:retries penstock:swept penstock:sqs:* penstock:dead penstock:reaped penstock:feedback",
+        "penstock:scale:retries penstock:swept penstock:sqs:* penstock:dead penstock:reaped penstock:feedback "
+        # Operators change routing and end rollouts over HTTP.
+        "penstock:routing:* penstock:models penstock:versions penstock:pools penstock:rollouts penstock:canaries "
+        "penstock:canaries:*",
         f"{_DELIVERIES} {_TASKS_READ} {_SCALING} penstock:blob:* penstock:profiles penstock:rollouts penstock:sweeper "
         "penstock:schedules penstock:metrics:*",
         _TASKS_CHANNELS,

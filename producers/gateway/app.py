@@ -20,6 +20,7 @@ from producers.connection.addresses import networks
 from producers.connection.turns import Turns
 from producers.gateway import (
     batches,
+    changes,
     console,
     dead_letters,
     files,
@@ -135,7 +136,7 @@ ROUTERS: Final = (
         webhooks.router,
     ),
     *(keys.router, tenants.router, usage.router, models_router, health.router, fleet.router, dead_letters.router),
-    *(console.router, overview.router, operations.router),
+    *(console.router, overview.router, operations.router, changes.router),
     *(chat.router, completions.router, responses.router, pooling.router, tokens.router),
 )
 

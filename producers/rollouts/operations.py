@@ -19,6 +19,7 @@ from producers.rollouts.metrics import BY_NAME, defaults
 from producers.store.access.audit import operator
 from producers.store.fleet import canaries, cards, rollouts, routing
 from producers.store.fleet.canaries import ALIAS, Canary, Plan
+from producers.store.fleet.rollouts import Rollout
 
 #: Most steps of a rollout.
 MOST_STEPS = 20
@@ -119,14 +120,31 @@ def promote(store: Redis, model: str, *, full: bool = False) -> Canary:
     return _changed(store, model, canaries.UNDER_WAY, decided)
 
 
-def abort(store: Redis, model: str) -> Canary:
-    """End it: the baseline gets all tasks again, at once. Raises as `start`."""
-    return _changed(
-        store, model, canaries.UNDER_WAY, lambda state: Decision("abort", "aborted", "an operator aborted it")
-    )
+def abort(store: Redis, model: str, by: str | None = None) -> Canary:
+    """End it: the baseline gets all tasks again, at once. `by`: unset, the user of this process. Raises as `start`."""
+    decision = Decision("abort", "aborted", "an operator aborted it")
+    return _changed(store, model, canaries.UNDER_WAY, lambda state: decision, by)
 
 
-def _changed(store: Redis, model: str, phases: tuple[str, ...], decision: Any) -> Canary:
+def cancel(store: Redis, model: str) -> Rollout:
+    """End a rollout without judgement that has not switched yet. Raises RolloutError without one; redis errors."""
+    while True:
+        current, card = rollouts.read(store, model), cards.read(store, model)
+        if current is None or current.phase not in rollouts.UNDER_WAY:
+            raise RolloutError(
+                f"no rollout of {model} is under way" + ("" if current is None else f": it is {current.phase}")
+            )
+        if current.phase == "draining" or (card is not None and card["version"] == current.version):
+            raise RolloutError(
+                f"new tasks of {model} go to version {current.version} already: roll back with "
+                f"`penstock rollout {model}=FOLDER`, the folder of version {current.before}"
+            )
+        ended = current.to("cancelled", rollouts.now(store), "an operator cancelled it")
+        if rollouts.change(store, current, ended):
+            return ended
+
+
+def _changed(store: Redis, model: str, phases: tuple[str, ...], decision: Any, by: str | None = None) -> Canary:
     while True:
         state = canaries.read(store, model)
         if state is None:
@@ -139,7 +157,7 @@ def _changed(store: Redis, model: str, phases: tuple[str, ...], decision: Any) -
             if state.phase == "promoted":
                 hint = f": `penstock models alias {model} default={state.before}` moves new tasks back"
             raise RolloutError(f"the rollout of {model} is {state.phase}{hint}")
-        if (new := decide(store, state, decision(state), operator())) is not None:
+        if (new := decide(store, state, decision(state), by or operator())) is not None:
             return act(store, new)
 
 

@@ -243,13 +243,14 @@ function dialog(title, body, buttons) {
   });
 }
 
-// Ask once before something is changed: what it will do, in words. `run` does it; its text says what was done.
-async function confirm({ title, text, verb, danger = false, run }) {
-  const body = [text].flat().map((line) => h("p", null, line));
+// Ask once before something is changed: what it will do, in words, and with `fields` how. `run` does it, given the form;
+// its text says what was done.
+async function confirm({ title, text, fields = [], verb, danger = false, run }) {
+  const body = [...[text].flat().map((line) => h("p", null, line)), ...fields];
   const sure = await dialog(title, body, h("button", { type: "submit", class: danger ? "danger" : "primary" }, verb));
   if (sure === null) return;
   try {
-    say(await run());
+    say(await run(sure));
   } catch (error) {
     say(error.message, true);
   }

@@ -16,11 +16,13 @@ from axe_playwright_python.base import AXE_FILE_PATH
 from playwright.async_api import Browser, expect
 from redis import Redis
 
+from producers.contract import keys
 from producers.gateway.samples import Point
-from producers.store.fleet import scaling
+from producers.store.fleet import routing
+from producers.store.fleet.rollouts import Rollout
 from tests.exhaustive import few
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import QUEUE, Door, Make, Open, Submit
+from tests.producers.gateway.conftest import CARD, QUEUE, Door, Make, Open, Submit
 from tests.producers.gateway.console.conftest import Complaints, Look
 from tests.producers.gateway.openai.conftest import Answering, says
 from tests.producers.gateway.openai.conftest import answering as answering
@@ -28,6 +30,8 @@ from tests.producers.gateway.test_dead_letters import bury
 from tests.producers.gateway.test_fleet import announce
 from tests.producers.gateway.test_keys import make as make
 from tests.producers.gateway.test_operations import audited, decide, put
+from tests.producers.gateway.test_routing import OTHER
+from tests.producers.gateway.test_routing import routed as routed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -134,7 +138,34 @@ async def test_what_changes_something_asks_once_says_what_and_is_audited(
     await dialog.get_by_role("button", name="Try again").click()
     await expect(page.locator("#said")).to_have_text("The next try is now.")
     assert audited(door.http)[0][1:] == ("scaling.retry", "tiny@1")
-    assert await asyncio.to_thread(valkey.exists, scaling.keys.SCALE_RETRIES)
+    assert await asyncio.to_thread(valkey.exists, keys.SCALE_RETRIES)
+
+
+async def test_an_alias_the_split_and_a_rollout_are_changed_from_the_page(
+    look: Look, door: Door, routed: Redis
+) -> None:
+    waiting = Rollout("tiny", "tiny=/new", OTHER.version, CARD.version, 1, time.time(), time.time())
+    routed.hset(keys.ROLLOUTS, "tiny", waiting.to_json())
+    page = await look(door, "models")
+    dialog, said = page.get_by_role("dialog"), page.locator("#said")
+    await page.get_by_role("button", name="Change an alias").click()
+    await expect(dialog).to_contain_text("New tasks that name tiny@ALIAS")
+    await dialog.get_by_label("Alias").fill("next")
+    await dialog.get_by_label("Version").select_option(OTHER.version)
+    await dialog.get_by_role("button", name="Change the alias").click()
+    await expect(said).to_have_text(f"next names {OTHER.version} now.")
+    await page.get_by_role("button", name="Change the split").click()
+    await dialog.get_by_label("candidate").fill("12.5")
+    await dialog.get_by_role("button", name="Change the split").click()
+    await expect(said).to_have_text("The split is candidate 12.5 %.")
+    await page.get_by_role("button", name="End it").click()
+    await expect(dialog).to_contain_text(f"they go on to {CARD.version}")
+    await dialog.get_by_role("button", name="End it").click()
+    await expect(said).to_have_text("The rollout is cancelled.")
+    now = routing.read(routed, "tiny")
+    assert now is not None
+    assert (now.aliases["next"], now.split) == (OTHER.version, {"candidate": 12.5})
+    assert [did for _, did, _ in audited(door.http)][:3] == ["rollout.abort", "model.route", "model.route"]
 
 
 @dataclass(frozen=True)
