@@ -107,6 +107,10 @@ export const playground = {
           used = chunk.usage ?? used;
           const choice = chunk.choices?.[0];
           why = choice?.finish_reason ?? why;
+          if (choice?.delta?.reasoning_content && !text) {
+            first ??= performance.now();
+            about.textContent = "the model reasons";
+          }
           if (choice?.delta?.content) {
             first ??= performance.now();
             text += choice.delta.content;

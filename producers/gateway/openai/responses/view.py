@@ -208,8 +208,8 @@ Change = Text | ReasoningText | CallStart | CallArguments | CallEnd
 
 
 class Output:
-    """A response's output, collected from its stream: reasoning, a message, calls, as far as there are such, in this
-    order. `size`: bytes so far."""
+    """A response's output, collected from its stream: items in the order in which the model wrote them, which is mostly
+    reasoning, a message, calls, as far as there are such. `size`: bytes so far."""
 
     def __init__(self, metadata: ResponseMetadata, scorer: ChatLogprobs | None) -> None:
         self._metadata = metadata
@@ -292,20 +292,25 @@ class Output:
         return Text(text, logprobs, scored)
 
     def message(self) -> MessageItem:
-        """The output's message; made if there is none yet."""
-        if not self.items or isinstance(self.items[-1], ReasoningItem):
-            self.items.append(MessageItem(self._metadata.item_id))
-        message = next(item for item in self.items if not isinstance(item, ReasoningItem))
-        assert isinstance(message, MessageItem)
+        """The output's message; made if the last item is none."""
+        message = self.items[-1] if self.items else None
+        if not isinstance(message, MessageItem):
+            message = MessageItem(self._numbered(self._metadata.item_id, MessageItem))
+            self.items.append(message)
         return message
 
     def _reasoning(self) -> ReasoningItem:
-        """The output's reasoning, which is its first item; made if there is none yet."""
-        if not self.items:
-            self.items.append(ReasoningItem(f"{THOUGHT}{self._metadata.task_id}"))
-        reasoning = self.items[0]
-        assert isinstance(reasoning, ReasoningItem)
+        """The output's reasoning; made if the last item is none."""
+        reasoning = self.items[-1] if self.items else None
+        if not isinstance(reasoning, ReasoningItem):
+            reasoning = ReasoningItem(self._numbered(f"{THOUGHT}{self._metadata.task_id}", ReasoningItem))
+            self.items.append(reasoning)
         return reasoning
+
+    def _numbered(self, item_id: str, kind: type) -> str:
+        """The id of a further item of a kind; that of the first has no number."""
+        number = sum(isinstance(item, kind) for item in self.items)
+        return f"{item_id}_{number}" if number else item_id
 
     def _new_call(self, start: CallStart) -> CallItem:
         syntax, task_id = self._metadata.syntax, self._metadata.task_id
@@ -447,15 +452,12 @@ class EventWriter:
 
     def _change(self, change: Change) -> Iterator[bytes]:
         if isinstance(change, Text):
-            if not self._opened or isinstance(self.output.items[self._opened - 1], ReasoningItem):
-                yield from self._close("completed")
-                yield from self._open()
+            yield from self._enter(MessageItem)
             if change.text or change.scored:
                 delta = f'{self._item_fields()}, "content_index": 0, "delta": "{change.text}"'
                 yield self._event("response.output_text.delta", f'{delta}, "logprobs": [{change.logprobs}]')
         elif isinstance(change, ReasoningText):
-            if not self._opened:
-                yield from self._open()
+            yield from self._enter(ReasoningItem)
             delta = f'{self._item_fields()}, "content_index": 0, "delta": {quote(change.text)}'
             yield self._event("response.reasoning_text.delta", delta)
         elif isinstance(change, CallStart):
@@ -466,6 +468,12 @@ class EventWriter:
             yield self._event("response.function_call_arguments.delta", delta)
         else:
             yield from self._close("completed")
+
+    def _enter(self, kind: type) -> Iterator[bytes]:
+        """The events before text of an item of a kind, where another is open, or none."""
+        if not self._opened or not isinstance(self.output.items[self._opened - 1], kind):
+            yield from self._close("completed")
+            yield from self._open()
 
     def _item_fields(self) -> str:
         """The fields that name the item whose events come."""

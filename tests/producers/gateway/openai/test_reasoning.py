@@ -44,6 +44,7 @@ from producers.gateway.openai.reasoning import (
     marks_of,
     opened_in,
 )
+from producers.gateway.openai.responses.view import EventWriter, ResponseMetadata
 from producers.gateway.openai.tool_call_parser import CallArguments, CallStart, OutputPart, ReasoningText
 from producers.gateway.openai.tools import make_calling, read_tools
 from producers.sweeper.batches.endpoint import Answer, Finished, PlannedTask
@@ -440,6 +441,26 @@ def test_a_form_in_harmony_is_that_of_the_last_message() -> None:
         for token_id in HARMONY_CASE.tokenizer.encode(text, add_special_tokens=False):
             matcher.push(token_id)
         assert not matcher.error
+
+
+def test_a_response_in_harmony_has_items_in_the_order_of_its_messages() -> None:
+    syntax = harmony_syntax()
+    fields = {"response": json.dumps({"fields": {"background": False}, "items": []}), **syntax.fields}
+    record = Record("t", fields | {"status": "completed", "reasons": '["stop"]', "task": "{}"})
+    tokens = HARMONY_CASE.tokens(f"{ANALYSIS}{PREAMBLE}{ANALYSIS}<|channel|>final<|message|>It is 4.<|return|>")
+
+    def written(size: int) -> bytes:
+        writer = EventWriter(ResponseMetadata.of("t", fields), None)
+        events = b"".join(writer.deltas(tokens[at : at + size]) for at in range(0, len(tokens), size))
+        return events + b"".join(writer.end(record))
+
+    assert written(1) == written(3) == written(len(tokens))
+    output = json.loads(written(1).rpartition(b"data: ")[2])["response"]["output"]
+    assert [(item["type"], item["content"][0]["text"]) for item in output] == [
+        *(("reasoning", "Let me see."), ("message", "I look.")),
+        *(("reasoning", "Let me see."), ("message", "It is 4.")),
+    ]
+    assert len({item["id"] for item in output}) == 4
 
 
 # ---- over HTTP
