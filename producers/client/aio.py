@@ -18,7 +18,7 @@ from producers.client.listing import Query, QueryFields, list_tasks, page_of
 from producers.client.operations import not_found, submit_once
 from producers.client.reader import CLOSED, Hub, Reader, Shortcut
 from producers.client.steps import Fetch, Pause, Send, Step, Steps, T, adrive
-from producers.client.submission import TASK, Directory, ResolvedModel, submit
+from producers.client.submission import TASK, Directory, ResolvedModel, submit, submit_rest
 from producers.connection.connect import SILENT_S, SMALL_EACH, SMALL_POOL, connect_pools
 from producers.connection.local import servers
 from producers.connection.script import Call, aexecute_many, arun
@@ -91,6 +91,11 @@ class AsyncClient:
         task, more = operations.task_of(task, fields), {**TASK, **trace_fields(traceparent)}
         steps = submit_once(self.directory, task, idempotency_key, task_id, self.patience, more)
         return self.get(await self.run(steps))
+
+    async def submit_rest(self, task: Task, task_id: str) -> None:
+        """Queue what a dead, equal call left unwritten of a task that was admitted, if it is a task of many texts.
+        Raises SubmitFailed."""
+        await self.run(submit_rest(self.directory, task, task_id, self.patience))
 
     async def embed(self, model: str, texts: str | Sequence[Any], **fields: Any) -> list[Row]:
         """As `Client.embed`."""

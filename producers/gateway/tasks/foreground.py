@@ -110,6 +110,9 @@ class Foreground:
             failed = [answer for answer in answers if isinstance(answer, BaseException) and not self._shared(answer)]
             if failed:
                 raise failed[0]
+            for task, name in zip(self._tasks, self.ids, strict=True):
+                if name in existing:
+                    await self._gateway.client.submit_rest(task, name)
         except BaseException:
             await self.close()
             raise

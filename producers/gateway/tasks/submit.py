@@ -62,7 +62,7 @@ async def submitted(
     (task,) = await gateway.accounts.sized(request, [task])
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=task.tenant)
     if entry is not None and entry.state == "made":
-        return entry.id, await original(gateway, entry.id)
+        return entry.id, await _repeated(gateway, task, entry.id)
     entered = await gateway.admission.enter(request, [task])
     task, more, charge = entered.tasks[0], {**more, **marks(request), **entered.more}, charge_of(request)
     if entry is None:
@@ -72,7 +72,7 @@ async def submitted(
             more = {**more, "idempotency": entry.name}
             task_id = await gateway.admission.admit(request, task, entry.id, more, charge)
         except TaskExists:  # an equal request came at the same time
-            return entry.id, await original(gateway, entry.id)
+            return entry.id, await _repeated(gateway, task, entry.id)
     resolved = await idempotency.resolve(request, gateway.client, task, 1, tenant=task.tenant)
     gateway.metrics.submitted(resolved.card["name"], task.tier)
     return task_id, None
@@ -102,6 +102,13 @@ def submitted_view(
         metadata=task.metadata,
         **{name: value for name, value in fields.items() if value is not None},
     )
+
+
+async def _repeated(gateway: Gateway, task: Task, task_id: str) -> Record:
+    """The record of the task that an Idempotency-Key made, with all of its chunks. Raises as `original`, and
+    SubmitFailed."""
+    await gateway.client.submit_rest(task, task_id)
+    return await original(gateway, task_id)
 
 
 async def original(gateway: Gateway, task_id: str) -> Record:

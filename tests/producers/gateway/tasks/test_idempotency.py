@@ -14,9 +14,12 @@ from redis import Redis
 from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
-from producers.store import idempotency, protocol
+from producers.contract.stream import encode_rows
+from producers.store import chunks, idempotency, protocol
+from tests.producers.conftest import CARD
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Ask, Open
+from tests.waiting import until
 
 KEY = {"idempotency-key": "order-7"}
 
@@ -154,3 +157,44 @@ def test_a_request_that_is_refused_later_takes_its_key_too(open_door: Open, mode
         statuses.append((answer.status_code, answer.json().get("error", {}).get("code")))
     assert statuses[2:] == [(429, "too_many_idempotency_keys")] * 2
     assert len(valkey.keys("penstock:idempotency:*")) == 2
+
+
+@pytest.mark.parametrize("path", ["/v1/tasks", "/v1/embeddings"])
+def test_a_task_of_many_texts_that_a_dead_gateway_left_half_written_is_written_to_the_end(
+    http: httpx.Client, worker: FakeWorker, valkey: Redis, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """The next request with the key goes on with it: no chunk is made twice, and no other task is made."""
+    card = {**CARD, "name": "vectors", "capabilities": ["embed"], "pooling": {"dimensions": 1}}
+    valkey.hset(keys.MODELS, "vectors", json.dumps(card))
+    body = {"model": "vectors", "input": ["x"] * 600} | ({"kind": "embed"} if path == "/v1/tasks" else {})
+    write = chunks.write
+
+    def dies(parent: str, first: int, *more: Any) -> Any:
+        if first:
+            raise RuntimeError("the gateway was killed")
+        return write(parent, first, *more)
+
+    monkeypatch.setattr("producers.client.submission.PORTION", 1)  # a chunk in each script
+    with monkeypatch.context() as patched:
+        patched.setattr(chunks, "write", dies)
+        assert http.post(path, json=body, headers=KEY).status_code == 500
+    (parent,) = (name.decode() for name in valkey.zrange(keys.PARENTS, 0, -1))
+    ids = [chunks.chunk_id(parent, number) for number in range(3)]
+
+    def written() -> bool:
+        return valkey.exists(*map(keys.task, ids)) == 3
+
+    assert not written()
+    with ThreadPoolExecutor(1) as pool:
+        again = pool.submit(http.post, path, json=body, headers=KEY)
+        until(written)
+        for name, size in zip(ids, (256, 256, 88), strict=True):
+            until(lambda name=name: valkey.hget(keys.task(name), "status") == b"queued")
+            assert worker.claim(name).answer == "go"
+            worker.finish(name, [0], result=encode_rows([[1.0]] * size))
+        answer = again.result()
+    assert answer.headers["idempotent-replayed"] == "true"
+    if path == "/v1/embeddings":
+        assert len(answer.json()["data"]) == 600
+    assert [int(valkey.hget(keys.task(name), "claims") or 0) for name in ids] == [1, 1, 1]
+    assert (valkey.hget(keys.task(parent), "status"), valkey.zcard(keys.PARENTS)) == (b"completed", 1)
