@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal, Self
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError
 
 from producers.connection.script import aexecute_many, arun, seconds
 from producers.connection.script import text as decoded
@@ -38,6 +39,7 @@ from producers.release import release
 from producers.store import outbox, shadows
 from producers.store.access import audit
 from producers.store.fleet import scaling
+from producers.store.fleet.canaries import Canary
 from producers.store.fleet.rollouts import Rollout
 from producers.store.fleet.routing import RULED, Routing
 from producers.store.outbox import Row, State
@@ -340,17 +342,55 @@ class RolloutView(BaseModel):
         )
 
 
+class JudgedRollout(BaseModel):
+    """A model's last rollout by steps that are judged."""
+
+    object: Literal["rollout.judged"] = "rollout.judged"
+    model: str
+    version: str = Field(description="the candidate")
+    before: str = Field(description="the baseline")
+    phase: str = Field(description="preparing, judging, paused, promoted, rolled_back, aborted or failed")
+    percent: float = Field(description="the candidate's part of new tasks")
+    reason: str = Field(description="of its last decision")
+    begun_at: float = Field(description="unix seconds")
+    changed_at: float = Field(description="since when the routing gives that part; 0: it is yet to")
+
+    @classmethod
+    def of(cls, state: Canary) -> Self:
+        return cls(
+            model=text(state.model),
+            version=text(state.version),
+            before=text(state.before),
+            phase=text(state.phase),
+            reason=text(state.reason),
+            percent=sane(state.percent) or 0.0,
+            begun_at=(sane(state.begun) or 0.0) / 1000,
+            changed_at=(sane(state.since) or 0.0) / 1000,
+        )
+
+
 class RolloutList(BaseModel):
     object: Literal["list"] = "list"
     data: list[RolloutView]
+    judged: list[JudgedRollout] = Field(description="by steps that are judged; the latest first")
 
 
 @router.get("/rollouts", dependencies=MEASURES, response_model=RolloutList)
 async def rollouts(request: Request) -> RolloutList:
-    """List the last rolling update of each model: how far it came, and why it failed; the latest first."""
-    raw = await gateway_of(request).client.store.execute_command("HVALS", keys.ROLLOUTS)
+    """List each model's last rolling update, and its last rollout by steps: how far they came, and why; the latest
+    first."""
+    store = _store(request)
+    raw = await store.execute_command("HVALS", keys.ROLLOUTS)
     views = [RolloutView.of(rollout) for rollout in map(Rollout.of, raw or ()) if rollout is not None]
-    return RolloutList(data=sorted(views, key=lambda view: -view.changed_at)[:MAX_ROWS])
+    try:
+        states = map(Canary.of, await store.execute_command("HVALS", keys.CANARIES) or ())
+    except NoPermissionError:  # users of the server as an earlier release made them
+        states = map(Canary.of, ())
+    judged = [JudgedRollout.of(state) for state in states if state is not None]
+    return RolloutList(
+        data=sorted(views, key=lambda view: -view.changed_at)[:MAX_ROWS],
+        judged=sorted(judged, key=lambda view: -view.begun_at)[:MAX_ROWS],
+    )
 
 
 # ---- sources -------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from producers.store.fleet import canaries, rollouts
 from producers.store.fleet.canaries import ALIAS, Canary
 from producers.store.fleet.rollouts import Rollout
 from producers.store.fleet.routing import Routing, RoutingError
+from producers.store.shadows import Pair
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +100,9 @@ class Controller:
         if state.phase == "preparing":
             return self._prepared(state, fleet)
         found, compared = self._observe(state)
-        if (worse := max((f for f in found if f.worse), key=lambda f: f.odds, default=None)) is not None:
-            return Decision("roll_back", "rolled_back", worse.text())
+        if worse := [finding for finding in found if finding.worse]:
+            also = ", ".join(finding.settings.metric.name for finding in worse[1:])
+            return Decision("roll_back", "rolled_back", worse[0].text() + (f"; also worse: {also}" if also else ""))
         if (lost := self._lost_for(state, fleet)) is not None and lost >= state.plan.lost_s:
             return Decision("roll_back", "rolled_back", f"no worker of {state.version} has been ready for {lost:.0f} s")
         return None if state.phase == "paused" else raised(state, found, compared, canaries.now_ms(self._store))
@@ -131,10 +133,14 @@ class Controller:
         scores: Any = self._store.xrange(keys.FEEDBACK, f"({evidence.scores}", "+", count=PAGE)
         rows += [{text(name): text(value) for name, value in fields.items()} for _, fields in scores]
         matcher.enter(rows, evidence, state.step)
+        copies: Any = self._store.xrange(keys.shadow_pairs(state.model), f"({evidence.pairs}", "+", count=PAGE)
+        pairs = (Pair.parse(value) for _, fields in copies for value in fields.values())
+        matcher.enter_pairs((pair for pair in pairs if pair is not None), evidence, state.step)
         found = findings(state, evidence)
-        if entries or scores:
+        if entries or scores or copies:
             evidence.cursor = text(entries[-1][0]) if entries else evidence.cursor
             evidence.scores = text(scores[-1][0]) if scores else evidence.scores
+            evidence.pairs = text(copies[-1][0]) if copies else evidence.pairs
             total = sum(evidence.compared(step) for step in range(len(evidence.steps)))
             row = None
             if total > evidence.noted * NOTED:

@@ -30,6 +30,7 @@ from producers.connection.script import parsed
 from producers.rollouts.evidence import GRID, Bounds, bounds, comparisons, log_wealth
 from producers.store.fleet.canaries import ALIAS, Canary
 from producers.store.fleet.routing import DEFAULT
+from producers.store.shadows import Pair
 from producers.store.usage.ledger import STATUSES
 
 #: Most tasks of the baseline that one comparison takes; powers of two, so that differences are multiples of 1/GRID.
@@ -44,6 +45,9 @@ TAIL_KEPT, TAIL_NEEDED = 256, 40
 BUCKET: Final = 1.1
 #: Evidence of 10 to 1 that a candidate is worse holds a step; a rollback needs much more.
 SUSPICION: Final = 10.0
+
+#: The metric of shadow traffic, of rollouts whose candidate has some.
+SHADOW: Final = "shadow"
 
 Row = Mapping[str, str]
 
@@ -115,6 +119,15 @@ def _score(row: Row) -> float | None:
     return float(row["score"]) if "score" in row else None
 
 
+def _of_pairs(row: Row) -> float | None:
+    return None  # `Matcher.enter_pairs` has them
+
+
+def is_bad(pair: Pair, which: int) -> bool:
+    """Whether a task (0) or its copy (1) failed, answered at most one token, or was cut off."""
+    return pair.statuses[which] == "failed" or pair.tokens[which] <= 1 or "length" in pair.reasons[which]
+
+
 #: All metrics, in the order of reports. `penstock rollout start --metric` sets their margins and tolerances.
 METRICS: Final = (
     Metric("failed", "tasks that failed, or whose worker died", "share", _failed, margin=0.01),
@@ -132,6 +145,7 @@ METRICS: Final = (
     ),
     Metric("longer", "answers that are longer (tokens)", "rank", _longest, tolerance=0.5),
     Metric("shorter", "answers that are shorter (tokens)", "rank", _longest, tolerance=0.5, lower_is_worse=True),
+    Metric(SHADOW, "copies (shadow traffic) that failed, were empty or cut off", "share", _of_pairs, margin=0.02),
     Metric("feedback", "scores that callers gave (`/v1/feedback`)", "score", _score, margin=0.01),
 )
 BY_NAME: Final = {metric.name: metric for metric in METRICS}
@@ -206,6 +220,8 @@ class Evidence:
     """Comparisons when the last row of the log was written."""
     scores: str = "0"
     """The last row of the feedback in it."""
+    pairs: str = "0"
+    """The last row of the shadow traffic in it."""
 
     @classmethod
     def of(cls, raw: str, canary: Canary) -> Evidence:
@@ -213,12 +229,13 @@ class Evidence:
         fields = parsed(raw)
         if fields.get("rollout") != canary.id:
             begin = f"{canary.traffic - 1}-0"
-            return cls(canary.id, begin, scores=begin)
+            return cls(canary.id, begin, scores=begin, pairs=begin)
         candidate, baseline = (
             Arm(fields[arm]["tasks"], _counters(fields[arm]["figures"])) for arm in ("candidate", "baseline")
         )
         steps = [_counters(step) for step in fields["steps"]]
-        return cls(canary.id, fields["cursor"], steps, candidate, baseline, fields["noted"], fields["scores"])
+        cursors = {name: fields[name] for name in ("cursor", "scores", "pairs")}
+        return cls(canary.id, steps=steps, candidate=candidate, baseline=baseline, noted=fields["noted"], **cursors)
 
     def to_json(self) -> str:
         """The stored form."""
@@ -226,7 +243,7 @@ class Evidence:
             name: {"tasks": arm.tasks, "figures": arm.figures}
             for name, arm in (("candidate", self.candidate), ("baseline", self.baseline))
         }
-        head = {"rollout": self.rollout, "cursor": self.cursor, "scores": self.scores, "noted": self.noted}
+        head = {name: getattr(self, name) for name in ("rollout", "cursor", "scores", "pairs", "noted")}
         return json.dumps({**head, "steps": self.steps, **arms})
 
     def of_metric(self, name: str) -> list[Counter[int]]:
@@ -268,6 +285,20 @@ class Matcher:
             if candidate is not None:
                 self._enter(row, step, candidate=candidate, evidence=evidence)
 
+    def enter_pairs(self, pairs: Iterable[Pair], evidence: Evidence, step: int) -> None:
+        """Enter tasks and their copies: each pair is a comparison."""
+        while len(evidence.steps) <= step:
+            evidence.steps.append({})
+        if SHADOW not in self._tail:
+            return
+        for pair in pairs:
+            ours = (pair.version, pair.shadow) == (self._canary.before, self._canary.version)
+            if ours and {*pair.statuses} <= {"completed", "failed"}:
+                task, copy = is_bad(pair, 0), is_bad(pair, 1)
+                evidence.steps[step].setdefault(SHADOW, Counter())[GRID * (copy - task)] += 1
+                evidence.baseline.enter(BY_NAME[SHADOW], task)
+                evidence.candidate.enter(BY_NAME[SHADOW], copy)
+
     def is_candidate(self, row: Row) -> bool | None:
         """Whether a row is of the candidate (True) or the baseline (False); None: of neither. What callers address to a
         version themselves, or a rule sends there, is of neither."""
@@ -281,7 +312,9 @@ class Matcher:
 
     def _enter(self, row: Row, step: int, *, candidate: bool, evidence: Evidence) -> None:
         percent, differences = self._canary.plan.steps[step], evidence.steps[step]
-        matches = min(MATCHES, max(1, int((100 - percent) / percent)))
+        if candidate and not percent:
+            return  # somebody addressed it himself
+        matches = min(MATCHES, max(1, int((100 - percent) / percent))) if percent else 0
         arm = evidence.candidate if candidate else evidence.baseline
         task = _Task(self._values(row))
         arm.tasks += "score" not in row

@@ -15,7 +15,7 @@ from producers.admin import routes
 from producers.connection.script import text
 from producers.contract import keys
 from producers.rollouts.controller import Decision, act, decide, next_step, routed
-from producers.rollouts.metrics import BY_NAME, defaults
+from producers.rollouts.metrics import BY_NAME, SHADOW, defaults
 from producers.store.access.audit import operator
 from producers.store.fleet import canaries, cards, rollouts, routing
 from producers.store.fleet.canaries import ALIAS, Canary, Plan
@@ -32,10 +32,10 @@ class RolloutError(ValueError):
 def checked(plan: Plan) -> Plan:
     """The plan, with all metrics' settings and without a last step of 100. Raises RolloutError."""
     steps = plan.steps[:-1] if plan.steps and plan.steps[-1] == 100 else plan.steps
-    if not 1 <= len(steps) <= MOST_STEPS or list(steps) != sorted(set(steps)) or not 0 < steps[0] <= steps[-1] < 100:
+    if not 1 <= len(steps) <= MOST_STEPS or list(steps) != sorted(set(steps)) or not 0 <= steps[0] <= steps[-1] < 100:
         raise RolloutError(
             f"the steps are {','.join(f'{step:g}' for step in plan.steps)}: they are 1 to {MOST_STEPS} rising "
-            "percentages above 0 and below 100; a last one of 100 stands for the promotion"
+            "percentages below 100; a last one of 100 stands for the promotion"
         )
     if not 0 < plan.alpha <= 0.2:
         raise RolloutError(f"alpha is {plan.alpha:g}: it is above 0 and at most 0.2")
@@ -66,6 +66,14 @@ def start(store: Redis, model: str, to: str, plan: Plan, reference: str = "") ->
     if version == current.default:
         raise RolloutError(f"{version} is the default of {model} already")
     _check(card, cards.read(store, model) or {}, version)
+    shadow = current.copied_to()
+    if shadow is None or shadow.to != version:
+        if not plan.steps[0]:
+            raise RolloutError(
+                f"a step of 0 compares copies of tasks: `penstock models shadow {model} --to {to} --percent 10` makes "
+                "some"
+            )
+        plan = replace(plan, metrics={name: values for name, values in plan.metrics.items() if name != SHADOW})
     others = {target: percent for target, percent in current.split.items() if target != ALIAS}
     if sum(others.values()) + plan.steps[-1] > 100:
         raise RolloutError(

@@ -53,7 +53,7 @@ def _metric(finding: Finding, evidence: Evidence) -> dict[str, Any]:
         "margin": settings.margin,
         "tolerance": settings.tolerance,
         "limit": round(finding.limit),
-        "verdict": "worse" if finding.worse else "looks worse" if finding.suspect else "no worse, as far as is known",
+        "verdict": "worse" if finding.worse else "looks worse" if finding.suspect else "not found worse",
         "candidate": _figures(finding, evidence.candidate),
         "baseline": _figures(finding, evidence.baseline),
         **finding.figures(),

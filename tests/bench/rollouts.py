@@ -15,11 +15,11 @@ import json
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from producers.rollouts.controller import raised
-from producers.rollouts.metrics import Evidence, Matcher, findings
+from producers.rollouts.metrics import SHADOW, Evidence, Matcher, defaults, findings
 from producers.rollouts.operations import checked
 from producers.store.fleet.canaries import ALIAS, Canary, Plan
 
@@ -115,8 +115,7 @@ def rollout(kind: Kind, seed: int, plan: Plan, most: int = 200_000) -> Result:
         requests += count
         found = findings(state, evidence)
         if worse := [finding for finding in found if finding.worse]:
-            metric = max(worse, key=lambda finding: finding.odds).settings.metric.name
-            return Result(False, metric, requests, evidence.candidate.tasks, state.step)
+            return Result(False, worse[0].settings.metric.name, requests, evidence.candidate.tasks, state.step)
         decision = raised(state, found, evidence.compared(state.step), int(traffic.now))
         if decision is not None and decision.phase == "promoted":
             return Result(True, "", requests, evidence.candidate.tasks, state.step)
@@ -150,7 +149,8 @@ def main() -> None:
     options = parser.parse_args()
     for name in [options.kind] if options.kind else KINDS:
         count = options.null if name == "null" else options.others
-        results = [rollout(KINDS[name], seed, replace(Plan())) for seed in range(count)]
+        plan = Plan(metrics={metric: values for metric, values in defaults().items() if metric != SHADOW})
+        results = [rollout(KINDS[name], seed, plan) for seed in range(count)]
         print(json.dumps({"candidate": name, **summary(results)}), flush=True)
 
 

@@ -40,7 +40,7 @@ class Plan:
     steps and looks; `metrics`: name -> its margin and tolerance."""
 
     steps: tuple[float, ...] = (1.0, 5.0, 25.0, 50.0)
-    """Percentages below 100; after the last one the candidate becomes the default."""
+    """Percentages below 100, the first perhaps 0; after the last one the candidate becomes the default."""
     hold_s: float = 600.0
     """Shortest time of a step."""
     min_samples: int = 50
@@ -111,7 +111,7 @@ class Canary:
 
     def acted(self, at: int) -> Canary:
         """The state once the routing gives what was decided."""
-        first = self.traffic or (at if self.percent else 0)
+        first = self.traffic or (at if self.phase == "judging" else 0)
         return replace(self, revision=self.revision + 1, since=at, traffic=first)
 
 

@@ -15,6 +15,7 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.store import outbox
 from producers.store.fleet import scaling
+from producers.store.fleet.canaries import Canary, Plan
 from producers.store.fleet.rollouts import Rollout
 from producers.store.fleet.routing import Routing, Rule, Shadow
 from producers.store.outbox import Attempt
@@ -163,6 +164,23 @@ def test_the_last_rollout_of_each_model_is_told(http: httpx.Client, valkey: Redi
         "phase": "failed",
         "reason": "no worker was ready in time",
         "asked_at": 100.0,
+        "changed_at": 160.0,
+    }
+
+
+def test_the_last_judged_rollout_of_each_model_is_told(http: httpx.Client, valkey: Redis) -> None:
+    state = Canary("tiny", "r", "v2", "v1", Plan(), 100_000, "me").decided("judging", "its workers are ready", 1)
+    valkey.hset(keys.CANARIES, mapping={"tiny": state.acted(160_000).to_json(), "broken": "{"})
+    (judged,) = http.get("/v1/rollouts").json()["judged"]
+    assert judged == {
+        "object": "rollout.judged",
+        "model": "tiny",
+        "version": "v2",
+        "before": "v1",
+        "phase": "judging",
+        "percent": 5.0,
+        "reason": "its workers are ready",
+        "begun_at": 100.0,
         "changed_at": 160.0,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,6 +27,7 @@ from producers.rollouts.operations import RolloutError
 from producers.store.fleet import canaries, cards, rollouts, routing
 from producers.store.fleet.canaries import ALIAS, Canary, Plan
 from producers.store.fleet.rollouts import Rollout
+from producers.store.fleet.routing import Shadow
 
 PLAN = Plan(steps=(10.0, 50.0), hold_s=0.0, min_samples=5, lost_s=0.0, warm_up_s=0.0)
 UP = Fleet([Pool("m@b.f", "m", workers=[{"worker": "w"}])])
@@ -160,6 +162,36 @@ def test_one_that_only_looks_worse_is_held_and_a_paused_one_is_still_rolled_back
     operations.pause(store, "m")
     ended(store, 10, status="failed")
     assert look(store).phase == "rolled_back"
+
+
+def copied(store: Redis, count: int, task: str, copy: str) -> None:
+    """Tasks and their copies have ended so."""
+    row: dict[str, Any] = {
+        "task": "t",
+        "version": "a",
+        "shadow": "b",
+        "statuses": [task, copy],
+        "reasons": [["stop"], ["stop"]],
+    }
+    row |= {"same": None, "ms": [1, 2], "engine_seconds": [None, None], "tokens": [9, 9]}
+    for _ in range(count):
+        store.xadd(keys.shadow_pairs("m"), {"row": json.dumps(row)})
+
+
+@pytest.mark.parametrize(("copy", "phase"), [("failed", "rolled_back"), ("completed", "judging")])
+def test_a_step_of_0_judges_by_copies_of_tasks_alone(store: Redis, copy: str, phase: str) -> None:
+    plan = replace(PLAN, steps=(0.0, 10.0))
+    with pytest.raises(RolloutError, match="models shadow m --to b"):
+        started(store, plan)
+    routes.set_shadow(store, "m", Shadow("b", 50))
+    assert "shadow" in started(store, plan).plan.metrics
+    assert (look(store).phase, part(store)) == ("judging", ("a", None, "b"))
+    copied(store, 15, "completed", copy)
+    copied(store, 3, "cancelled", "failed")
+    state = look(store)
+    assert (state.phase, part(store)[1]) == (phase, None if copy == "failed" else 10.0)
+    assert state.reason.startswith("shadow: copies (shadow traffic) that failed") == (copy == "failed")
+    assert routes.current(store, "m").shadow == Shadow("b", 50), "it is the operator's"
 
 
 def test_without_a_worker_it_stops_at_no_traffic_and_without_its_last_one_it_is_rolled_back(store: Redis) -> None:
