@@ -225,17 +225,20 @@ class Evidence:
 
     @classmethod
     def of(cls, raw: str, canary: Canary) -> Evidence:
-        """The stored evidence of this rollout, or none yet."""
-        fields = parsed(raw)
+        """The stored evidence of this rollout; none yet where there is none, or it cannot be read."""
+        fields, begin = parsed(raw), f"{canary.traffic - 1}-0"
+        fresh = cls(canary.id, begin, scores=begin, pairs=begin)
         if fields.get("rollout") != canary.id:
-            begin = f"{canary.traffic - 1}-0"
-            return cls(canary.id, begin, scores=begin, pairs=begin)
-        candidate, baseline = (
-            Arm(fields[arm]["tasks"], _counters(fields[arm]["figures"])) for arm in ("candidate", "baseline")
-        )
-        steps = [_counters(step) for step in fields["steps"]]
-        cursors = {name: fields[name] for name in ("cursor", "scores", "pairs")}
-        return cls(canary.id, steps=steps, candidate=candidate, baseline=baseline, noted=fields["noted"], **cursors)
+            return fresh
+        try:
+            candidate, baseline = (
+                Arm(fields[arm]["tasks"], _counters(fields[arm]["figures"])) for arm in ("candidate", "baseline")
+            )
+            steps = [_counters(step) for step in fields["steps"]]
+            cursors = {name: fields[name] for name in ("cursor", "scores", "pairs")}
+            return cls(canary.id, steps=steps, candidate=candidate, baseline=baseline, noted=fields["noted"], **cursors)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return fresh
 
     def to_json(self) -> str:
         """The stored form."""

@@ -122,6 +122,8 @@ def test_evidence_is_the_same_after_it_was_stored_and_of_no_other_rollout() -> N
     stored = Evidence.of(evidence.to_json(), STATE)
     assert (stored.steps, stored.candidate, stored.baseline) == (evidence.steps, evidence.candidate, evidence.baseline)
     assert Evidence.of(evidence.to_json(), replace(STATE, id="other")).steps == []
+    for broken in ('{"rollout": "r"}', '{"rollout": "r", "steps": [1], "cursor": "1"}', "[", evidence.to_json()[:-9]):
+        assert Evidence.of(broken, STATE) == Evidence.of("", STATE), "it is begun anew"
 
 
 def test_a_candidate_that_fails_always_is_found_within_20_tasks_and_an_equal_one_never() -> None:
