@@ -44,7 +44,7 @@ BATCH_LINES: Final = 100
 SWEEP_S: Final = 15.0
 ANSWER_S: Final = 15.0
 #: The fields of a record that decide whether its task is sent.
-DECIDING: Final = (*TRACE_FIELDS, "line")
+DECIDING: Final = (*TRACE_FIELDS, "line", "parent")
 
 
 class TaskTraces:
@@ -108,7 +108,8 @@ class TaskTraces:
         """Those of the tasks (row, id) whose traces are sent. What was deleted since has none, and of a batch's lines
         the first ones alone have."""
         answers = await aexecute_many(self._store, [("HMGET", keys.task(name), *DECIDING) for _, name in ended])
-        sampled = []
+        sampled: list[tuple[str, str]] = []
+        parents: dict[str, str] = {}
         for (row, task_id), values in zip(ended, answers, strict=True):
             fields = _fields(DECIDING, values)
             trace = TaskTrace.of(task_id, fields)
@@ -117,7 +118,20 @@ class TaskTraces:
                 continue
             if self._tracer.sampled(trace.trace_id, trace.parent):
                 sampled.append((row, task_id))
-        return sampled
+                parents.pop(fields.get("parent", ""), None)
+                parents |= {fields["parent"]: row} if "parent" in fields else {}
+        return await self._with_parents(sampled, parents)
+
+    async def _with_parents(self, sampled: list[tuple[str, str]], parents: dict[str, str]) -> list[tuple[str, str]]:
+        """The tasks, and parents of chunks among them that have ended, which have no rows. `parents`: id -> the row of
+        its last chunk here. One ends with its last chunk, in the same script; if it failed before, it may come again
+        with the chunks that end later, with the same ids."""
+        if not parents:
+            return sampled
+        names = [*parents]
+        ended = await aexecute_many(self._store, [("HGET", keys.task(name), "finished") for name in names])
+        after = {parents[name]: name for name, finished in zip(names, ended, strict=True) if finished}
+        return [pair for row, task_id in sampled for pair in ((row, task_id), (row, after.get(row, ""))) if pair[1]]
 
     async def _spans(self, ids: list[str]) -> tuple[list[Span], int]:
         """Their spans, and how many of them have some."""

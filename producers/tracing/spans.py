@@ -2,7 +2,8 @@
 
     caller's span, or none
     └ a request of the gateway
-      └ generate <model>              the task, from its submission to its settlement
+      └ generate <model>              the task, from its submission to its settlement; beside it those of its chunks,
+        │                             if it has some
         ├ submit                      ADMIT, and its message's sending
         ├ queue                       until a worker claims it; again after each worker that lost it or gave it back
         ├ attempt                     a worker has it; linked to the attempt before
@@ -35,7 +36,7 @@ FIELDS: Final = (
     *TRACE_FIELDS,
     *("status", "model", "version", "queue", "tier", "n", "tenant", "origin", "batch", "line", "plain", "result_bytes"),
     *("prompt_tokens", "queued", "first", "finished", "settled", "claims", "deaths", "lost", "given_back"),
-    *("reasons", "usage", "error", "retried_from", "shortened"),
+    *("reasons", "usage", "error", "retried_from", "shortened", "chunks"),
     *(f"{RUN_PREFIX}{start}" for start in range(1, MAX_RUNS + 1)),
 )
 
@@ -133,7 +134,9 @@ def task_spans(record: Record, trace: TaskTrace) -> list[Span]:
             child(f"queue {attempt.number}", waits_from, max(waits_from, attempt.run.began), "consumer", **queue)
         spans += _attempt_spans(record, trace, attempt, attempts)
         waits_from = max(waits_from, attempt.end)
-    if not attempts or attempts[-1].outcome != "ended":
+    if record.fields.get("chunks"):  # its chunks wait and run
+        pass
+    elif not attempts or attempts[-1].outcome != "ended":
         child("queue end", waits_from, max(waits_from, end), "consumer", **queue)
     if times["settled"] is not None:
         child("settle", end, last)
@@ -155,7 +158,7 @@ def _root(record: Record, trace: TaskTrace, begin: float, end: float) -> Span:
     for name in ("tenant", "version", "origin", "batch", "line", "retried_from"):
         if fields.get(name):
             attributes[f"penstock.{name}"] = fields[name]
-    for name in ("claims", "deaths"):
+    for name in ("claims", "deaths", *(("chunks",) if fields.get("chunks") else ())):
         attributes[f"penstock.{name}"] = _number(record, name)
     if (n := _number(record, "n")) > 1:
         attributes["gen_ai.request.choice.count"] = n

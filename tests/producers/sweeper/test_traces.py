@@ -70,6 +70,29 @@ async def test_the_first_sweeper_takes_what_ended_before_it_led(
         assert {span.attributes.get("penstock.task.id", "just") for span in collector.spans} == {"just"}
 
 
+async def test_a_task_in_chunks_has_a_span_of_its_own_once_it_has_ended(
+    aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its chunks have rows, and it has none."""
+    valkey.set(MARK, "0-0")
+    for number in range(3):
+        end_task(valkey, f"p.{number}")
+        valkey.hset(keys.task(f"p.{number}"), mapping={"parent": "p", "chunk": number})
+    end_task(valkey, "other.0")
+    valkey.hset(keys.task("other.0"), "parent", "runs-on")
+    valkey.hset(keys.task("runs-on"), mapping={"status": "in_progress", "created": 1, "chunks": 2})
+    whole = {"status": "completed", "model": "tiny", "created": 1000, "queued": 1001, "finished": 5000, "chunks": 3}
+    valkey.hset(keys.task("p"), mapping=whole)
+    await asyncio.sleep(0.002)
+    with Collector() as collector:
+        sweeps = traces_to(aclient, collector, monkeypatch)
+        assert await sweeps.sweep() == {"traces_sent": 5, "traces_dropped": 0}
+        sweeps.close()
+        (span,) = (span for span in collector.spans if span.attributes.get("penstock.task.id") == "p")
+        assert (span.name, span.attributes["penstock.chunks"]) == ("generate tiny", 3)
+        assert [child.name for child in collector.spans if child.parent_id == span.span_id] == ["submit"]
+
+
 async def test_a_sweep_returns_at_once_while_a_call_has_no_answer(
     aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
