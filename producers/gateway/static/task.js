@@ -2,7 +2,7 @@
 
 import { bar } from "./charts.js";
 import { h, name, plain, s } from "./dom.js";
-import { count, exactly, plural, seconds, time } from "./format.js";
+import { amount, count, exactly, plural, seconds, time } from "./format.js";
 import { button, card, copyable, facts, heading, link, long, modelName, moment, note, state, table, taskLink } from "./parts.js";
 
 const PHASES = { submit: "Submitting", queue: "Waiting in the queue", worker: "At a worker, not begun", first_token: "Prompt (prefill)", output: "Output (decode)", settle: "Settling" };
@@ -70,6 +70,8 @@ function particulars(record, ctx) {
     ["Choices", count(record.n)],
     record.usage && ["Prompt", `${count(used.prompt_tokens)} tokens${used.cached_tokens ? `, ${count(used.cached_tokens)} of them cached` : ""}`],
     record.usage && ["Output", `${count(used.completion_tokens ?? used.output_tokens)} tokens`],
+    record.engine_seconds !== null && record.engine_seconds !== undefined && ["Engine time", seconds(record.engine_seconds)],
+    record.cost && ["Cost of its tokens", `${amount(Number(record.cost))} ${plain(record.currency)}`],
     record.shortened_to && ["Shortened by overload to", `${count(record.shortened_to)} tokens`],
     record.retried_from && ["Repeats", taskLink(record.retried_from)],
     record.webhook && ["Webhook", name(record.webhook.url, { most: 80 })],

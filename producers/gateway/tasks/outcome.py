@@ -22,6 +22,7 @@ from producers.gateway.context import Gateway
 from producers.gateway.fair_share import in_thread, turn
 from producers.gateway.tasks import large
 from producers.gateway.tasks.views import TaskView
+from producers.store.usage.prices import Prices
 
 #: Made once: `json.dumps` makes one for each call that is given separators.
 _ENCODER: Final = json.JSONEncoder(separators=(",", ":"))
@@ -29,7 +30,7 @@ _ENCODER: Final = json.JSONEncoder(separators=(",", ":"))
 
 async def answer(gateway: Gateway, handle: AsyncHandle, record: Record, **more: bool) -> Response:
     """The response for a final record, with the fields `more` added. Raises as `collected`."""
-    outcome = Outcome(record, more)
+    outcome = Outcome(record, more, gateway.prices)
     if record.chunks and record.status == "completed":
         return await _in_chunks(gateway, handle, outcome)
     return await collected(gateway, handle, outcome, outcome.pieces)
@@ -92,8 +93,9 @@ async def collected(
 class Outcome:
     """Collects a task's result: `take` all events, then read `pieces`. `size`: bytes so far."""
 
-    def __init__(self, record: Record, more: Mapping[str, bool]) -> None:
+    def __init__(self, record: Record, more: Mapping[str, bool], prices: Prices | None = None) -> None:
         self._record = record
+        self._prices = prices
         self._more = more
         self._choices = [_Choice() for _ in range(record.n)]
         self._prompt = bytearray()
@@ -122,7 +124,10 @@ class Outcome:
 
     def head(self) -> Iterator[bytes | bytearray]:
         """That JSON up to its rows."""
-        head = TaskView.of(self._record).model_dump_json(exclude={"choices", "prompt_logprobs", "rows"})
+        view = TaskView.of(self._record)
+        if self._prices is not None and (cost := self._prices.of_record(self._record)) is not None:
+            view.cost, view.currency = format(cost.normalize(), "f"), self._prices.currency
+        head = view.model_dump_json(exclude={"choices", "prompt_logprobs", "rows"})
         yield head[:-1].encode()
         for name, value in self._more.items():
             yield b',"%b":%b' % (name.encode(), _json(value))

@@ -143,6 +143,10 @@ class TaskView(BaseModel):
     engine_seconds: float | None = Field(
         None, description="the engine's time for it, of all its starts, as far as workers have noted it; null in lists"
     )
+    cost: str | None = Field(
+        None, description="of its tokens, by the gateway's prices of today; null without one, and in lists"
+    )
+    currency: str | None = None
     error: dict[str, Any] | None = None
     choices: list[ChoiceView] | None = None
     prompt_logprobs: list[PromptToken] | None = None

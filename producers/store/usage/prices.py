@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from producers.contract import keys
+from producers.contract.profile import sane
+from producers.contract.record import Record
 from producers.errors import shown
 from producers.store.usage.ledger import COUNTS, Group
 
@@ -103,6 +105,17 @@ class Prices:
         prompt, cached, output = price
         fresh = counts[_PROMPT] - counts[_CACHED]
         return (fresh * prompt + counts[_CACHED] * cached + counts[_OUTPUT] * output) / _MILLION
+
+    def of_record(self, record: Record) -> Decimal | None:
+        """The cost of a task's tokens; None before its end, or where the table has no price for them. Raises
+        BrokenRecord."""
+        usage: Any = record.json("usage")
+        if not record.final or not isinstance(usage, dict):
+            return None
+        used = {"prompt": "prompt_tokens", "cached": "cached_tokens", "output": "output_tokens"}
+        tokens = [sane(usage.get(used[name])) if name in used else 0 for name in COUNTS]
+        counts = tuple(int(number or 0) for number in tokens)
+        return self.of(Group("", "", record.model, "", record.tier), counts)
 
     def device_cost(self, model: str, engine_us: int | Decimal) -> Decimal | None:
         """What a device costs for so much of the engine's time; None where the table has no price for it."""

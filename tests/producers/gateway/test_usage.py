@@ -19,6 +19,7 @@ from redis import Redis
 from producers.contract import keys
 from producers.gateway import usage
 from producers.store.usage.ledger import COUNTS
+from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door, Make, Open
 from tests.producers.gateway.test_keys import as_caller, make
 from tests.waiting import until
@@ -185,3 +186,25 @@ def test_a_tenants_reports_are_made_one_after_another_and_few_wait(
         statuses = sorted(one.result() for one in [first, *asked])
     assert statuses == [200] * 5 + [429] * 3
     assert ask(acme) == 200
+
+
+def test_a_task_that_has_ended_has_its_cost(http: httpx.Client, make: Make, worker: FakeWorker) -> None:
+    """Of its tokens, at the price of its tier; as little as a millionth."""
+    headers = as_caller(make())
+
+    def task(tier: str) -> tuple[str, dict[str, Any]]:
+        body = {"model": "tiny", "prompt": [1, 2, 3], "tier": tier, "max_tokens": 2}
+        task_id = http.post("/v1/tasks", json=body, headers=headers).json()["id"]
+        before = http.get(f"/v1/tasks/{task_id}", headers=headers).json()
+        assert (before["cost"], before["currency"]) == (None, None)
+        worker.claim(task_id)
+        worker.append(task_id, 0, ["a", "b"], finish_reason="length")
+        worker.finish(task_id, [2])
+        return task_id, http.get(f"/v1/tasks/{task_id}", headers=headers).json()
+
+    for tier, prompt, output in (("default", 0.1, 0.3), ("flex", 0.2, 0.7)):
+        _, ended = task(tier)
+        usage = ended["usage"]
+        expected = (usage["prompt_tokens"] * prompt + usage["output_tokens"] * output) / 1e6
+        assert float(ended["cost"]) == pytest.approx(expected)
+        assert ended["currency"] == "EUR"
