@@ -86,6 +86,27 @@ def test_a_sequence_does_not_depend_on_its_batch_to_the_bit(tmp_path: Path) -> N
             assert torch.equal(rows, encoder.forward(alone, torch.zeros_like(alone), [len(prompt)]))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["modernbert", "nomic"])
+def test_texts_of_1_to_8192_tokens_in_one_batch(name: str, tmp_path: Path) -> None:
+    """Across windows, blocks of keys, spans of queries; bf16 stays close, with weights larger than trained ones."""
+    truth = write_encoder(tmp_path, name, max_position_embeddings=8192)
+    lengths = [1, 2, 240, 241, 1023, 1024, 1025, 2049, 8192]
+    prompts = [[token + 3 for token in prompt] for prompt in prompts_of(lengths, truth.config.vocab_size - 3)]
+    tokens = torch.tensor([token for prompt in prompts for token in prompt])
+    types = torch.zeros_like(tokens)
+    exact = load_encoder(tmp_path, "float32", torch.device("cpu"), deterministic=load_library() is not None)
+    half = load_encoder(tmp_path, "bfloat16", torch.device("cpu"))
+    together, rounded = (model.forward(tokens, types, lengths).split(lengths) for model in (exact, half))
+    for prompt, rows, near in zip(prompts, together, rounded, strict=True):
+        expected = rows_of(truth, prompt)
+        torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-5)
+        assert torch.nn.functional.cosine_similarity(near.float().mean(0), expected.mean(0), dim=0) > 0.998
+    alone = torch.tensor(prompts[6])
+    if load_library() is not None:
+        assert torch.equal(exact.forward(alone, alone * 0, [len(alone)]), together[6])
+
+
 @pytest.mark.parametrize("architecture", ["NomicBertModel", "NewModel"])
 def test_checkpoints_in_their_publishers_own_names(architecture: str, tmp_path: Path) -> None:
     """Nomic's and Alibaba's folders name settings and tensors otherwise than those that transformers writes."""
