@@ -157,6 +157,8 @@ def fill(redis: Redis, queue: str, count: int, *, tier: str = "default", **task:
     for seed, task_id in enumerate(ids):
         spec = {"model": "stub", "prompt": [1, 2, 3, 4], "seed": seed, "tier": tier, "max_tokens": 16, **task}
         n, tokens = spec.get("n", 1), 4 + spec["max_tokens"] * spec.get("n", 1)
+        if "kind" in task:  # one that generates nothing
+            spec, tokens = {"model": "stub", "tier": tier, **task}, 4
         record = {
             "task": json.dumps(spec),
             "model": spec["model"],

@@ -85,6 +85,13 @@ OF_INPUT: Final = ("input", "query", "dimensions", "prompt_name", "truncate", "o
 OF_EVERY_KIND: Final = frozenset(
     {"model", "kind", "n", "tier", "timeout", "tenant", "order_key", "metadata", "webhook", "ttl"}
 )
+_OF_TEXTS: Final = OF_EVERY_KIND | {"input", "truncate", "on_error"}
+#: Kind -> the fields of its tasks, of those that generate nothing.
+_OF_KIND: Final[Mapping[str, frozenset[str]]] = {
+    "embed": _OF_TEXTS | {"dimensions", "prompt_name"},
+    "rerank": _OF_TEXTS | {"query"},
+    "classify": _OF_TEXTS,
+}
 #: Characters of JSON, and numbers in it, above which the interpreter is given up now and then while they are read.
 LARGE_JSON: Final = 64 * 1024
 MANY_NUMBERS: Final = 1 << 18
@@ -598,10 +605,11 @@ class Task(BaseModel):
 
     def _check_input(self) -> None:
         """Raise InvalidTask for fields that do not go with a kind that generates nothing."""
-        allowed = {*OF_EVERY_KIND, "input", "truncate", "on_error"}
-        allowed |= {"rerank": {"query"}, "embed": {"dimensions", "prompt_name"}}.get(self.kind, set())
-        values = self.model_dump(exclude_defaults=True)
-        if misplaced := sorted(values.keys() - allowed):
+        fields, given = type(self).model_fields, self.model_fields_set - _OF_KIND[self.kind]
+        different = (
+            name for name in given if getattr(self, name) != fields[name].get_default(call_default_factory=True)
+        )
+        if misplaced := sorted(name for name in different if not fields[name].exclude):
             raise InvalidTask(
                 ErrorText.of("{} does not go with kind {}", FieldName(misplaced[0]), self.kind), param=misplaced[0]
             )

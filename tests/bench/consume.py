@@ -3,25 +3,35 @@
 A real Valkey, a real worker process with the stub engine, the whole protocol: FETCH, CLAIM, APPEND, FINISH, SETTLE,
 ACK. The queue is filled first; the rate is taken from the records' own times, and the worker's processor time from when
 a tenth of them is fetched.
+
+`--kind embed`: tasks of one text each, in the same way; with `both` they take turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from producers.contract import keys
 from tests.bench.gateways import cpu_s
 from tests.processes import Worker, fill, queues_of, valkey
 
+#: Kind -> the factory of its stub engine, and the fields of a task.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "generate": ("tests.stub_engine:load", {"max_tokens": 1}),
+    "embed": ("tests.stub_embedder:load", {"kind": "embed", "input": [[1, 2, 3, 4]]}),
+}
 
-def measure(tasks: int) -> dict[str, float]:
+
+def measure(tasks: int, kind: str = "generate") -> dict[str, float]:
+    factory, fields = KINDS[kind]
     with valkey() as (url, redis):
-        with Worker(url, STUB_SEQS="512") as worker:
+        with Worker(url, engine_factory=factory, STUB_SEQS="512") as worker:
             worker.wait_ready()
         queue = queues_of(redis, "stub")[1]
-        ids = fill(redis, queue, tasks, max_tokens=1)
-        with Worker(url, STUB_SEQS="512") as worker:
+        ids = fill(redis, queue, tasks, **fields)
+        with Worker(url, engine_factory=factory, STUB_SEQS="512") as worker:
             worker.wait_until(lambda: redis.llen(queue) <= tasks * 9 // 10, 120)
             cpu, waiting = cpu_s(worker.process.pid), redis.llen(queue)
             worker.wait_until(lambda: redis.llen(queue) == 0 and redis.hget(keys.task(ids[-1]), "settled"), 120)
@@ -43,7 +53,14 @@ def measure(tasks: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=10_000)
-    print(json.dumps(measure(parser.parse_args().tasks)))
+    parser.add_argument("--kind", choices=[*KINDS, "both"], default="generate")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each, with both")
+    args = parser.parse_args()
+    if args.kind != "both":
+        print(json.dumps(measure(args.tasks, args.kind)))
+        return
+    for _ in range(args.rounds):
+        print(json.dumps({kind: measure(args.tasks, kind) for kind in KINDS}), flush=True)
 
 
 if __name__ == "__main__":
