@@ -263,12 +263,18 @@ class AsyncHandle:
                 for event in events:
                     yield event
 
-    async def batches(self, start: int = 0, shortcut: Shortcut | None = None) -> AsyncGenerator[list[Event]]:
+    async def batches(
+        self, start: int = 0, shortcut: Shortcut | None = None, reader: Reader | None = None
+    ) -> AsyncGenerator[list[Event]]:
         """Yields the same events in batches, each with all events that are there: one system call for a server.
 
-        `shortcut`: is given tokens that come while the next batch is waited for; they are in no batch then.
+        `shortcut`: is given tokens that come while the next batch is waited for; they are in no batch then. `reader`:
+        one that expected the task before it was submitted; it is closed at the end.
         """
-        reader = self._client.reader(self.id, start, shortcut)
+        if reader is None:
+            reader = self._client.reader(self.id, start, shortcut)
+        else:
+            reader.pass_to(shortcut)
         try:
             while (kept := [await reader.next()])[0]:
                 yield kept.pop()  # so that the caller alone has them, until it asks for the next ones

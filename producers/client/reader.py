@@ -220,9 +220,17 @@ class Hub:
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
-    def follow(self, task_id: str, shortcut: Callable[[bytes], bool] | None = None) -> Subscription:
+    @property
+    def follower(self) -> str | None:
+        """What a record's `followers` are to be, so that this process hears of the task from its first token on; None
+        while its channel is not heard."""
+        return self._name if self._heard.is_set() else None
+
+    def follow(
+        self, task_id: str, shortcut: Callable[[bytes], bool] | None = None, *, entered: bool = False
+    ) -> Subscription:
         """Subscribe to a task; `stale` is set as soon as messages flow. Call `leave` when done. `shortcut`: as of
-        `Subscription`.
+        `Subscription`. `entered`: the task is yet to be submitted, with `follower` in its record.
 
         Raises PenstockError once closed.
         """
@@ -236,7 +244,8 @@ class Hub:
         if channel is None:
             channel = self._channels[name] = _Channel()
             self._order("SUBSCRIBE", name)
-            self._enter(name)
+            if not entered:
+                self._enter(name)
         elif channel.live:
             subscription.mark_stale()
         channel.readers.add(subscription)
@@ -581,6 +590,25 @@ class Reader:
         #: The block that is being given, by its number, and its record.
         self._block: tuple[int, bytes, Any] | None = None
 
+    def expect(self) -> str | None:
+        """Listen for a task that is yet to be submitted. Returns what its record's `followers` are to be; None if its
+        stream will be read first, as any other's. Raises PenstockError once closed."""
+        follower = self._hub.follower
+        if follower is not None:
+            self._subscription = self._hub.follow(self._cursor.task_id, entered=True)
+        return follower
+
+    def submits(self) -> None:
+        """The task is about to be submitted, so that nothing was published yet, nor missed."""
+        if self._subscription is not None:
+            self._subscription.stale = False
+            self._cursor.behind = False
+
+    def pass_to(self, shortcut: Shortcut | None) -> None:
+        """Set the shortcut of a reader that expected its task."""
+        if self._subscription is not None and shortcut is not None:
+            self._subscription.shortcut = partial(self._pass_on, shortcut)
+
     async def next(self) -> list[Event]:
         """Returns the next events, all that are there; an empty list once the stream has ended.
 
@@ -648,9 +676,10 @@ class Reader:
             self._block = self._cursor.block, block, record
         return record, entries, block
 
-    def close(self) -> None:
+    def close(self, *, ended: bool = False) -> None:
+        """`ended`: the task has, or is about to, or was not submitted after all."""
         if self._subscription is not None:
-            self._hub.leave(self._subscription, ended=self._cursor.ended)
+            self._hub.leave(self._subscription, ended=ended or self._cursor.ended)
 
 
 def _unavailable(task_id: str, reference: Reference, error: Exception) -> ResultUnavailable:

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 
-from producers.client.reader import Shortcut
+from producers.client.reader import Reader, Shortcut
 from producers.client.steps import FAILURES
 from producers.client.submission import ResolvedModel
 from producers.connection.log_throttle import warn_throttled
@@ -55,7 +55,7 @@ class Foreground:
     """The tasks of one request. Always call `close`.
 
     `more`: fields of their records beside the tasks' own and the caller's. `ids`: the tasks' ids, if they were chosen
-    before. `entry`: what the request's Idempotency-Key stands for, see `keyed`.
+    before. `entry`: what the request's Idempotency-Key stands for, see `keyed`. `expects`: all events are read here.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Foreground:
         more: Mapping[str, str | int] | None = None,
         ids: Sequence[str] | None = None,
         entry: Entry | None = None,
+        expects: bool = False,
     ) -> None:
         self._gateway = gateway
         self._request = request
@@ -76,6 +77,8 @@ class Foreground:
         self._open = set(self.ids)
         self._leased: list[str] = []
         self._entry = entry
+        self._expects = expects and entry is None
+        self._readers: dict[str, Reader] = {}
         #: Whether an earlier request submitted some of them.
         self.replayed = False
         #: The field of the answer that says so, where overload shortened its outputs.
@@ -101,8 +104,16 @@ class Foreground:
             entered = await admission.enter(self._request, self._tasks)
             self._tasks, self._more = entered.tasks, {**self._more, **entered.more}
             self.shortened = {} if entered.to is None else {"shortened_to": entered.to}
-        await self._gateway.readers.enter(self.ids)
+        if self._expects:
+            self._expect()
+        try:
+            await self._gateway.readers.enter(self.ids)
+        except BaseException:
+            self._close_readers()
+            raise
         self._leased = list(self.ids)
+        for reader in self._readers.values():
+            reader.submits()
         try:
             answers = await self._admitted()
             existing = {name for name, answer in zip(self.ids, answers, strict=True) if isinstance(answer, TaskExists)}
@@ -120,6 +131,17 @@ class Foreground:
         for task, name in zip(self._tasks, self.ids, strict=True):
             if name not in existing:
                 metrics.submitted(self.resolved.card["name"], task.tier)
+
+    def _expect(self) -> None:
+        """Listen for the tasks before they are submitted, so that their streams need not be read first."""
+        readers = {name: self._gateway.client.reader(name) for name in self.ids}
+        followers = [reader.expect() for reader in readers.values()]
+        if followers[0] is not None:
+            self._readers, self._more = readers, {**self._more, "followers": followers[0]}
+
+    def _close_readers(self) -> None:
+        for reader in self._readers.values():
+            reader.close(ended=True)
 
     async def _admitted(self) -> list[str | BaseException]:
         """The answers to the submits. The first one decides which version all go to, and where they are taken together
@@ -152,7 +174,9 @@ class Foreground:
         if the store stays away.
         """
         direct = shortcut if len(self.ids) == 1 else None
-        readers = [self._gateway.client.get(name).batches(shortcut=direct) for name in self.ids]
+        readers = [
+            self._gateway.client.get(name).batches(shortcut=direct, reader=self._readers.get(name)) for name in self.ids
+        ]
         async with aclosing(merged(readers)) as batches:
             async for batch in batches:
                 problem = None
@@ -183,6 +207,7 @@ class Foreground:
 
     async def _close(self) -> None:
         client = self._gateway.client
+        self._close_readers()
         missed = set(self._open) if self._entry is not None else set()
         for name in self._open - missed:
             try:
@@ -210,7 +235,7 @@ async def keyed(request: Request, gateway: Gateway, tasks: Sequence[Task]) -> Fo
             task.check((await resolve(request, gateway.client, task)).card)
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=tasks[0].tenant)
     if entry is None:
-        return Foreground(request, gateway, tasks)
+        return Foreground(request, gateway, tasks, expects=True)
     kept = [task.model_copy(update={"ttl": KEPT_S}) for task in tasks]
     return Foreground(request, gateway, kept, {"idempotency": entry.name}, ids(entry.id, len(tasks)), entry)
 

@@ -20,6 +20,7 @@ from producers.connection.connect import POOL, SMALL_POOL
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.stream import PROMPT_PIECE, decode, encode_token
+from producers.contract.task import Task
 from producers.store import protocol
 from tests.histories import examples
 from tests.producers.conftest import QUEUE, subscribers
@@ -388,6 +389,39 @@ async def test_a_worker_of_the_release_before_is_heard_before_and_after_one_of_t
     worker.append(handle.id, 6, ["g"])
     worker.finish(handle.id, [7])
     assert await following.end() == whole(7)
+
+
+@pytest.mark.usefixtures("never_silent")
+@pytest.mark.parametrize("before", [False, True], ids=["this release", "the release before"])
+async def test_a_reader_that_expects_its_task_reads_no_stream(
+    aclient: AsyncClient, valkey: Redis, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    assert aclient.reader("t").expect() is None, "its process hears nothing yet"
+    _, other = await followed(aclient, valkey, worker)
+    expecting = aclient.reader("t")
+    follower = expecting.expect()
+    assert follower is not None
+    await auntil(lambda: on_own_channel(valkey, "t"))
+    await auntil(lambda: expecting._subscription and expecting._subscription.stale)
+    expecting.submits()
+    task = Task(model="tiny", prompt="x")
+    await aclient.admit(task, "t", {"followers": follower})
+    worker.claim("t")
+    if before:
+        for index, text in enumerate("ab"):
+            publish_as_before(valkey, "t", index, text)
+    else:
+        worker.append("t", 0, ["a"])
+        await auntil(lambda: not on_own_channel(valkey, "t"))
+        worker.append("t", 1, ["b"])
+    worker.finish("t", [2])
+    monkeypatch.setattr(reader.Reader, "_read", None)
+    events: list[Event] = []
+    async for batch in aclient.get("t").batches(reader=expecting):
+        events += batch
+    assert events == whole(2)
+    monkeypatch.undo()
+    await other.leave()
 
 
 async def test_after_a_silence_the_task_s_own_channel_is_heard_again(

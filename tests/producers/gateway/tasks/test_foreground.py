@@ -31,7 +31,7 @@ async def test_callers_who_leave_a_full_store_make_one_line_and_their_leases_lap
     with caplog.at_level(logging.WARNING):
         for caller in range(50):
             work: Any = object.__new__(Foreground)
-            work._gateway, work._entry = gateway, None
+            work._gateway, work._entry, work._readers = gateway, None, {}
             work._open, work._leased = {f"t{caller:02}"}, [f"t{caller:02}"]
             await work.close()
     assert lapsed == [f"t{caller:02}" for caller in range(50)]
