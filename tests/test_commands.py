@@ -55,6 +55,7 @@ TINY = {
     "tests.bench.knee": ["--most 4 --repeats 1"],
     "tests.bench.eta": ["--tasks 40 --warm 60"],
     "tests.bench.explain": ["--tasks 500"],
+    "tests.bench.observed": ["--rounds 1 --tasks 10"],
     "tests.bench.ledger": ["--rounds 1 --batch 3"],
     "tests.bench.overload_by_arithmetic": ["--loads 1 --tasks 20 --output 8"],
     "tests.bench.plan": ["--sequences 2 --steps 3"],
