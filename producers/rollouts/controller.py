@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 PAGE: Final = 2000
 #: A row of the log has what was compared whenever that has grown by this factor.
 NOTED: Final = 1.1
+#: Time (s) after a promotion in which `penstock up` can start the baseline again.
+KNOWN_S: Final = 3600.0
 #: Who decides, in rows and in the audit log.
 BY: Final = "controller"
 
@@ -67,7 +69,11 @@ class Controller:
     async def sweep(self) -> dict[str, int]:
         """One look at each rollout. Returns how often what was decided. Raises redis.RedisError or OSError."""
         raw: Any = await self._client.store.hgetall(keys.CANARIES)
-        states = [state for state in map(Canary.of, raw.values()) if state is not None and state.under_way]
+        every = [state for state in map(Canary.of, raw.values()) if state is not None]
+        states = [state for state in every if state.under_way]
+        for state in every:
+            if state.phase == "promoted" and state.since and time.time() - state.since / 1000 > KNOWN_S:
+                await asyncio.to_thread(_let_go, self._store, state)
         ids = {state.id for state in states}
         self._matchers = {name: matcher for name, matcher in self._matchers.items() if name in ids}
         self._lost = {name: since for name, since in self._lost.items() if name in ids}
@@ -307,8 +313,20 @@ def _bring_up(store: Redis, state: Canary) -> None:
     if state.phase in canaries.UNDER_WAY:
         if not ours or record is None or record.phase not in rollouts.UNDER_WAY:
             at = rollouts.now(store)
+            if record is not None and record.phase == "draining":  # of an earlier rollout
+                rollouts.change(store, record, record.to("done", at))
             new = Rollout(state.model, state.reference, state.version, state.before, state.plan.workers, at, at)
+            if record is not None and record.version == state.before:
+                new = replace(new, before_reference=record.reference)
             rollouts.begin(store, new)
-    elif ours and record is not None and record.phase in rollouts.UNDER_WAY:
-        phase = "done" if state.phase == "promoted" else "failed"
+    elif ours and record is not None and record.phase == "starting":
+        # While it drains, `penstock up` knows the baseline, and starts its workers where somebody goes back to it.
+        phase = "draining" if state.phase == "promoted" else "failed"
         rollouts.change(store, record, record.to(phase, rollouts.now(store), state.reason if phase == "failed" else ""))
+
+
+def _let_go(store: Redis, state: Canary) -> None:
+    """End the record of a rollout that was promoted KNOWN_S ago."""
+    record = rollouts.read(store, state.model)
+    if record is not None and record.version == state.version and record.phase == "draining":
+        rollouts.change(store, record, record.to("done", rollouts.now(store)))

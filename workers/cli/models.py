@@ -426,7 +426,8 @@ async def _removed(client: AsyncClient, store: Redis, name: str) -> dict[str, An
         if canary is not None and canary.under_way:
             raise Failure(f"a rollout of {name} is under way: end it first (penstock rollout abort {name})")
         rollout = rollouts.read(store, name)
-        if rollout is not None and rollout.phase in rollouts.UNDER_WAY:
+        promoted = canary is not None and canary.phase == "promoted"
+        if rollout is not None and rollout.phase in rollouts.UNDER_WAY and not promoted:
             raise Failure(f"a rollout of {name} is under way: end it first (penstock rollout {name} --cancel)")
         state = routing.read(store, name)
         if state is not None and state.aliases:

@@ -136,9 +136,14 @@ def test_a_candidate_that_is_no_worse_is_promoted_step_by_step(store: Redis) -> 
     assert did(store) == ["start", "raise", "raise", "promote"]
     record = rollouts.read(store, "m")
     assert record is not None
-    assert record.phase == "done"
+    assert record.phase == "draining", "the baseline can be started again"
     with pytest.raises(RolloutError, match="models alias m default=a"):
         operations.abort(store, "m")
+    routes.set_aliases(store, "m", {"default": "a"})
+    started(store)
+    record = rollouts.read(store, "m")
+    assert record is not None
+    assert (record.phase, record.version) == ("starting", "b"), "once more"
 
 
 def test_a_candidate_that_fails_is_rolled_back_at_the_first_step_and_says_why(store: Redis) -> None:
@@ -246,7 +251,7 @@ def test_whoever_dies_at_any_command_the_next_look_finishes_what_was_decided_onc
         assert state_of(store).since
         record = rollouts.read(store, "m")
         assert record is not None
-        assert record.phase == {"promoted": "done", "aborted": "failed"}.get(phase, "starting")
+        assert record.phase == {"promoted": "draining", "aborted": "failed"}.get(phase, "starting")
     assert 0 < undecided < at - 1
 
 
@@ -363,7 +368,9 @@ def test_a_version_that_may_not_become_the_default_gets_no_part(store: Redis) ->
     assert started(store).phase == "preparing"
 
 
-async def test_the_sweepers_duty_needs_no_more_than_a_sweepers_rights(store: Redis, valkey_url: str) -> None:
+async def test_the_sweepers_duty_needs_no_more_than_a_sweepers_rights(
+    store: Redis, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.execute_command("ACL", "SETUSER", "sweeps", "reset", "on", ">pw", "-@all", *ROLES["sweeper"].rules().split())
     url = valkey_url.replace("://", "://sweeps:pw@")
     async with AsyncClient(url) as client:
@@ -380,6 +387,11 @@ async def test_the_sweepers_duty_needs_no_more_than_a_sweepers_rights(store: Red
         operations.promote(store, "m")
         assert canaries.change(store, state_of(store), state_of(store).decided("promoted", "now"), "promote", "me")
         await controller.sweep()
+        monkeypatch.setattr("producers.rollouts.controller.KNOWN_S", -60.0)
+        await controller.sweep()
         controller.close()
+    record = rollouts.read(store, "m")
+    assert record is not None
+    assert record.phase == "done", "an hour later"
     store.acl_deluser("sweeps")
     assert part(store) == ("b", None, None)
