@@ -3,7 +3,7 @@
     /v1/scaling              decisions of the autoscaler; another try to start workers
     /v1/workers              tell one to drain
     /v1/routing              which versions new tasks go to
-    /v1/shadows/{model}      copies of tasks for another version, compared
+    /v1/shadows/{name}       copies of tasks for another version, compared
     /v1/rollouts             the last rolling update of each model
     /v1/sources              when schedules last fired, and replies that wait
     /v1/webhook_deliveries   rows of the outbox; deliver one again
@@ -292,16 +292,16 @@ class ShadowReport(BaseModel):
     data: list[ShadowPair] = Field(description="the latest pairs first")
 
 
-@router.get("/shadows/{model:path}", dependencies=MEASURES, response_model=ShadowReport)
+@router.get("/shadows/{name:path}", dependencies=MEASURES, response_model=ShadowReport)
 async def shadow_pairs(
     request: Request,
-    model: str,
+    name: str,
     limit: Annotated[int, Query(ge=0, le=MAX_PAGE, description="most pairs to answer with")] = PAGE,
 ) -> ShadowReport:
     """Compare copies of a model's tasks for another version with the tasks: shadow traffic."""
-    report = shadows.Report.of(*await aexecute_many(_store(request), shadows.pairs_read(model, shadows.KEPT)))
+    report = shadows.Report.of(*await aexecute_many(_store(request), shadows.pairs_read(name, shadows.KEPT)))
     return ShadowReport(
-        model=model,
+        model=text(name),
         summaries=[ShadowSummary(**asdict(each)) for each in shadows.summaries(report.pairs)],
         drops={text(reason): min(count, 2**53) for reason, count in report.drops.items()},
         data=[ShadowPair.model_validate(asdict(pair)) for pair in report.pairs[:limit]],
