@@ -40,6 +40,7 @@ SMALL = {
     "broken": with_faults(SCENARIOS["broken"], dup=1, cancel=1),
     "reader": with_faults(SCENARIOS["reader"], drop=1, crash=1),
     "follow": with_faults(SCENARIOS["follow"], drop=1, drain=1),
+    "follow-first": with_faults(SCENARIOS["follow-first"], drop=1),
     "follow-old": with_faults(SCENARIOS["follow-old"], drop=1, drain=1, crash=1),
     "sqs": with_faults(SCENARIOS["sqs"], dup=1, crash=1),
     "prompt": with_faults(SCENARIOS["prompt"], tail=1, crash=1, lost=1),

@@ -114,6 +114,7 @@ _LIST = [
     _world("follow-again", reader=True, follows=True, drop=2, expire=1, tail=1),
     _world("follow-old", reader=True, follows=True, old=(1,), drop=1, crash=1, drain=1),
     _world("follow-lapse", reader=True, follows=True, old=(1,), drop=1, drain=1, expire=1, length=1),
+    _world("follow-first", reader=True, follows=True, sent=False, old=(1,), drop=1, lost=1, drain=1, length=1),
     _world("unread", lease=True, leave=1, lapse=1, lost=1, crash=1, length=1),
     _world("unread-producer", lease=True, sent=False, leave=1, lapse=1, pcrash=1, workers=(0,), length=1),
     _world("undone", undo=1, lost=1, crash=1, length=1),

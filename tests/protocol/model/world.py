@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from tests.protocol.model.alive import alive_steps, begun_anew, born, is_asleep, servers, written
 from tests.protocol.model.books import PLACES, book_steps, lapsed_place, place_steps
@@ -58,6 +59,13 @@ def _first(cfg: Cfg, t: int) -> Message:
     return (t, 0, (0, None, cfg.need)) if cfg.need else (t, 0)
 
 
+def _reader(cfg: Cfg) -> Any:
+    """One that follows a task which is yet to be submitted has listened before, and ADMIT says that it follows it."""
+    if cfg.follows and not cfg.sent:
+        return ("follow", (), (), False, frozenset({"own", "entered"}))
+    return ("new", (), (), False, frozenset())
+
+
 def start(cfg: Cfg) -> State:
     incs = tuple(range(1, max(cfg.workers) + 2))
     sent = cfg.sent  # start where the producers have done their part
@@ -72,7 +80,7 @@ def start(cfg: Cfg) -> State:
         ghosts=(Ghost(sent, spared=cfg.native),) * cfg.tasks,
         prods=("done" if sent else "send" if cfg.plain else "admit",) * (cfg.tasks * (1 + cfg.rival)),
         sweep=None,
-        reader=("new", (), (), False, frozenset()) if cfg.reader else None,
+        reader=_reader(cfg) if cfg.reader else None,
         lease=("held", True, "") if cfg.lease else None,
         reaped=(0,) * cfg.tasks,
         dead=frozenset(),
