@@ -87,12 +87,20 @@ def scope_of(method: str, path: str) -> str:
     return "read" if method == "get" else "submit"
 
 
+def begun(http: httpx.Client, method: str, path: str, headers: dict[str, str]) -> httpx.Response:
+    """An answer, whose body is read where it refuses: some streams have no end."""
+    with http.stream(method, path, headers=headers) as answer:
+        if answer.status_code == 403:
+            answer.read()
+    return answer
+
+
 def test_a_key_opens_what_its_scopes_say_and_nothing_else(http: httpx.Client, make: Make) -> None:
     paths = http.get("/openapi.json").json()["paths"]
     asked = [(method, path) for path in paths if path not in OPEN for method in paths[path]]
     for scope in SCOPES:
         key = as_caller(make(scopes=(scope,)))
-        answers = {one: http.request(one[0], one[1].translate(BARE), headers=key) for one in asked}
+        answers = {one: begun(http, one[0], one[1].translate(BARE), key) for one in asked}
         refused = {one: answer.json()["error"] for one, answer in answers.items() if answer.status_code == 403}
         assert {error["code"] for error in refused.values()} <= {"missing_scope"}
         assert refused.keys() == {one for one in asked if scope != "admin" and scope_of(*one) not in ("any", scope)}
