@@ -12,6 +12,8 @@ import httpx
 import pytest
 from redis import Redis
 
+from producers import Client
+from producers.admin.eta import eta as eta_of
 from producers.broker.connect import connect_consumer, connect_sender
 from producers.broker.values import Back, Credit
 from producers.connection.script import run
@@ -328,6 +330,10 @@ def test_when_a_task_ends_is_told_until_it_has_ended(
     assert 1.02 * eta["p50_s"] < eta["p90_s"] < 1.5 * eta["p50_s"]
     assert explain(second)["eta"]["p50_s"] == pytest.approx(0.1, abs=0.05)
     assert "it ends in about 1.0 s, in 9 of 10 cases within 1." in explain(first)["summary"]
+    with Client(valkey_url, valkey_url) as client:
+        own = eta_of(client, first)
+    assert own is not None
+    assert (own.p50_s, own.p90_s) == (eta["p50_s"], eta["p90_s"]), "so it is in Python"
     until(lambda: told(first) is not None)  # what was told before is told for two seconds
     assert worker.take(QUEUE) == first
     worker.claim(first)
