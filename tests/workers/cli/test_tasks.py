@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -20,10 +22,12 @@ from producers.client import listing
 from producers.connection import script
 from producers.contract import keys
 from producers.contract.record import Record
+from producers.gateway import estimates, wait_reasons
 from producers.gateway.tasks import routes
 from producers.store import protocol
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door, until
+from tests.producers.gateway.tasks.test_explain import MEASURED, NAME, lease
 from tests.workers.cli.conftest import Ran, Run, Scripted, send
 from workers.cli import client
 from workers.cli.client import Gateway
@@ -283,6 +287,37 @@ class TestResult:
         ran = penstock("result", task_id)
         assert (ran.status, progress_texts) == (130, [f"queued (why: penstock explain {task_id})"])
         assert f"the task goes on: penstock result {task_id}" in ran.err
+
+    def test_and_tail_say_when_it_ends_where_workers_have_measured_that(
+        self,
+        penstock: Run,
+        valkey: Redis,
+        valkey_url: str,
+        worker: FakeWorker,
+        monkeypatch: pytest.MonkeyPatch,
+        progress_texts: list[str],
+    ) -> None:
+        valkey.hset(keys.PROFILES, NAME, MEASURED.to_json())
+        lease(valkey_url, running=0)
+        monkeypatch.setattr(estimates, "LIMIT_S", 60.0)  # the machine may be busy
+        monkeypatch.setattr(wait_reasons, "READ_S", 60.0)
+        events = Gateway.events
+
+        def waited(self: Gateway, task_id: str, _: float) -> dict[str, Any]:
+            served(worker, "a").join()
+            return self.task(task_id)
+
+        def followed(self: Gateway, *args: Any, **options: Any) -> Any:
+            served(worker, "b")
+            return events(self, *args, **options)
+
+        monkeypatch.setattr(Gateway, "waited", waited)
+        monkeypatch.setattr(Gateway, "events", followed)
+        assert penstock("result", submitted(penstock, "--max-tokens", "100")).out == "a\n"
+        assert progress_texts[0].startswith("queued, ends in about ")
+        ran = penstock("tail", submitted(penstock, "--max-tokens", "100"))
+        assert ran.out == "b\n"
+        assert re.search(r"The task ends in about [01]\.\d s, in 9 of 10 cases within [01]\.\d s\.", ran.err)
 
     def test_says_what_the_task_waits_for(
         self, penstock: Run, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
