@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def test_one_of_the_demanded_keys_must_have_signed(folder: Path, tmp_path: Path)
     text = sign(folder, mine)
     content = (folder / "manifest.json").read_bytes()
     assert check_signature(folder, [other, public]) == text
-    with pytest.raises(Refused, match=f"is not signed by .*other.*signed by {text[:10]}"):
+    with pytest.raises(Refused, match=rf"is not signed by .*other.*signed by {re.escape(text)}"):
         check_signature(folder, [other])
     sign(folder, third)
     check_signature(folder, [theirs])
