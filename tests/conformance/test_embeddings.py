@@ -170,6 +170,11 @@ def test_the_command_prints_vectors_of_arguments_and_lines(
     assert close(vectors, np.tile(served.embedder.embed(SHORT), (26, 1)))
     with pytest.raises(Refused, match=r"texts 0 to 1: input\[1\] is empty"):
         penstock().main(["embed", "embedder", "a", "", "--url", served.url], standalone_mode=False)
+    argv = ["embed", "embedder", "a", "", "--on-error", "item", "--url", served.url]
+    penstock().main(argv, standalone_mode=False)
+    good, bad = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (good["index"], len(good["embedding"])) == (0, 48)
+    assert bad == {"index": 1, "error": {"code": "empty_prompt", "message": "the text is empty"}}
 
 
 def test_a_task_of_a_kind_has_one_entry_with_its_result(served: Served) -> None:
