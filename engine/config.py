@@ -140,6 +140,17 @@ class EngineConfig:
         serving=True,
     )
     """The most bytes that loaded LoRA adapters take together, at their data type in memory."""
+    watermark_keys: str | None = declare(
+        None,
+        Text(),
+        "File with keys of watermarks, which requests name: `penstock watermark key` makes them.",
+        metavar="FILE",
+    )
+    """A TOML file: see `engine.watermark.read_watermarks`. Not with the kernel sets "triton" and "ragged"."""
+    watermark_default: str | None = declare(
+        None, Text(64), "Mark the outputs of requests that name no watermark by this key.", metavar="NAME"
+    )
+    watermark_optional: bool = declare(False, Flag(), "Let requests turn --watermark-default off.")
     kernels: KernelSet = declare("auto", OneOf(get_args(KernelSet)))
     """The kernel set that computes the model. "auto" picks "triton" on CUDA, or "sdpa" if triton is not installed. On a
     CPU it picks "native" (Penstock's own C++), or "cpu" (oneDNN, torch) if that was not built at install. Tests use
@@ -190,6 +201,10 @@ class EngineConfig:
                     repr(self.draft_model),
                 )
             )
+        if self.watermark_default is not None and self.watermark_keys is None:
+            raise EngineError(ErrorText.of("{watermark_default} needs {watermark_keys}: the file that has the key"))
+        if self.watermark_optional and self.watermark_default is None:
+            raise EngineError(ErrorText.of("{watermark_optional} needs {watermark_default}: there is nothing else off"))
         for name in ("max_num_batched_tokens", "max_non_priority_step_tokens"):
             tokens = getattr(self, name)
             if tokens is not None and self.max_num_seqs is not None and tokens < self.max_num_seqs:

@@ -11,6 +11,7 @@ Bounds are plain classes: making dataclasses of them would take milliseconds at 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -21,6 +22,7 @@ from engine.errors import ErrorText, FieldName, RequestError
 MAX_INT32: Final = (1 << 31) - 1
 #: A text of JSON may be this many times as long as it may be without white space.
 _SPACED: Final = 4
+_KEY_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(eq=False, repr=False)
@@ -137,6 +139,23 @@ class Flag(Bound):
     def check(self, name: str, value: object) -> Any:
         if not isinstance(value, bool):
             raise wrong_type(name, value, self.description)
+        return value
+
+
+class WatermarkName(Bound):
+    """The name of a watermark's key; or False, also as text, for none."""
+
+    description = "the name of a watermark key, 1 to 64 letters, digits, dots, - or _; or false"
+
+    def check(self, name: str, value: object) -> Any:
+        if value is False or value == "false":
+            return False
+        if not isinstance(value, str):
+            raise wrong_type(name, value, self.description)
+        if not _KEY_NAME.fullmatch(value):
+            raise RequestError(
+                ErrorText.of("{}={} must be {}", FieldName(name), shown(value), self.description), param=name
+            )
         return value
 
 

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +41,7 @@ from engine.text.checkpoint import model_version
 from engine.text.config import Config, read_config
 from engine.text.files import has_tokenizer
 from engine.text.gguf import absolute
+from engine.watermark import Watermarks, read_watermarks
 
 logger = logging.getLogger("penstock.engine")
 
@@ -73,9 +74,20 @@ class Engine(StepLoop):
         version: str,
         draft: Model | None = None,
         group: Group | None = None,
+        watermarks: Watermarks | None = None,
     ) -> None:
         """`draft`: the loaded model of `config.draft_model`. `group`: the other ranks of a model that is this rank's
-        share; the engine closes it."""
+        share; the engine closes it. `watermarks`: of `config.watermark_keys`."""
+        if watermarks is not None and model.kernels.ragged:
+            raise EngineError(
+                ErrorText.of(
+                    "{watermark_keys}={}: the sampler of the kernels {} on {} has no watermark yet; serve this model "
+                    "on a CPU, or without the keys",
+                    *(repr(config.watermark_keys), model.kernels.name, model.device.type),
+                )
+            )
+        #: The watermark keys that requests may name. None: there are none.
+        self.watermarks = watermarks
         self.card: ModelCard | None = None
         self.tokenizer: Tokenizer | None = None
         # A folder without a tokenizer still serves token ids.
@@ -123,6 +135,7 @@ class Engine(StepLoop):
     def _traits(self, folder: Path, version: str) -> ModelTraits:
         eos = () if self.tokenizer else _eos(Config.of_model(read_config(folder)))
         traits = ModelTraits(version, self._model.vocab_size, eos, self._model.rope_switch, adapters=self._adapters)
+        traits = replace(traits, watermarks=self.watermarks)
         if self.tokenizer is None:
             return traits
         traits = traits.with_text(self.tokenizer)
@@ -176,6 +189,10 @@ class Engine(StepLoop):
         loaded: Callable[[str], None],
         progress: Callable[[int, int], None],
     ) -> Engine:
+        watermarks = None
+        if config.watermark_keys is not None:  # before the weights: the file may be wrong
+            keys, default = config.watermark_keys, config.watermark_default
+            watermarks = read_watermarks(keys, default, optional=config.watermark_optional)
         threads = torch.get_num_threads()
         if group is not None:
             torch.set_num_threads(group.threads)
@@ -202,7 +219,7 @@ class Engine(StepLoop):
             draft = load_model(config.draft_model, config.dtype, model.device, config.kernels)
         loaded("weights")
         version = model_version(absolute(folder))
-        engine = cls(model, config, folder=folder, version=version, draft=draft, group=group)
+        engine = cls(model, config, folder=folder, version=version, draft=draft, group=group, watermarks=watermarks)
         if model.device.type in REHEARSED:
             loaded("compile")
         return engine

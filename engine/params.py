@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -17,6 +17,7 @@ from engine.declared import (
     Strings,
     Text,
     TokenIds,
+    WatermarkName,
     checked,
     declare,
     declared,
@@ -45,6 +46,9 @@ MAX_TEXT: Final = 1_024
 MAX_FORM_PARTS: Final = 16_384
 #: What stands before a JSON schema within a grammar.
 _WITHIN: Final = "%json "
+#: Why a request's watermark is refused.
+NO_KEYS: Final = "the model is served without watermark keys"
+REQUIRED: Final = "outputs of this model are watermarked, and its operator does not let requests turn that off"
 #: Temperatures below this count as 0, because dividing by them would overflow.
 COLDEST: Final = 1e-5
 
@@ -54,10 +58,10 @@ class SamplingParams:
     """A request's sampling parameters. Raises RequestError naming the parameter, its value and its limits.
 
     A token is chosen in this order: the penalties (repetition, then frequency and presence); logit_bias;
-    allowed_token_ids; banned_token_ids with bad_words, min_tokens and the output's form; temperature; then the filters
-    top_k, top_p, min_p, typical_p, each on the tokens that the filters before it kept. At temperature 0 the most likely
-    token is taken after the penalties and lists. Fields that are tuples also accept lists, logit_bias and json_schema
-    also mappings. The options are those of `penstock submit`, `run` and others.
+    allowed_token_ids; banned_token_ids with bad_words, min_tokens and the output's form; watermark; temperature; then
+    the filters top_k, top_p, min_p, typical_p, each on the tokens that the filters before it kept. At temperature 0 the
+    most likely token is taken after the penalties, lists and watermark. Fields that are tuples also accept lists,
+    logit_bias and json_schema also mappings. The options are those of `penstock submit`, `run` and others.
     """
 
     max_tokens: int | None = declare(
@@ -135,6 +139,15 @@ class SamplingParams:
         metavar="TEXT",
     )
     """The output is one of these texts."""
+    watermark: str | bool | None = declare(
+        None,
+        WatermarkName(),
+        "Mark the output by this key of --watermark-keys, so that `penstock watermark detect` finds it. false: do not. "
+        "Unset: as --watermark-default says.",
+        metavar="NAME",
+    )
+    """Adds to the logits of the tokens that are green by this key (arXiv 2301.10226), after the bans: which tokens may
+    be chosen stays the same."""
     seed: int | None = declare(None, Integer(0, MAX_SEED), "Random seed; the same seed repeats the output.")
     stop: tuple[str, ...] = declare(
         (), Strings(16, 256, allow_single=True), "Text that ends the output. May be repeated.", metavar="TEXT"
@@ -244,6 +257,11 @@ DEFAULTS: Final[Mapping[str, float]] = {
 def filled(requested: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     """Those of DEFAULTS that are None or missing in `requested`: the model's own default, else everybody's."""
     return {name: model.get(name, usual) for name, usual in DEFAULTS.items() if requested.get(name) is None}
+
+
+def has_keys(names: Iterable[str]) -> str:
+    """Says which watermark keys there are."""
+    return f"the model's watermark keys are {', '.join(sorted(names)) or 'none'}"
 
 
 def grammar_of(choice: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from engine.kv.table import Table
     from engine.output import OutputState
     from engine.request import PromptScores
+    from engine.watermark import WatermarkKey
 
 #: The most steps for which a sequence without a draft goes on without waiting for one.
 _LONGEST_PAUSE = 32
@@ -115,6 +116,8 @@ class Sequence:
     """The token ids of each way to write each bad word."""
     matcher: Matcher | None = None
     """Follows the output, if it is to have a form."""
+    watermark: WatermarkKey | None = None
+    """The key by which its tokens are marked, if they are."""
     adapter: LoadedAdapter | None = None
     """The adapter of the model that computes it. None: the model itself."""
     plain: bool = False

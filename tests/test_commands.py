@@ -36,6 +36,7 @@ TINY = {
     "tests.bench.cold_start": ["--rounds 1"],
     "tests.bench.compaction": ["--tokens 1000"],
     "tests.bench.compressed_kv": ["--sequences 1 --length 64 --chunk 16 --layers 1 --rounds 1"],
+    "tests.bench.watermark": ["--model MODEL --outputs 2 --pieces 5 --tokens 8"],
     "tests.bench.llama_cpp": ["MODEL --requests 1 --tokens 4 --rounds 1 --threads 1"],
     "tests.bench.looks": ["--workers 10 --calls 100"],
     "tests.bench.rollouts": ["--kind crashes --others 1"],

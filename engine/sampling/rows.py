@@ -1,11 +1,11 @@
 """The sampling parameters of running sequences, in permanent rows. A step gathers them without a loop.
 
-**Edits** change a step's logits before sampling: penalties, biases, allowed and banned tokens, forms.
+**Edits** change a step's logits before sampling: penalties, biases, allowed and banned tokens, forms, watermarks.
 
 The order is that of transformers and vLLM: repetition penalty, frequency and presence penalties, logit_bias,
-allowed_token_ids, banned_token_ids (with bad words, and with the end tokens before min_tokens), the output's form.
-Each edit but the last is a list of (row, token) pairs, so that its cost is proportional to the request's lists, not to
-the vocabulary.
+allowed_token_ids, banned_token_ids (with bad words, and with the end tokens before min_tokens), the output's form,
+the watermark. Each edit but the last two is a list of (row, token) pairs, so that its cost is proportional to the
+request's lists, not to the vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from torch import Tensor
 
 from engine.kernels.upload import upload
 from engine.sampling.draws import Filters, Ranked, row_keys
+from engine.sampling.watermark import Marks, mark
 from engine.sequence import Sequence
+from engine.watermark import WatermarkKey
 
 NONE_LEFT = (
     "no token is left to choose: allowed_token_ids, banned_token_ids, bad_words, min_tokens and the output's form "
@@ -66,6 +68,9 @@ class Edits:
     forms: tuple[Tensor, Tensor] | None = None
     """(rows, in their order; the tokens that would leave an output's form, bool [these rows, vocabulary])."""
 
+    marks: Marks | None = None
+    """The watermark, of which no token that is forbidden takes notice."""
+
     @property
     def forbids(self) -> bool:
         """Whether a row may have no token left to choose."""
@@ -97,12 +102,14 @@ def edit(logits: Tensor, edits: Edits) -> None:
             logits.masked_fill_(leaving, float("-inf"))
         else:
             logits[rows] = logits[rows].masked_fill_(leaving, float("-inf"))
+    if edits.marks is not None:
+        mark(logits, edits.marks)
 
 
 Ids = NDArray[np.int64]
 
 # Flags for the kinds of edits that a slot needs. A step skips kinds that none of its rows needs.
-_PENALTIES, _BIAS, _ALLOWED, _BANNED, _ENDS, _BAD_WORDS, _FORM = (1 << bit for bit in range(7))
+_PENALTIES, _BIAS, _ALLOWED, _BANNED, _ENDS, _BAD_WORDS, _FORM, _MARKED = (1 << bit for bit in range(8))
 _EMPTY: Ids = np.zeros(0, np.int64)
 
 #: For each row of a step's logits, the draft tokens assumed after its sequence's tokens.
@@ -224,6 +231,7 @@ class EditRows:
         self._ends: list[Ids] = [_EMPTY] * slots
         self._armed_at = np.zeros(slots, np.int64)
         self._bad_words: list[BadWords] = [{} for _ in range(slots)]
+        self._watermarks: list[WatermarkKey | None] = [None] * slots
 
     def admit(self, sequence: Sequence) -> None:
         """Fill the row of the sequence's slot."""
@@ -239,6 +247,7 @@ class EditRows:
         self._ends[slot] = self._in_vocabulary(sequence.output.ends)
         self._armed_at[slot] = sequence.prompt_len + params.min_tokens
         self._bad_words[slot] = by_last_but_one(sequence.bad_words)
+        self._watermarks[slot] = sequence.watermark
         if params.penalises:
             self._count(sequence)
         self._flags[slot] = (
@@ -249,6 +258,7 @@ class EditRows:
             | (params.min_tokens > 0 and len(self._ends[slot]) > 0) * _ENDS
             | (len(self._bad_words[slot]) > 0) * _BAD_WORDS
             | (sequence.matcher is not None) * _FORM
+            | (sequence.watermark is not None) * _MARKED
         )
 
     def gather(self, sequences: list[Sequence], slots: Ids, drafts: Drafts | None = None) -> Edits | None:
@@ -262,7 +272,8 @@ class EditRows:
         def rows(flag: int) -> Ids:
             return (flags & flag).nonzero()[0] if requested & flag else _EMPTY
 
-        biased, only, formed = rows(_BIAS), rows(_ALLOWED), rows(_FORM)
+        biased, only, formed, marked = rows(_BIAS), rows(_ALLOWED), rows(_FORM), rows(_MARKED)
+        keys = [key for slot in slots[marked] if (key := self._watermarks[slot]) is not None]
         arrays: list[NDArray[Any]] = [
             *self._penalised(sequences, slots, rows(_PENALTIES), drafts),
             *_pairs(biased, [self._biased[slot] for slot in slots[biased]]),
@@ -272,6 +283,7 @@ class EditRows:
             *self._forbidden(sequences, slots, rows(_BANNED), rows(_ENDS), rows(_BAD_WORDS), drafts),
             formed,
             self._formed(sequences, formed, drafts),
+            self._row_keys(sequences, marked, keys, drafts),
         ]
         sent = upload(arrays, self._device)
         return Edits(
@@ -280,6 +292,9 @@ class EditRows:
             allowed=Allowed(*sent[7:10]) if len(only) else None,
             banned=(sent[10], sent[11]) if len(arrays[10]) else None,
             forms=(sent[12], sent[13]) if len(formed) else None,
+            marks=Marks(marked.tolist(), sent[14], [key.limit for key in keys], [key.delta for key in keys])
+            if keys
+            else None,
         )
 
     def _penalised(self, sequences: list[Sequence], slots: Ids, rows: Ids, drafts: Drafts | None) -> list[NDArray[Any]]:
@@ -356,6 +371,17 @@ class EditRows:
             allow(mask, sequences[row], () if drafts is None else drafts[row])
         leaving = np.unpackbits(np.invert(masks).view(np.uint8), axis=1, bitorder="little", count=self._vocab_size)
         return leaving.view(np.bool_)
+
+    @staticmethod
+    def _row_keys(
+        sequences: list[Sequence], rows: Ids, keys: list[WatermarkKey], drafts: Drafts | None
+    ) -> NDArray[np.int32]:
+        """What decides which tokens are green in these rows: int32 [rows, 2]."""
+        hashes = [
+            key.row_key([*sequences[row].tokens[-key.context :], *(() if drafts is None else drafts[row])])
+            for row, key in zip(rows, keys, strict=True)
+        ]
+        return np.frombuffer(b"".join(hashes), np.int32).reshape(-1, 2).copy()
 
     def _in_vocabulary(self, ids: Any) -> Ids:
         """The ids that are in the model's vocabulary. A tokenizer may have others."""

@@ -14,12 +14,13 @@ from engine.declared import Number, shown, wrong_type
 from engine.errors import ErrorText, FieldName, RequestError
 from engine.grammar.matcher import Grammars
 from engine.grammar.source import check_installed
-from engine.params import MAX_PROMPT_LOGPROBS, SamplingParams
+from engine.params import MAX_PROMPT_LOGPROBS, NO_KEYS, SamplingParams
 from engine.request import LoadedAdapter, Request
 from engine.scheduling.adapters import AdapterTable
 from engine.scheduling.policy import TIERS
 from engine.text import Tokenizer
 from engine.text.detokenizer import Detokenizer
+from engine.watermark import WatermarkKey, Watermarks
 
 #: Text put before the word, so that a tokenizer that marks the beginning of a text does not mark the word.
 _BEFORE = "\n"
@@ -44,6 +45,8 @@ class ModelTraits:
     """Makes the matchers of outputs that are to have a form."""
     adapters: AdapterTable[Any] | None = None
     """The adapters that requests may name. None: there are none."""
+    watermarks: Watermarks | None = None
+    """The watermark keys that requests may name. None: there are none."""
 
     def spelled(self, bad_words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """All token sequences that write these words and that the model can write: a tokenizer may have more tokens.
@@ -81,6 +84,14 @@ class ModelTraits:
             raise RequestError(text, param="adapter")
         adapter: LoadedAdapter = self.adapters.find(name)
         return adapter
+
+    def watermark(self, requested: str | bool | None) -> WatermarkKey | None:
+        """The key of a request's `watermark`; None for none. Raises RequestError for one that there is not."""
+        if self.watermarks is not None:
+            return self.watermarks.key_of(requested)
+        if requested:
+            raise RequestError(ErrorText.of("{watermark}={}: {}", shown(requested), NO_KEYS), param="watermark")
+        return None
 
     def with_text(self, tokenizer: Tokenizer) -> ModelTraits:
         """The same with a tokenizer, which knows better than config.json which tokens end an output."""

@@ -99,6 +99,7 @@ class Scheduler:
         self._limits.check(request)
         self._traits.spelled(request.params.bad_words)
         self._traits.check_form(request.params)
+        self._traits.watermark(request.params.watermark)
         request.loaded = self._traits.adapter(request.adapter)
 
     @property
@@ -148,6 +149,7 @@ class Scheduler:
         root = root_hash(request.salt, request.loaded.version if request.loaded else "", traits.version)
         bad_words = traits.spelled(params.bad_words)
         limit = self._limits.output_limit(request)
+        watermark = traits.watermark(params.watermark)
         matchers, request.matchers = request.matchers, []
         each = [matchers[choice] if params.forms else None for choice in range(group.unfinished)]
         plain = group.scores is None and group.candidates is None and not params.forms
@@ -166,6 +168,7 @@ class Scheduler:
                 scores=group.scores,
                 bad_words=bad_words,
                 matcher=matcher,
+                watermark=watermark,
                 adapter=request.loaded,
                 plain=plain,
             )

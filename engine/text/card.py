@@ -26,6 +26,8 @@ In the store it has more (`producers.store.fleet.cards`):
     withdrawn         unix milliseconds since when nobody serves it or starts workers of it: it is not listed, and takes
                       no new tasks; absent otherwise
     served            whether a worker of this version has been up; only then is the KV capacity known
+    watermark         {"keys": names, "default": name or null, "optional": bool}: its workers' keys of watermarks;
+                      absent where they have none
     kv_capacity       tokens of the longest sequence that the KV cache of any worker holds, if less than the context
 """
 

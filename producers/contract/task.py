@@ -46,9 +46,12 @@ from engine.params import (
     MAX_REGEX,
     MAX_SCHEMA,
     MAX_TEXT,
+    NO_KEYS,
+    REQUIRED,
     SamplingParams,
     filled,
     grammar_of,
+    has_keys,
     too_large,
 )
 from producers.contract import levels
@@ -290,6 +293,7 @@ Biases = Annotated[dict[Count, Bias], BeforeValidator(_biases, json_schema_input
 Schema = Annotated[dict[str, Any], _bounded("json_schema")]
 Regex = Annotated[str, _bounded("regex")]
 Lark = Annotated[str, _bounded("grammar")]
+Watermark = Annotated[str | Literal[False], _bounded("watermark")]
 Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE)]
 MessageList = Annotated[list[Message], Field(min_length=1)]
 Messages = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_messages, json_schema_input_type=MessageList)]
@@ -484,6 +488,7 @@ class Task(BaseModel):
     regex: Regex | None = sampling("regex", f"a regular expression of 1 to {MAX_REGEX} characters")
     grammar: Lark | None = sampling("grammar", f"a Lark grammar of 1 to {MAX_GRAMMAR} characters")
     choice: Choice = sampling("choice")
+    watermark: Watermark | None = sampling("watermark")
     seed: int | None = sampling("seed")
     stop: Annotated[tuple[Text, ...], BeforeValidator(stops, json_schema_input_type=Text | list[Text])] = sampling(
         "stop", "a string, or a list of at most 16, each of 1 to 256 characters"
@@ -755,8 +760,21 @@ class Task(BaseModel):
             raise InvalidTask(
                 ErrorText.of("{banned_token_ids} bans all tokens of {}", shown(self.model)), param="banned_token_ids"
             )
+        self._check_watermark(card.get("watermark"))
         if counted:
             self._check_length(card, context)
+
+    def _check_watermark(self, keys: Mapping[str, Any] | None) -> None:
+        """Raise InvalidTask if workers cannot, or may not, do as the task says. `keys`: the card's `watermark`."""
+        if self.watermark is None:
+            return
+        if self.watermark is False:
+            why = REQUIRED if keys and keys["default"] is not None and not keys["optional"] else ""
+        else:
+            why = NO_KEYS if keys is None else "" if self.watermark in keys["keys"] else has_keys(keys["keys"])
+        if why:
+            shown_value = "false" if self.watermark is False else shown(self.watermark)
+            raise InvalidTask(ErrorText.of("{watermark} is {}; {}", shown_value, why), param="watermark")
 
     def _check_texts(self, card: Mapping[str, Any], context: int, vocabulary: int) -> None:
         """Raise InvalidTask if the model of this card cannot make what is asked of the texts."""
@@ -997,6 +1015,8 @@ class Task(BaseModel):
             update["adapter"] = card["adapter"]["version"]
         if (formed := self.formed()) is not self:
             update |= {name: getattr(formed, name) for name in (*FORMS, "open_objects")}
+        if self.watermark is None and "watermark" in card:
+            update["watermark"] = card["watermark"]["default"]
         if self.seed is None:
             update["seed"] = secrets.randbits(63)
         if self.max_tokens is None and self.logprobs is not None:

@@ -39,6 +39,7 @@ MODULES: Final = {
     "batch": "batch",
     "comparison": "models",  # it adds its commands to those of `routing` and `models`
     "adapters": "adapters",
+    "watermark": "watermark",
     "prepare": "quantize warm",
     "worker": "worker",
     "gateway": "gateway",

@@ -307,6 +307,8 @@ def announce(store: Redis, engine: Any, files: dict[str, bytes]) -> tuple[dict[s
     card["context_length"] = min(card["context_length"], engine.max_model_len)
     if engine.kv_capacity < card["context_length"]:
         card["kv_capacity"] = engine.kv_capacity
+    if (watermarks := getattr(engine, "watermarks", None)) is not None:
+        card["watermark"] = watermarks.describe()
     pool = pool_of(engine)
     cards.announce(store, card, pool, files)
     return card, pool
