@@ -115,7 +115,7 @@ class Engine(StepLoop):
             partial(model.kernels.use_threads, config.threads),
             overlap=int(model.device.type == "cuda") if config.overlap is None else config.overlap,
             release=release,
-            check=partial(check_alive, model.device) if group is None else group.check,
+            check=(lambda: check_alive(model.device)) if group is None else group.check,
             on_idle=while_idle(runner),
             turns=None if config.turns is None else Turns(config.turns, config.share),
         )

@@ -62,6 +62,7 @@ TINY = {
     "tests.bench.plan": ["--sequences 2 --steps 3"],
     "tests.bench.products": ["--rows 1 --rounds 1", "--rows 1 --rounds 1 --against OTHER"],
     "tests.bench.quantised": ["--matrices 1 --outputs 64 --inputs 128 --turns 1"],
+    "tests.bench.ranks": ["MODEL --ranks 2 --threads 2 --requests 1"],
     "tests.bench.runs": ["--sequences 2 --layers 1 --rounds 1"],
     "tests.bench.scaling": ["--seconds 12 --capacity-seconds 1 --load 1 --max 2"],
     "tests.bench.sources": ["--lines 1000 --window 500"],

@@ -60,6 +60,8 @@ EXAMPLES: Final[Mapping[str, dict[str, Any]]] = {
     "/v1/keys": {"tenant": "acme", "name": "billing", "scopes": ["submit", "read"], "rpm": 600},
     "/v1/keys/{key_id}": {"rpm": 1200, "models": None},
     "/v1/keys/{key_id}/rotate": {"overlap": 3600},
+    "/v1/feedback": {"id": "chatcmpl-...", "score": 1},
+    "/v1/routing/{model}": {"generation": 0, "aliases": {"stable": "default"}},
     "/v1/tenants/{tenant}/limits": {"rpm": 6000, "budget_tokens": 1_000_000},
 }
 router = APIRouter(tags=["health"])

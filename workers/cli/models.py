@@ -291,10 +291,10 @@ def _count(parameters: int) -> str:
 @app.shown("penstock models sign ./tiny-new --key signing.pem")
 def sign(
     model: Model,
-    key: Annotated[
+    key_file: Annotated[
         Path,
         typer.Option(
-            metavar="FILE", help="A private ed25519 key (PEM), as `openssl genpkey -algorithm ed25519` makes."
+            "--key", metavar="FILE", help="A private ed25519 key (PEM), as `openssl genpkey -algorithm ed25519` makes."
         ),
     ],
 ) -> None:
@@ -307,7 +307,7 @@ def sign(
     from workers.library.signatures import sign
 
     (resolved,) = find_models([model])
-    typer.echo(sign(resolved.folder, key))
+    typer.echo(sign(resolved.folder, key_file))
 
 
 @app.shown("penstock models verify tiny-v2 --require-signature signing.pub")

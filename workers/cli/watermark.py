@@ -66,7 +66,7 @@ def detect(
     file: Annotated[str, typer.Argument(metavar="FILE", help="The text, in UTF-8; - reads standard input.")],
     model: ModelOption,
     keys: Keys,
-    key: Annotated[str, typer.Option(metavar="NAME", help="The name of the key.")],
+    name: Annotated[str, typer.Option("--key", metavar="NAME", help="The name of the key.")],
     threshold: Annotated[
         float, typer.Option(min=0, max=1, help="The p below which the text counts as marked.")
     ] = THRESHOLD,
@@ -85,18 +85,18 @@ def detect(
         from engine.watermark import read_watermarks
     with refusing(EngineError):
         known = read_watermarks(keys).keys
-        if key not in known:
-            raise Failure(f"{keys} has no key {key}; it has {', '.join(sorted(known))}")
+        if name not in known:
+            raise Failure(f"{keys} has no key {name}; it has {', '.join(sorted(known))}")
         (resolved,) = find_models([model])
         tokens = Tokenizer.from_folder(resolved.folder).encode(text, add_special_tokens=False)
-    found = judge(known[key], tokens)
+    found = judge(known[name], tokens)
     marked = found.p < threshold
     if as_json:
         typer.echo(json.dumps({"marked": marked, **asdict(found)}))
     else:
         typer.echo(
             f"{'marked' if marked else 'not marked'}: {found.green} of {found.judged} tokens are green, "
-            f"{known[key].gamma:.0%} by chance; z {found.z:.2f}, p {found.p:.2g}"
+            f"{known[name].gamma:.0%} by chance; z {found.z:.2f}, p {found.p:.2g}"
         )
     if not marked:
         raise typer.Exit(Exit.TASK_FAILED)

@@ -22,8 +22,8 @@ void penstock_linear(void* pool, const float* x, const void* weight, const float
 void penstock_peaks(void* pool, const float* x, const void* weight, const float* bias, int kind, int64_t rows,
                     int64_t inputs, int64_t outputs, int64_t* places, uint8_t* finite) {
     Gemm g{x, weight, bias, nullptr, rows, inputs, outputs};
-    if (kind == 2) quantised_peaks(*(Pool*)pool, g, places, finite);
-    else peaks<bf16>(*(Pool*)pool, g, places, finite);
+    if (kind == 2) quantised_peaks(*(Pool*)pool, g, places, finite, nullptr);
+    else peaks<bf16>(*(Pool*)pool, g, places, finite, nullptr);
 }
 
 void penstock_rope_and_write(void* pool, float* heads, const float* cos, const float* sin, void* keys, void* values, int,
