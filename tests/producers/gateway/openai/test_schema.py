@@ -64,8 +64,9 @@ OPERATIONS = [
     for path, methods in DOCUMENT["paths"].items()
     for method, known in methods.items()
     for mode in GenerationMode
+    if path != "/v1/overview/events"  # a stream without an end: see test_overview
     # Of what takes nothing but a path there is nothing wrong to be sent.
-    if mode is GenerationMode.POSITIVE or "requestBody" in known or path.endswith("}/events") or path == "/v1/tasks"
+    if mode is GenerationMode.POSITIVE or "requestBody" in known or path.endswith("/events") or path == "/v1/tasks"
 ]
 
 
