@@ -132,7 +132,7 @@ class TokenBudget:
     has the same as any other.
     """
 
-    __slots__ = ("_begin", "_end", "_limit", "taken")
+    __slots__ = ("_begin", "_end", "_limit", "spent")
 
     def __init__(self, limit: int, begin: int | None, end: int) -> None:
         """`limit`: the most tokens. `begin`: the token behind which they are counted, an output's first; None: from the
@@ -141,7 +141,7 @@ class TokenBudget:
         self._begin = begin
         self._end = end
         #: The tokens so far; None before the first token, where that may begin them, and once they are closed.
-        self.taken: int | None = 0 if begin is None else None
+        self.spent: int | None = 0 if begin is None else None
 
     @classmethod
     def of(cls, grammar: str) -> TokenBudget | None:
@@ -150,19 +150,19 @@ class TokenBudget:
         return None if match is None else cls(int(match[1]), int(match[3]) if match[3] else None, int(match[2]))
 
     def after(self, count: int, tokens: Sequence[int]) -> int | None:
-        """`taken` after further tokens. `count`: the output's tokens so far."""
-        taken = self.taken
+        """`spent` after further tokens. `count`: the output's tokens so far."""
+        spent = self.spent
         for at, token_id in enumerate(tokens, count):
-            if taken is not None:
-                taken = None if token_id == self._end else taken + 1
+            if spent is not None:
+                spent = None if token_id == self._end else spent + 1
             elif at == 0 and token_id == self._begin:
-                taken = 0
-        return taken
+                spent = 0
+        return spent
 
-    def restrict(self, mask: Mask, taken: int | None) -> None:
+    def restrict(self, mask: Mask, spent: int | None) -> None:
         """Leave only the closing token, where the budget is spent. A character that has begun is finished first."""
         word, bit = divmod(self._end, 32)
-        if taken is None or taken < self._limit or not int(mask[word]) >> bit & 1:
+        if spent is None or spent < self._limit or not int(mask[word]) >> bit & 1:
             return
         mask.fill(0)
         mask.view(np.uint32)[word] = 1 << bit
@@ -201,7 +201,7 @@ class Matcher:
     def push(self, token_id: int) -> bool:
         """Take the output's next token, which does not end it. Returns whether nothing can follow it."""
         if self._budget is not None:
-            self._budget.taken = self._budget.after(self.count, (token_id,))
+            self._budget.spent = self._budget.after(self.count, (token_id,))
         self.count += 1
         if self._foreseen:
             return self._foreseen.popleft()

@@ -122,7 +122,7 @@ def _bounded(text: str, open_objects: bool, drop: bool, steps: int) -> tuple[Bou
         rewritten = rewriter.whole()
     except (_TooLarge, RecursionError, TypeError, ValueError, ArithmeticError):  # odd values: llguidance refuses them
         rewritten = None
-    steps = max(0, rewriter.taken - free)
+    steps = max(0, rewriter.steps_taken - free)
     return None if rewritten is None else Bounded(rewritten, tuple(rewriter.dropped)), steps
 
 
@@ -182,7 +182,7 @@ class _Rewriter:
         self._copies: dict[tuple[str, bool], str] = {}
         self._waiting: list[tuple[str, Any, bool]] = []
         self._steps = steps
-        self.taken = 0
+        self.steps_taken = 0
         everything = list(schemas_of(root))
         #: In a schema with an address of its own "#/..." leads elsewhere.
         self._one_document = not any(map(has_address, everything[1:]))
@@ -450,10 +450,10 @@ class _Rewriter:
         return facts
 
     def _count(self, steps: int) -> None:
-        if self.taken + steps > self._steps:
-            self.taken = self._steps
+        if self.steps_taken + steps > self._steps:
+            self.steps_taken = self._steps
             raise _TooLarge
-        self.taken += steps
+        self.steps_taken += steps
 
     def _resolve(self, reference: str) -> Any:
         """The schema at a pointer into this one; None if there is none."""

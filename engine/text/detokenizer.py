@@ -84,7 +84,7 @@ def byte_speller(tokenizer: Tokenizer, decoder: dict[str, Any] | None) -> Callab
 class ByteLevelDetokenizer:
     """Byte-level BPE (GPT-2, Llama 3, Qwen): a token is a run of bytes, and only joined tokens are valid UTF-8."""
 
-    __slots__ = ("_decoder", "_held", "_table", "_texts")
+    __slots__ = ("_decoder", "_incomplete", "_table", "_texts")
 
     def __init__(self, table: _ByteTable) -> None:
         self._table = table
@@ -92,17 +92,17 @@ class ByteLevelDetokenizer:
         # One U+FFFD for each maximal invalid part, like Rust's from_utf8_lossy (Unicode 3.9, table 3-8).
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         #: Whether the decoder holds the beginning of a character.
-        self._held = False
+        self._incomplete = False
 
     def push(self, token_id: int) -> str:
-        if not self._held and (text := self._texts[token_id]) is not None:  # nearly all: a dict knows them
+        if not self._incomplete and (text := self._texts[token_id]) is not None:  # nearly all: a dict knows them
             return text
         text = self._decoder.decode(self._table[token_id])
-        self._held = bool(self._decoder.getstate()[0])
+        self._incomplete = bool(self._decoder.getstate()[0])
         return text
 
     def flush(self) -> str:
-        self._held = False
+        self._incomplete = False
         return self._decoder.decode(b"", True)
 
 

@@ -34,8 +34,8 @@ def current(store: Redis, model: str) -> Routing:
     if card is None:
         names = ", ".join(sorted(map(text, store.hkeys(keys.MODELS)))) or "none"
         raise RoutingError(f"there is no model {model!r}; there are {names}")
-    found = routing.read(store, model) or Routing(model, 0, "")
-    return replace(found, default=card["version"])
+    current_routing = routing.read(store, model) or Routing(model, 0, "")
+    return replace(current_routing, default=card["version"])
 
 
 def set_aliases(store: Redis, model: str, aliases: Mapping[str, str], removed: Sequence[str] = ()) -> Routing:
@@ -51,20 +51,22 @@ def set_aliases(store: Redis, model: str, aliases: Mapping[str, str], removed: S
         default = versions.pop(DEFAULT, before.default)
         return replace(before, default=default, aliases={**kept, **versions})
 
-    what = ", ".join([*(f"{name}={version}" for name, version in aliases.items()), *(f"-{name}" for name in removed)])
-    return update(store, model, what, change)
+    summary = ", ".join(
+        [*(f"{name}={version}" for name, version in aliases.items()), *(f"-{name}" for name in removed)]
+    )
+    return update(store, model, summary, change)
 
 
 def set_split(store: Redis, model: str, split: Mapping[str, float] | None, sticky: str | None = None) -> Routing:
     """Give targets parts of the tasks, in percent; the default gets the rest. None leaves them, and leaves `sticky`.
     Raises as `set_aliases`."""
-    what = [] if split is None else [", ".join(f"{to} {percent:g}%" for to, percent in split.items()) or "none"]
-    what += [] if sticky is None else [f"sticky {sticky}"]
+    summary = [] if split is None else [", ".join(f"{to} {percent:g}%" for to, percent in split.items()) or "none"]
+    summary += [] if sticky is None else [f"sticky {sticky}"]
 
     def change(before: Routing) -> Routing:
         return replace(before, split=before.split if split is None else split, sticky=sticky or before.sticky)
 
-    return update(store, model, f"split {', '.join(what)}", change)
+    return update(store, model, f"split {', '.join(summary)}", change)
 
 
 def set_rules(store: Redis, model: str, rules: Sequence[Rule]) -> Routing:
@@ -91,15 +93,15 @@ def set_stages(store: Redis, model: str, stages: Mapping[str, str], reason: str 
         after = {version: stage for version, stage in {**kept, **new}.items() if stage != NO_STAGE}
         return replace(before, stages=after)
 
-    what = ", ".join(f"{version} {stage}" for version, stage in stages.items())
-    return update(store, model, what + (f": {reason}" if reason else ""), change, "model.stage")
+    summary = ", ".join(f"{version} {stage}" for version, stage in stages.items())
+    return update(store, model, summary + (f": {reason}" if reason else ""), change, "model.stage")
 
 
 def set_approval(store: Redis, model: str, *, required: bool) -> Routing:
     """Let the default, the split and rules lead to approved versions alone, or to any. Raises as `set_aliases`, also
     where one of them leads to a version that is not approved."""
-    what = f"approval {'required' if required else 'not required'}"
-    return update(store, model, what, lambda before: replace(before, approval=required), "model.policy")
+    summary = f"approval {'required' if required else 'not required'}"
+    return update(store, model, summary, lambda before: replace(before, approval=required), "model.policy")
 
 
 def set_shadow(store: Redis, model: str, shadow: Shadow | None) -> Routing:
@@ -117,15 +119,15 @@ def set_shadow(store: Redis, model: str, shadow: Shadow | None) -> Routing:
                 )
         return after
 
-    what = "shadow off" if shadow is None else f"shadow to {shadow.to}, {shadow.percent:g}%"
-    return update(store, model, what, change)
+    summary = "shadow off" if shadow is None else f"shadow to {shadow.to}, {shadow.percent:g}%"
+    return update(store, model, summary, change)
 
 
 def uses(store: Redis, model: str) -> dict[str, list[str]]:
     """The model's versions that are in use -> what uses each, in words. Raises redis.RedisError or OSError."""
-    found = routing.read(store, model) or Routing(model, 0, "")
+    before = routing.read(store, model) or Routing(model, 0, "")
     card = cards.read(store, model)
-    state = replace(found, default=card["version"] if card is not None else found.default)
+    state = replace(before, default=card["version"] if card is not None else before.default)
     uses: dict[str, list[str]] = {}
 
     def add(version: str, use: str) -> None:
@@ -200,18 +202,18 @@ def restore(store: Redis, model: str, generation: int) -> Routing:
 def update(
     store: Redis,
     model: str,
-    what: str,
+    summary: str,
     change_of: Callable[[Routing], Routing],
     did: str = "model.route",
     by: str | None = None,
 ) -> Routing:
     """Write the next generation of a model's routing; nothing where `change_of` changes nothing.
 
-    `what`, `did`: the change, for the audit log; `by`: unset, the user of this process. Raises as `set_aliases`, and
+    `summary`, `did`: the change, for the audit log; `by`: unset, the user of this process. Raises as `set_aliases`, and
     what `change_of` raises.
     """
     by = by or operator()
-    audit = Change(by, did, f"{model}: {what}"[:500])
+    audit = Change(by, did, f"{model}: {summary}"[:500])
     while True:
         before = current(store, model)
         raw: Any = store.hget(keys.MODELS, model)

@@ -88,5 +88,5 @@ class WaitReasons:
 def _line(why: list[Reason], whole: bool) -> str:
     text = "; ".join(reason.message for reason in why) if whole else ", ".join(reason.name for reason in why)
     text = " ".join(text.split()).encode("ascii", "backslashreplace").decode()  # a worker's trouble may be any text
-    text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    text = _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

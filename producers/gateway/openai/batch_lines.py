@@ -30,7 +30,7 @@ from producers.gateway.openai.logprobs import COMPLETION, ChatLogprobs, Completi
 from producers.gateway.openai.output_parser import OutputSyntax
 from producers.gateway.openai.parameters import TextRequest, check_chats, naming, refused
 from producers.gateway.openai.pooling import ENDPOINTS as POOLED
-from producers.gateway.openai.pooling import Made
+from producers.gateway.openai.pooling import PooledRows
 from producers.gateway.openai.reasoning import Reasoning, ReasoningRequest
 from producers.gateway.openai.responses.request import REFERENCE, ResponseRequest, read_response
 from producers.gateway.openai.responses.view import body as response_body
@@ -167,7 +167,7 @@ def answer_pooled(
     if not isinstance(end, End) or end.result is None:
         raise Problem(500, "The task ended without a result.", code="failed")
     created = (record.time("created") or 0) // 1000
-    made = Made(record.id, card, rows_of(end.result), end.usage["prompt_tokens"], created)
+    made = PooledRows(record.id, card, rows_of(end.result), end.usage["prompt_tokens"], created)
     return POOLED[url].answer(POOLED[url].fields(body), made)
 
 

@@ -129,8 +129,8 @@ async def create(request: Request) -> Response:
     body, tenant = await read_object(request, gateway.settings.max_body), tenant_of(request)
 
     def read() -> tuple[_Chat, Task]:
-        found = read_chat(body, tenant)
-        return found, found.text_request.task([0], logprobs=found.logprobs)
+        parsed = read_chat(body, tenant)
+        return parsed, parsed.text_request.task([0], logprobs=parsed.logprobs)
 
     chat, task = await checked(request, read)
     text_request = chat.text_request

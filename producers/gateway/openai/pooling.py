@@ -61,17 +61,17 @@ _EVERY: Final[dict[str, Any]] = {
 }
 
 
-def _schema(required: Sequence[str], **own: Any) -> dict[str, Any]:
+def _schema(required: Sequence[str], **task_fields: Any) -> dict[str, Any]:
     return {
         "type": "object",
         "required": ["model", *required],
-        "properties": {**_EVERY, **own},
+        "properties": {**_EVERY, **task_fields},
         "additionalProperties": False,
     }
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class PooledRows:
     """What a task's workers made of its texts. `card`: of its model. `rows`: one for each text. `tokens`: of all texts.
     `created`: unix time (s)."""
 
@@ -103,7 +103,7 @@ class Made:
 
 
 #: An answer's entries, of the body's fields, what was made of some of its texts, and the number of the first of these.
-Entries = Callable[[Mapping[str, Any], Made, int], list[dict[str, Any]]]
+Entries = Callable[[Mapping[str, Any], PooledRows, int], list[dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Endpoint:
     kind: str
     schema: Mapping[str, Any]
     texts: Mapping[str, str]
-    answer: Callable[[Mapping[str, Any], Made], bytes]
+    answer: Callable[[Mapping[str, Any], PooledRows], bytes]
     checks: Mapping[str, Callable[[Any, str], Any]] = field(default_factory=dict)
     cuts: bool = False
     entries: Entries | None = None
@@ -129,12 +129,14 @@ class Endpoint:
 
     def task(self, fields: Mapping[str, Any], **more: Any) -> Task:
         """The task of a body's fields. `more`: fields of the task, which go first. Raises InvalidTask."""
-        own = {ours: fields[theirs] for ours, theirs in self.texts.items() if theirs in fields}
-        own |= {name: fields[name] for name in ("model", "dimensions", "prompt_name", "on_error") if name in fields}
-        own |= {"truncate": fields.get("truncate", self.cuts), "ttl": KEPT_S}
-        own["tier"] = SERVICE_TIERS[fields.get("service_tier", "auto")][0]
+        task_fields = {ours: fields[theirs] for ours, theirs in self.texts.items() if theirs in fields}
+        task_fields |= {
+            name: fields[name] for name in ("model", "dimensions", "prompt_name", "on_error") if name in fields
+        }
+        task_fields |= {"truncate": fields.get("truncate", self.cuts), "ttl": KEPT_S}
+        task_fields["tier"] = SERVICE_TIERS[fields.get("service_tier", "auto")][0]
         with self.naming():
-            return Task(**{**own, "kind": self.kind, **more})
+            return Task(**{**task_fields, "kind": self.kind, **more})
 
     def naming(self) -> AbstractContextManager[None]:
         """Errors raised within have the body's names."""
@@ -171,27 +173,27 @@ def _base64(row: array[float]) -> str:
     return base64.b64encode(row.tobytes()).decode()
 
 
-def _embeddings(fields: Mapping[str, Any], made: Made, first: int) -> list[dict[str, Any]]:
+def _embeddings(fields: Mapping[str, Any], pooled: PooledRows, first: int) -> list[dict[str, Any]]:
     encoded = fields.get("encoding_format", "float") == "base64"
     return [
         {"object": "embedding", "index": index, "embedding": "" if encoded else [], **error_view(row)}
         if isinstance(row, TextError)
         else {"object": "embedding", "index": index, "embedding": _base64(row) if encoded else row.tolist()}
-        for index, row in enumerate(made.rows, first)
+        for index, row in enumerate(pooled.rows, first)
     ]
 
 
-def _embedded(fields: Mapping[str, Any], made: Made) -> bytes:
-    data = _embeddings(fields, made, 0)
-    return json.dumps({"object": "list", "data": data, "model": made.card["name"], "usage": made.usage}).encode()
+def _embedded(fields: Mapping[str, Any], pooled: PooledRows) -> bytes:
+    data = _embeddings(fields, pooled, 0)
+    return json.dumps({"object": "list", "data": data, "model": pooled.card["name"], "usage": pooled.usage}).encode()
 
 
-def _ranked(version: str) -> Callable[[Mapping[str, Any], Made], bytes]:
+def _ranked(version: str) -> Callable[[Mapping[str, Any], PooledRows], bytes]:
     """The answer of this version of Cohere's endpoint."""
 
-    def answer(fields: Mapping[str, Any], made: Made) -> bytes:
-        scores = {index: row[0] for index, row in enumerate(made.rows) if not isinstance(row, TextError)}
-        errors = [{"index": at, **error_view(row)} for at, row in enumerate(made.rows) if isinstance(row, TextError)]
+    def answer(fields: Mapping[str, Any], pooled: PooledRows) -> bytes:
+        scores = {index: row[0] for index, row in enumerate(pooled.rows) if not isinstance(row, TextError)}
+        errors = [{"index": at, **error_view(row)} for at, row in enumerate(pooled.rows) if isinstance(row, TextError)]
         documents = fields["documents"]
         order = sorted(scores, key=lambda index: -scores[index])[: fields.get("top_n")]
         returned = fields.get("return_documents", False)
@@ -201,21 +203,21 @@ def _ranked(version: str) -> Callable[[Mapping[str, Any], Made], bytes]:
             for index in order
         ]
         body = {
-            "id": f"rerank-{made.task_id}",
-            "model": made.card["name"],
+            "id": f"rerank-{pooled.task_id}",
+            "model": pooled.card["name"],
             "results": results,
             "meta": {"api_version": {"version": version}, "billed_units": {"search_units": 1}},
-            "usage": made.usage,
+            "usage": pooled.usage,
         }
         return json.dumps(body | ({"errors": errors} if errors else {})).encode()
 
     return answer
 
 
-def _classes(fields: Mapping[str, Any], made: Made, first: int) -> list[dict[str, Any]]:
-    labels = (made.card.get("pooling") or {}).get("labels") or []
+def _classes(fields: Mapping[str, Any], pooled: PooledRows, first: int) -> list[dict[str, Any]]:
+    labels = (pooled.card.get("pooling") or {}).get("labels") or []
     data = []
-    for index, row in enumerate(made.rows, first):
+    for index, row in enumerate(pooled.rows, first):
         if isinstance(row, TextError):
             data.append({"index": index, "label": None, "probs": [], "num_classes": 0, **error_view(row)})
             continue
@@ -225,18 +227,18 @@ def _classes(fields: Mapping[str, Any], made: Made, first: int) -> list[dict[str
     return data
 
 
-def _classified(fields: Mapping[str, Any], made: Made) -> bytes:
-    return made.listed("classify", _classes(fields, made, 0))
+def _classified(fields: Mapping[str, Any], pooled: PooledRows) -> bytes:
+    return pooled.listed("classify", _classes(fields, pooled, 0))
 
 
-def _scored(fields: Mapping[str, Any], made: Made) -> bytes:
+def _scored(fields: Mapping[str, Any], pooled: PooledRows) -> bytes:
     data = [
         {"index": index, "object": "score", "score": None, **error_view(row)}
         if isinstance(row, TextError)
         else {"index": index, "object": "score", "score": row[0]}
-        for index, row in enumerate(made.rows)
+        for index, row in enumerate(pooled.rows)
     ]
-    return made.listed("score", data)
+    return pooled.listed("score", data)
 
 
 _EMBEDDINGS: Final = _schema(
@@ -311,8 +313,8 @@ async def _answer(request: Request) -> Response:
     endpoint, gateway, tenant = ENDPOINTS[request.url.path], gateway_of(request), tenant_of(request)
     await gateway.streams.enter(request.scope, "answer")
     fields = await fields_of(request, gateway.settings.max_body, endpoint.schema, endpoint.checks)
-    own = {} if tenant is None else {"tenant": tenant}
-    task = await checked(request, lambda: endpoint.task(fields, **own))
+    task_fields = {} if tenant is None else {"tenant": tenant}
+    task = await checked(request, lambda: endpoint.task(fields, **task_fields))
     with endpoint.naming():
         request.state.tier = task.tier
         check_may_use(principal_of(request), task)
@@ -327,23 +329,23 @@ async def _answer(request: Request) -> Response:
     if end.result is None and not chunks:
         raise Problem(500, "The task ended without a result.", code="failed")
     card = (foreground.resolved or resolved).card
-    made = Made(foreground.ids[0], card, (), end.usage["prompt_tokens"], int(time.time()))
+    pooled = PooledRows(foreground.ids[0], card, (), end.usage["prompt_tokens"], int(time.time()))
     response: Response
     if end.result is not None:
-        response = await _sent(endpoint, gateway, fields, replace(made, rows=rows_of(end.result)))
+        response = await _sent(endpoint, gateway, fields, replace(pooled, rows=rows_of(end.result)))
     elif endpoint.entries is None:
         rows = [row for chunk in chunks for row in await gateway.client.rows(chunk)]
-        response = await _sent(endpoint, gateway, fields, replace(made, rows=rows))
+        response = await _sent(endpoint, gateway, fields, replace(pooled, rows=rows))
     else:
         release = await large.turn(gateway, gateway.settings.patience)
-        pieces = _pieces(endpoint, endpoint.entries, gateway, fields, made, chunks)
+        pieces = _pieces(endpoint, endpoint.entries, gateway, fields, pooled, chunks)
         response = large.Streamed(pieces, gateway.settings.stall, release)
     response.headers.update(idempotency.REPLAYED if foreground.replayed else {})
     return response
 
 
-async def _sent(endpoint: Endpoint, gateway: Gateway, fields: Mapping[str, Any], made: Made) -> Response:
-    body = await run_by_weight(made.numbers, lambda: endpoint.answer(fields, made))
+async def _sent(endpoint: Endpoint, gateway: Gateway, fields: Mapping[str, Any], pooled: PooledRows) -> Response:
+    body = await run_by_weight(pooled.numbers, lambda: endpoint.answer(fields, pooled))
     return large.Sent([body], gateway.settings.stall)
 
 
@@ -352,21 +354,23 @@ async def _pieces(
     entries: Entries,
     gateway: Gateway,
     fields: Mapping[str, Any],
-    made: Made,
+    pooled: PooledRows,
     chunks: Sequence[Chunk],
 ) -> AsyncGenerator[bytes]:
-    """The answer's JSON, a chunk's entries at a time. `made`: without rows."""
-    before, _, after = endpoint.answer(fields, made).partition(b'"data": []')  # no string's text can have such quotes
+    """The answer's JSON, a chunk's entries at a time. `pooled`: without rows."""
+    before, _, after = endpoint.answer(fields, pooled).partition(b'"data": []')  # no string's text can have such quotes
     yield before + b'"data": ['
     for chunk in chunks:
-        own = replace(made, rows=await gateway.client.rows(chunk))
-        encoded = await run_by_weight(own.numbers, partial(_encoded, entries, fields, own, chunk.offset))
+        task_fields = replace(pooled, rows=await gateway.client.rows(chunk))
+        encoded = await run_by_weight(
+            task_fields.numbers, partial(_encoded, entries, fields, task_fields, chunk.offset)
+        )
         yield (b", " if chunk.number else b"") + encoded
     yield b"]" + after
 
 
-def _encoded(entries: Entries, fields: Mapping[str, Any], made: Made, first: int) -> bytes:
-    return json.dumps(entries(fields, made, first)).encode()[1:-1]
+def _encoded(entries: Entries, fields: Mapping[str, Any], pooled: PooledRows, first: int) -> bytes:
+    return json.dumps(entries(fields, pooled, first)).encode()[1:-1]
 
 
 async def _end(foreground: Foreground) -> tuple[list[Chunk], End]:

@@ -77,11 +77,11 @@ class Sent(Response):
         self.init_headers({"content-length": str(self._size)})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        owner, held = OWNER.get(), 0
+        owner, held_bytes = OWNER.get(), 0
         try:
             if self._room is not None:
                 self._room.take(owner, self._size)
-                held = self._size
+                held_bytes = self._size
             async with asyncio.timeout(None if self._release is None else self._stall + self._size / SLOWEST):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 for chunk in self._chunks():
@@ -93,8 +93,8 @@ class Sent(Response):
             logger.info("cut off a reader that was too slow for a result of %d bytes", self._size)
             cut(scope)
         finally:
-            if self._room is not None and held:
-                self._room.give(owner, held)
+            if self._room is not None and held_bytes:
+                self._room.give(owner, held_bytes)
             if self._release is not None:
                 self._release()
 

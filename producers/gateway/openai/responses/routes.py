@@ -148,8 +148,8 @@ async def create(request: Request) -> Response:
     body, tenant = await read_object(request, gateway.settings.max_body), tenant_of(request)
 
     def read() -> tuple[ResponseRequest, Task]:
-        found = read_response(body, tenant)
-        return found, found.task()
+        parsed = read_response(body, tenant)
+        return parsed, parsed.task()
 
     return await make(request, gateway, *await checked(request, read))
 
@@ -169,8 +169,8 @@ async def input_tokens(request: Request) -> Response:
     body, tenant = await read_object(request, min(gateway.settings.max_body, SETTINGS)), tenant_of(request)
 
     def read() -> tuple[ResponseRequest, Task]:
-        found = read_response(body, tenant)
-        return found, found.task()
+        parsed = read_response(body, tenant)
+        return parsed, parsed.task()
 
     work, accounts = work_of(request), gateway.accounts
     counts = work.size is not None and work.size > INLINE
