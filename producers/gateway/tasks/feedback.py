@@ -9,12 +9,13 @@ from pydantic import BaseModel
 
 from producers.client.operations import not_found
 from producers.client.steps import persistently
+from producers.contract import keys
 from producers.errors import shown
 from producers.gateway.context import gateway_of
 from producers.gateway.http.authorization import SUBMITS
 from producers.gateway.http.errors import Problem, invalid_value
 from producers.gateway.http.request_body import documented, fields_of
-from producers.gateway.tasks.ownership import task_of
+from producers.gateway.tasks.ownership import sees
 from producers.gateway.tasks.views import errors
 from producers.store import feedback
 
@@ -57,12 +58,16 @@ async def give(request: Request) -> Feedback:
     """Give a finished task a score, once; the same again changes nothing."""
     gateway = gateway_of(request)
     fields = await fields_of(request, gateway.settings.max_body, BODY)
-    name, score = fields["id"], float(fields["score"])
+    name, score = fields["id"], fields["score"]
     if not 0 <= score <= 1:
-        raise invalid_value("score", f"score is {score:g}; it is a number from 0 to 1")
-    task_id = next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), name)
-    await task_of(request, task_id)
-    answer = await gateway.client.run(persistently(feedback.give(task_id, score), gateway.client.patience))
+        raise invalid_value("score", f"score is {shown(score)}; it is a number from 0 to 1")
+    task_id, answer = name, feedback.NO_TASK
+    # A caller may have chosen an id that begins so.
+    for task_id in (name, *(name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix))):
+        if await sees(request, keys.task(task_id)):
+            call = persistently(feedback.give(task_id, score), gateway.client.patience)
+            if (answer := await gateway.client.run(call)) != feedback.NO_TASK:
+                break
     if answer == feedback.NO_TASK:
         raise not_found(task_id)
     if answer == feedback.OTHER_SCORE:

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from redis import Redis
 
+from producers import Client
 from producers.contract import keys
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Submit
@@ -37,6 +38,17 @@ def test_a_task_that_ended_gets_a_score_once_by_any_of_its_ids(
     assert (row[b"model"], row[b"version"], row[b"created"]) == (b"tiny", record[b"version"], record[b"created"])
 
 
+def test_an_id_that_its_caller_chose_may_begin_as_those_of_openai(
+    http: httpx.Client, model: str, valkey_url: str, worker: FakeWorker
+) -> None:
+    with Client(valkey_url) as client:
+        for task_id in ("x", "resp_x"):
+            client.submit(model=model, prompt=[1], task_id=task_id)
+            worker.serve(task_id, ["x"])
+    assert give(http, "resp_x", 0).json()["task"] == "resp_x"
+    assert give(http, "chatcmpl-x", 1).json()["task"] == "x"
+
+
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
@@ -46,6 +58,7 @@ def test_a_task_that_ended_gets_a_score_once_by_any_of_its_ids(
         ({"id": "x", "score": True}, "invalid_type"),
         ({"id": "x", "score": 1.1}, "invalid_value"),
         ({"id": "x", "score": -0.1}, "invalid_value"),
+        ({"id": "x", "score": 10**400}, "invalid_value"),
         ({"id": "x" * 201, "score": 1}, "invalid_value"),
         ({"id": "x", "score": 1, "comment": "good"}, "unknown_parameter"),
     ],
