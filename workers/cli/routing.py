@@ -334,6 +334,7 @@ def gc(
     with _records(broker, store, data_dir) as records:
         unused = routes.unused_versions(records)
         names = {text(field).rpartition("@")[0] for field in records.hkeys(keys.VERSIONS)}
+        names |= set(map(text, records.hkeys(keys.MODELS)))  # an earlier release wrote no card of a version
         used = {version for name in names for version in routes.uses(records, name)}
         for name, version in unused:
             if yes:
