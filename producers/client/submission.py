@@ -55,7 +55,7 @@ KEPT: Final = ("webhook", "webhook_secret", "reply")
 #: Fields of a parent's record that its chunks have, too.
 SHARED: Final = (
     *("release", "model", "version", "encoding", "queue", "tier", "n", "level"),
-    *("tenant", "order_key", "deadline", "key", "traceparent", "alias", "generation"),
+    *("tenant", "order_key", "deadline", "key", "traceparent", "alias", "generation", "drawn"),
 )
 #: Characters of chunks' JSON after which the next ones are written in another script.
 PORTION: Final = 1 << 20
@@ -70,7 +70,8 @@ class ResolvedModel:
     the files by which the version makes token ids; `fingerprint`: of its version's pool, None while there is none or
     several; `clock_ms`: server time minus this process's monotonic time. `alias`: what led to it, empty where
     no alias did; `generation`: of the model's routing, 0 where it has none; `selection`: what the task said of it;
-    `shadow`: the version that gets copies of a part of the model's tasks."""
+    `shadow`: the version that gets copies of a part of the model's tasks; `drawn`: whether the split decided, or that
+    there is none, rather than the task, a rule, or another task of its request."""
 
     card: dict[str, Any]
     queue: str
@@ -82,12 +83,13 @@ class ResolvedModel:
     generation: int = 0
     selection: Selection = ANY
     shadow: Shadow | None = None
+    drawn: bool = False
 
     def of(self, selection: Selection) -> ResolvedModel:
         """The same for another task. Each submit calls it, and `replace` takes three times as long."""
         card, queue, encoding, fingerprint = self.card, self.queue, self.encoding, self.fingerprint
         known = (card, queue, encoding, fingerprint, self.clock_ms, self.read_at, self.alias, self.generation)
-        return ResolvedModel(*known, selection, self.shadow)
+        return ResolvedModel(*known, selection, self.shadow, self.drawn)
 
     @property
     def named(self) -> bool:
@@ -118,7 +120,7 @@ def encoding_of_card(card: Mapping[str, Any]) -> str:
 @dataclass(slots=True)
 class _Look:
     """What a look into the store said of a model: its routing, and its versions as far as they were asked for.
-    `targets`: what each target leads to, by whether the task names it and may wait for a withdrawn model."""
+    `targets`: what each target leads to, by whether the task names it, may wait for a withdrawn model, was drawn."""
 
     routing: Routing | None
     default: str
@@ -126,7 +128,7 @@ class _Look:
     pools: Sequence[Any]
     clock_ms: int
     at: float
-    targets: dict[tuple[str, bool, bool], ResolvedModel] = field(default_factory=dict)
+    targets: dict[tuple[str, bool, bool, bool], ResolvedModel] = field(default_factory=dict)
 
 
 class Directory:
@@ -169,7 +171,8 @@ class Directory:
             look = found
         routing = look.routing
         target = routing.target(selection) if routing is not None else selection.version or DEFAULT
-        of_target = target, selection.version is not None, withdrawn
+        drawn = routing is not None and selection.version is None and not routing.ruled(selection)
+        of_target = target, selection.version is not None, withdrawn, drawn
         if (known := look.targets.get(of_target)) is not None:
             return known.of(selection)
         version = look.default if target == DEFAULT else target if routing is None else routing.version_at(target)
@@ -203,7 +206,9 @@ class Directory:
             )
         if routing is not None:
             alias = target if target == DEFAULT or target in routing.aliases else ""
-            resolved = replace(resolved, alias=alias, generation=routing.generation, shadow=routing.copied_to())
+            resolved = replace(
+                resolved, alias=alias, generation=routing.generation, shadow=routing.copied_to(), drawn=drawn
+            )
         elif selection.version == DEFAULT:
             resolved = replace(resolved, alias=DEFAULT)
         look.targets[of_target] = resolved
@@ -410,6 +415,7 @@ def record_fields(task: Task, model: ResolvedModel, *, whole: bool = True) -> di
         "encoding": model.encoding,
         **({"generation": model.generation} if model.generation else {}),
         **({"alias": model.alias} if model.alias else {}),
+        **({"drawn": 1} if model.drawn else {}),
         "queue": levels.queue_of(model.queue, task.level),
         "tier": task.tier,
         "n": task.n,

@@ -11,6 +11,7 @@
 | `adapter` | the version of the adapter that runs it, if its model is one |
 | `encoding` | digest of the tokenizer's and template's files of that version, which make its token ids |
 | `alias`, `generation` | what led to its version: an alias, and the generation of the model's routing |
+| `drawn` | 1 where the split decided between versions, or there is none: no name, rule, or other task of its request |
 | `named` | the alias or version that it named itself, if it did; a retry and a replay name it again |
 | `version`, `fingerprint` | the version that runs it; the engine fingerprint of the pool that started it last |
 | `tenant`, `order_key` | the task's tenant and order key, if it names them |

@@ -304,9 +304,11 @@ class Matcher:
 
     def is_candidate(self, row: Row) -> bool | None:
         """Whether a row is of the candidate (True) or the baseline (False); None: of neither. What callers address to a
-        version themselves, or a rule sends there, is of neither."""
+        version or an alias themselves, or a rule sends there, is of neither; nor is what only follows another one."""
         begun = _number(row, "created") or _number(row, "started") or 0.0
         if row.get("model") != self._canary.model or not self._canary.traffic or begun < self._canary.traffic:
+            return None
+        if not row.get("drawn"):
             return None
         if row.get("status") not in STATUSES and "score" not in row:
             return None
@@ -316,7 +318,7 @@ class Matcher:
     def _enter(self, row: Row, step: int, *, candidate: bool, evidence: Evidence) -> None:
         percent, differences = self._canary.plan.steps[step], evidence.steps[step]
         if candidate and not percent:
-            return  # somebody addressed it himself
+            return  # it began at another step
         matches = min(MATCHES, max(1, int((100 - percent) / percent))) if percent else 0
         arm = evidence.candidate if candidate else evidence.baseline
         task = _Task(self._values(row))

@@ -1,8 +1,8 @@
 """Feedback: a score from 0 to 1 that an application or its user gives to a finished task.
 
 FEEDBACK writes it into the task's record (`feedback`), once, and appends a row to the stream `penstock:feedback` (the
-latest KEPT): the task's `model`, `version`, `alias`, `tier` and `created`, and the `score`. Rollouts that judge compare
-the rows of two versions (`producers.rollouts.metrics`).
+latest KEPT): the task's `model`, `version`, `alias`, `tier` and `created`, `drawn` as in the ledger, and the `score`.
+Rollouts that judge compare the rows of two versions (`producers.rollouts.metrics`).
 """
 
 from __future__ import annotations

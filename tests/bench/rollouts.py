@@ -87,7 +87,7 @@ class Traffic:
         row = {"model": "m", "tier": "default", "status": status, "prompt": prompt, "cached": 0, "output": tokens}
         row |= {"longest": tokens, "deaths": 0, "discarded": 0, "created": int(created), "started": int(created)}
         row |= {"first": int(created + first) if tokens and status != "failed" else "", "ended": int(self.now)}
-        row |= {"alias": ALIAS if candidate else "default", "version": "b" if candidate else "a"}
+        row |= {"alias": ALIAS if candidate else "default", "version": "b" if candidate else "a", "drawn": 1}
         row |= {"reasons": f'["{reason}"]' if status == "completed" else ""}
         return {name: str(value) for name, value in row.items()}
 

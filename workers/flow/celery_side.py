@@ -238,7 +238,7 @@ def plain_fields(served: Served, now_ms: int, headers: dict[str, Any], arguments
         return Plain(fields, error_json(code, str(exc), param), levels.LEVEL + 1)  # a later release may take it
     fields |= {"task": task.to_json(), "tier": task.tier, "n": task.n, **webhook}
     if task.version is not None:
-        fields["alias"] = task.version
+        fields["alias"] = fields["named"] = task.version
     if task.ttl is not None:
         fields["ttl"] = task.ttl
     deadline = _deadline_ms(now_ms, headers, task)

@@ -132,7 +132,8 @@ def settle(connection: HTTPConnection, model: str) -> None:
     """The first of a request's tasks was admitted: the others go to its version, whatever a routing says by then."""
     resolved = _resolved(connection)
     if model in resolved:
-        resolved[model] = replace(resolved[model], selection=Selection(version=resolved[model].card["version"]))
+        selection = Selection(version=resolved[model].card["version"])
+        resolved[model] = replace(resolved[model], selection=selection, drawn=False)
 
 
 def _resolved(connection: HTTPConnection) -> dict[str, ResolvedModel]:

@@ -193,6 +193,10 @@ class Routing:
         """The stage of a version."""
         return self.stages.get(version, NO_STAGE)
 
+    def ruled(self, selection: Selection) -> bool:
+        """Whether a rule decides where such a task goes, if it names nothing itself."""
+        return any(rule.fits(selection) for rule in self.rules)
+
     def target(self, selection: Selection) -> str:
         """Which target a task goes to."""
         if selection.version is not None:

@@ -20,6 +20,7 @@ count once |
 first token (ms); empty where it did not |
 | `longest` | tokens of its longest choice |
 | `alias`, `generation` | what led to its version, as in the record; rows of earlier releases lack them |
+| `drawn` | as in the record; of a task in chunks, in the row of the first one; else empty |
 
 Each minute OVERHEAD adds rows that are no task's: what workers of a model were idle, and what they took to start
 (microseconds, in `engine`), with that state as the `tier` and everything else empty. A reader of an earlier release

@@ -58,6 +58,24 @@ def test_a_request_names_an_alias_or_a_version(routed: Redis, open_door: Open) -
     assert (task["version"], task["alias"]) == (CARD.version, "default")
 
 
+def test_the_ledger_says_which_tasks_were_drawn(routed: Redis, open_door: Open) -> None:
+    """Others tell nothing of a rollout's candidate: callers or operators chose them, or one draw was for many."""
+    routes.set_split(routed, "tiny", {"candidate": 100})
+    routes.set_rules(routed, "tiny", [Rule("candidate", tenant="acme")])
+    door = open_door()
+    sent: list[dict[str, Any]] = [{}, {"model": "tiny@candidate"}, {"version": "default"}, {"tenant": "acme"}]
+    for fields in sent:
+        _, task = submitted(door, **fields)
+        httpx.delete(f"{door.url}/v1/tasks/{task['id']}")
+    rows: Any = routed.xrange(keys.LEDGER)
+    assert [(fields[b"alias"], fields[b"drawn"]) for _, fields in rows] == [
+        (b"candidate", b"1"),
+        (b"candidate", b""),
+        (b"default", b""),
+        (b"candidate", b""),
+    ]
+
+
 def test_a_chat_follows_it_too(routed: Redis, open_door: Open) -> None:
     body = {"model": "tiny@candidate", "messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 1}
     door = open_door()
@@ -227,6 +245,7 @@ def test_all_prompts_of_a_request_have_one_version(routed: Redis, open_door: Ope
         versions = {routed.hget(key, "version") for key in new}
         assert len(new) == 4
         assert len(versions) == 1
+        assert [routed.hget(key, "drawn") for key in new].count(b"1") == 1, "one draw was for all of them"
         seen |= new
         both |= versions
     assert len(both) == 2

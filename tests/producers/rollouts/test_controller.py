@@ -101,7 +101,7 @@ def ended(store: Redis, count: int, **more: Any) -> None:
         "tier": "default",
         "prompt": 5,
     }
-    usual |= {"cached": 0, "output": 9, "discarded": 0, "deaths": 0, "longest": 9, "generation": 1}
+    usual |= {"cached": 0, "output": 9, "discarded": 0, "deaths": 0, "longest": 9, "generation": 1, "drawn": 1}
     usual |= dict.fromkeys(("created", "started", "first"), now)
     with store.pipeline(transaction=False) as pipe:
         for number in range(9 * count):

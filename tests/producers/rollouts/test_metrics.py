@@ -27,6 +27,7 @@ def row(arm: str, **more: Any) -> dict[str, str]:
         "version": version,
         "status": "completed",
         "tier": "default",
+        "drawn": 1,
     }
     fields |= {
         "prompt": 10,
@@ -93,7 +94,7 @@ def test_a_slow_tail_is_that_of_tasks_that_are_in_no_comparison_any_more() -> No
 def test_scores_are_compared_among_themselves_and_count_no_task() -> None:
     def score(arm: str, value: str) -> dict[str, str]:
         alias, version = {"candidate": (ALIAS, "b"), "baseline": ("default", "a")}[arm]
-        return {"model": "m", "alias": alias, "version": version, "created": "2000", "score": value}
+        return {"model": "m", "alias": alias, "version": version, "created": "2000", "drawn": "1", "score": value}
 
     rows = [score("baseline", "1"), row("baseline"), score("candidate", "0.5"), score("candidate", "1")]
     evidence = Evidence.of("", STATE)
@@ -105,8 +106,9 @@ def test_scores_are_compared_among_themselves_and_count_no_task() -> None:
 
 def test_what_callers_chose_themselves_or_sent_before_is_not_compared() -> None:
     others = [row("baseline", alias="candidate"), row("baseline", alias=""), row("baseline", created=999)]
-    others += [row("baseline", model="other"), row("baseline", version="c")]
+    others += [row("baseline", model="other"), row("baseline", version="c"), row("baseline", drawn="")]
     assert compared(*others, row("candidate")) == {}
+    assert compared(row("baseline"), row("candidate", drawn="")) == {}, "it named the rollout's own alias"
 
 
 def test_times_of_a_cold_start_are_not_compared_and_its_failures_are() -> None:

@@ -72,6 +72,11 @@ def test_a_tier_that_is_named_wins() -> None:
     assert fields({"delivery_info": {"priority": 9}}, prompt="x", tier="priority")["tier"] == "priority"
 
 
+def test_a_version_that_it_names_is_that_of_its_retries_too() -> None:
+    named = fields(prompt="x", version="candidate")
+    assert (named["alias"], named["named"]) == ("candidate", "candidate")
+
+
 def test_a_timeout_counts_from_the_claim() -> None:
     assert fields(prompt="x", timeout=1.5)["deadline"] == NOW_MS + 1500
 

@@ -86,6 +86,7 @@ def test_a_row_says_who_used_what_and_outlives_its_record(valkey: Redis, client:
         "longest": "3",
         "alias": "",
         "generation": "",
+        "drawn": "",
     }
     assert said == whose | tokens | {"id": handle.id, "status": "completed", "attempts": "2", "deaths": "1"}
 

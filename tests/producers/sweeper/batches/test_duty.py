@@ -123,10 +123,12 @@ async def test_all_lines_of_a_batch_go_to_one_version(valkey: Redis, valkey_url:
     """Vectors of two versions cannot be compared."""
     cards.add_version(valkey, CARD | {"version": "f" * 12}, {})
     routes.set_split(valkey, "tiny", {"f" * 12: 50})
-    job = Job(valkey, tmp_path, [GOOD] * 12)
+    job = Job(valkey, tmp_path, [*[GOOD] * 12, GOOD | {"model": f"tiny@{'f' * 12}"}])
     async with sweeping(valkey_url, job, block=1):
-        await auntil(lambda: job.read().count("line") == 12)
+        await auntil(lambda: job.read().count("line") == 13)
     assert len({valkey.hget(keys.task(batches.task_id(job.id, line)), "version") for line in range(12)}) == 1
+    named = [valkey.hget(keys.task(batches.task_id(job.id, line)), "named") for line in (0, 12)]
+    assert named == [None, b"f" * 12], "a replay of its dead letter names it, too"
 
 
 async def test_batches_pause_while_the_store_has_no_room_and_no_line_is_refused(
