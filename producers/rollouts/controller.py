@@ -80,8 +80,15 @@ class Controller:
         if not states:
             return {}
         fleet = await read_fleet(self._client.store, self._client.broker)
-        decided = [await asyncio.to_thread(self.look, state, fleet) for state in states]
-        return {"rollouts_decided": sum(decided)}
+        decided, failure = 0, None
+        for state in states:
+            try:
+                decided += await asyncio.to_thread(self.look, state, fleet)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the other rollouts are judged
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return {"rollouts_decided": decided}
 
     def look(self, state: Canary, fleet: Fleet) -> int:
         """One look at a rollout. Returns 1 if it decided something."""
@@ -105,6 +112,8 @@ class Controller:
             return interference
         if state.phase == "preparing":
             return self._prepared(state, fleet)
+        if state.step < 0:  # paused before the first one: there is nothing to judge
+            return None
         found, compared = self._observe(state)
         if worse := [finding for finding in found if finding.worse]:
             also = ", ".join(finding.settings.metric.name for finding in worse[1:])
@@ -138,8 +147,8 @@ class Controller:
         rows = self._rows(state, matcher, entries)
         scores: Any = self._store.xrange(keys.FEEDBACK, f"({evidence.scores}", "+", count=PAGE)
         rows += [{text(name): text(value) for name, value in fields.items()} for _, fields in scores]
-        matcher.enter(rows, evidence, state.step)
         copies: Any = self._store.xrange(keys.shadow_pairs(state.model), f"({evidence.pairs}", "+", count=PAGE)
+        matcher.enter(rows, evidence, state.step)
         pairs = (Pair.parse(value) for _, fields in copies for value in fields.values())
         matcher.enter_pairs((pair for pair in pairs if pair is not None), evidence, state.step)
         found = findings(state, evidence)
@@ -147,14 +156,15 @@ class Controller:
             evidence.cursor = text(entries[-1][0]) if entries else evidence.cursor
             evidence.scores = text(scores[-1][0]) if scores else evidence.scores
             evidence.pairs = text(copies[-1][0]) if copies else evidence.pairs
-            total = sum(evidence.compared(step) for step in range(len(evidence.steps)))
+            total = sum(evidence.compared(step, copies=True) for step in range(len(evidence.steps)))
             row = None
             if total > evidence.noted * NOTED:
                 evidence.noted, row = total, seen(state, evidence, found)
+            del self._matchers[state.id]  # unless it is written, these rows are read again
             if not canaries.write_evidence(self._store, state.model, raw, evidence.to_json(), row):
-                self._matchers.pop(state.id)  # another controller was faster: go on from what it wrote
-                return [], 0
-        return found, evidence.compared(state.step)
+                return [], 0  # another controller was faster: go on from what it wrote
+            self._matchers[state.id] = matcher
+        return found, evidence.compared(state.step, copies=not state.percent)
 
     def _rows(self, state: Canary, matcher: Matcher, entries: Any) -> list[dict[str, str]]:
         """The rows that are compared, with the time of their end and, while their record is there, finish reasons."""
@@ -247,15 +257,18 @@ def _interference(state: Canary, current: Routing) -> Decision | None:
 
 
 def routed(current: Routing, state: Canary) -> Routing:
-    """The routing that a state asks for, where all else stays as it is."""
+    """The routing that a state asks for, where all else stays as it is. What others lead to the alias ends with it."""
     aliases = {name: version for name, version in current.aliases.items() if name != ALIAS}
     split = {target: percent for target, percent in current.split.items() if target != ALIAS}
     if state.phase in canaries.UNDER_WAY:
         aliases[ALIAS] = state.version
         if state.percent:
             split[ALIAS] = state.percent
+        return replace(current, aliases=aliases, split=split)
     default = state.version if state.phase == "promoted" else current.default
-    return replace(current, aliases=aliases, split=split, default=default)
+    rules = tuple(rule for rule in current.rules if rule.to != ALIAS)
+    shadow = None if current.shadow is not None and current.shadow.to == ALIAS else current.shadow
+    return replace(current, aliases=aliases, split=split, default=default, rules=rules, shadow=shadow)
 
 
 def decide(store: Redis, state: Canary, decision: Decision, by: str) -> Canary | None:
@@ -276,7 +289,7 @@ def act(store: Redis, state: Canary) -> Canary:
         what = f"rollout {state.phase} {state.percent:g}%"
         routes.update(store, state.model, what, lambda now: _ours(store, now, state), by=BY)
     except RoutingError as error:
-        if state.phase in canaries.UNDER_WAY:  # such as parts of others that leave too little
+        if state.phase in (*canaries.UNDER_WAY, "promoted"):  # such as parts of others that leave too little
             return _refused(store, state, str(error))
         log.warning("the routing of %s stays as it is: %s", state.model, error)
     except _Stale:
@@ -300,7 +313,8 @@ def _ours(store: Redis, current: Routing, state: Canary) -> Routing:
 
 
 def _refused(store: Redis, state: Canary, reason: str) -> Canary:
-    ended = state.decided("aborted", f"its part could not be set: {reason}")
+    what = "it could not become the default" if state.phase == "promoted" else "its part could not be set"
+    ended = state.decided("aborted", f"{what}: {reason}")
     if canaries.change(store, state, ended, "abort", BY):
         return act(store, ended)
     return canaries.read(store, state.model) or state

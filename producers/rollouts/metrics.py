@@ -226,7 +226,7 @@ class Evidence:
     @classmethod
     def of(cls, raw: str, canary: Canary) -> Evidence:
         """The stored evidence of this rollout; none yet where there is none, or it cannot be read."""
-        fields, begin = parsed(raw), f"{canary.traffic - 1}-0"
+        fields, begin = parsed(raw), f"{max(0, canary.traffic - 1)}-0"
         fresh = cls(canary.id, begin, scores=begin, pairs=begin)
         if fields.get("rollout") != canary.id:
             return fresh
@@ -253,11 +253,13 @@ class Evidence:
         """Its differences, by step."""
         return [step.get(name, Counter()) for step in self.steps]
 
-    def compared(self, step: int) -> int:
-        """Comparisons of a step: those of the metric with most of them."""
+    def compared(self, step: int, *, copies: bool) -> int:
+        """Comparisons of a step: those of the metric with most of them. `copies`: whether those of shadow traffic
+        count; where callers get answers of the candidate, these are to be compared."""
         if not 0 <= step < len(self.steps):
             return 0
-        return max((sum(counts.values()) for counts in self.steps[step].values()), default=0)
+        metrics = self.steps[step].items()
+        return max((sum(counts.values()) for name, counts in metrics if copies or name != SHADOW), default=0)
 
 
 def _counters(raw: Mapping[str, Mapping[str, int]]) -> dict[str, Counter[int]]:

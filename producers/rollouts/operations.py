@@ -32,7 +32,8 @@ class RolloutError(ValueError):
 def checked(plan: Plan) -> Plan:
     """The plan, with all metrics' settings and without a last step of 100. Raises RolloutError."""
     steps = plan.steps[:-1] if plan.steps and plan.steps[-1] == 100 else plan.steps
-    if not 1 <= len(steps) <= MOST_STEPS or list(steps) != sorted(set(steps)) or not 0 <= steps[0] <= steps[-1] < 100:
+    rising = list(steps) == sorted(set(steps)) and all(0 <= step < 100 for step in steps)
+    if not 1 <= len(steps) <= MOST_STEPS or not rising:
         raise RolloutError(
             f"the steps are {','.join(f'{step:g}' for step in plan.steps)}: they are 1 to {MOST_STEPS} rising "
             "percentages below 100; a last one of 100 stands for the promotion"
@@ -74,6 +75,8 @@ def start(store: Redis, model: str, to: str, plan: Plan, reference: str = "") ->
                 "some"
             )
         plan = replace(plan, metrics={name: values for name, values in plan.metrics.items() if name != SHADOW})
+        if not plan.metrics:
+            raise RolloutError(f"only {SHADOW} is left to compare, and {to} gets no copies of tasks: leave out less")
     others = {target: percent for target, percent in current.split.items() if target != ALIAS}
     if sum(others.values()) + plan.steps[-1] > 100:
         raise RolloutError(
@@ -115,7 +118,11 @@ def pause(store: Redis, model: str) -> Canary:
 
 def resume(store: Redis, model: str) -> Canary:
     """Go on with a paused rollout. Raises as `start`."""
-    return _changed(store, model, ("paused",), lambda state: Decision("resume", "judging", "an operator resumed it"))
+
+    def decided(state: Canary) -> Decision:
+        return Decision("resume", "preparing" if state.step < 0 else "judging", "an operator resumed it")
+
+    return _changed(store, model, ("paused",), decided)
 
 
 def promote(store: Redis, model: str, *, full: bool = False) -> Canary:

@@ -116,7 +116,7 @@ def rollout(kind: Kind, seed: int, plan: Plan, most: int = 200_000) -> Result:
         found = findings(state, evidence)
         if worse := [finding for finding in found if finding.worse]:
             return Result(False, worse[0].settings.metric.name, requests, evidence.candidate.tasks, state.step)
-        decision = raised(state, found, evidence.compared(state.step), int(traffic.now))
+        decision = raised(state, found, evidence.compared(state.step, copies=False), int(traffic.now))
         if decision is not None and decision.phase == "promoted":
             return Result(True, "", requests, evidence.candidate.tasks, state.step)
         if decision is not None:

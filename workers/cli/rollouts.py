@@ -282,7 +282,8 @@ def _show(store: Redis, state: Canary, as_json: bool) -> None:
 
     evidence = Evidence.of(canaries.read_evidence(store, state.model), state)
     found = findings(state, evidence)
-    waits = waits_for(state, found, evidence.compared(state.step), canaries.now_ms(store)) if state.under_way else ""
+    compared = evidence.compared(state.step, copies=not state.percent)
+    waits = waits_for(state, found, compared, canaries.now_ms(store)) if state.under_way else ""
     if as_json:
         metrics = {finding.settings.metric.name: finding.figures() for finding in found}
         typer.echo(json.dumps({**asdict(state), "waits": waits, "metrics": metrics}))

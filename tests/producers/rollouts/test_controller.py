@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError as LostConnection
+from redis.exceptions import ResponseError
 
 from producers import AsyncClient
 from producers.admin import routes
@@ -199,6 +200,16 @@ def test_a_step_of_0_judges_by_copies_of_tasks_alone(store: Redis, copy: str, ph
     assert routes.current(store, "m").shadow == Shadow("b", 50), "it is the operator's"
 
 
+def test_copies_of_tasks_do_not_make_up_for_callers_tasks_that_were_not_compared(store: Redis) -> None:
+    routes.set_shadow(store, "m", Shadow("b", 50))
+    started(store)
+    look(store)
+    copied(store, 15, "completed", "completed")
+    assert look(store).percent == 10.0
+    ended(store, 6)
+    assert look(store).percent == 50.0
+
+
 def test_without_a_worker_it_stops_at_no_traffic_and_without_its_last_one_it_is_rolled_back(store: Redis) -> None:
     started(store, replace(PLAN, timeout_s=0.0))
     state = look(store, DOWN)
@@ -274,6 +285,33 @@ def test_a_row_counts_once_whoever_dies_and_however_many_look_at_once(store: Red
     assert (evidence.candidate.tasks, evidence.baseline.tasks) == (7, 56)
 
 
+def test_rows_that_are_read_again_after_an_error_are_compared_once(store: Redis, valkey_url: str) -> None:
+    started(store, replace(PLAN, min_samples=10**6))
+    look(store)
+    ended(store, 1)
+    rows: Any = store.xrange(keys.LEDGER)
+    *baseline, candidate = [fields for _, fields in rows]
+    store.delete(keys.LEDGER)
+    for fields in baseline:
+        store.xadd(keys.LEDGER, fields)
+    with Dying.from_url(valkey_url) as dying:
+        controller = Looks(dying)
+        for at in itertools.count(1):
+            dying.remaining = at
+            try:
+                controller.look(state_of(store), UP)
+                break
+            except LostConnection:
+                pass
+    assert at > 2
+    controller._store = store
+    for _ in range(2):
+        store.xadd(keys.LEDGER, candidate)
+    controller.look(state_of(store), UP)
+    evidence = Evidence.of(canaries.read_evidence(store, "m"), state_of(store))
+    assert (evidence.candidate.tasks, evidence.compared(0, copies=False)) == (2, 1), "the second finds none"
+
+
 def test_a_controller_that_was_stopped_brings_nothing_back_that_an_operator_has_ended(store: Redis) -> None:
     started(store)
     stale = state_of(store).decided("judging", "as it was decided before it stopped", 0)
@@ -293,6 +331,37 @@ def test_a_change_of_its_part_by_others_pauses_it_and_resume_sets_it_again(store
     assert part(store) == ("a", 10.0, "b")
     routes.add_rule(store, "m", routing.Rule("b", tenant="acme"))
     assert look(store).phase == "judging", "what is not its part may be changed"
+
+
+def test_one_that_is_paused_before_its_first_step_waits_and_then_prepares_again(store: Redis) -> None:
+    started(store)
+    routes.set_aliases(store, "m", {ALIAS: "a"})
+    assert [look(store).phase for _ in range(2)] == ["paused", "paused"]
+    assert operations.resume(store, "m").phase == "preparing"
+    assert (look(store, DOWN).phase, part(store)) == ("preparing", ("a", None, "b"))
+    assert (look(store).phase, part(store)) == ("judging", ("a", 10.0, "b"))
+
+
+def test_one_that_may_not_become_the_default_is_not_promoted(store: Redis) -> None:
+    started(store)
+    routes.set_stages(store, "m", {"a": "approved"})
+    routes.set_approval(store, "m", required=True)
+    state = operations.promote(store, "m", full=True)
+    assert (state.phase, part(store)) == ("aborted", ("a", None, None))
+    assert state.reason.startswith("it could not become the default: b of m is not approved")
+
+
+def test_what_others_lead_to_its_alias_does_not_keep_it_from_being_rolled_back(store: Redis) -> None:
+    started(store)
+    look(store)
+    kept = routing.Rule("b", tenant="other")
+    routes.set_rules(store, "m", [routing.Rule(ALIAS, tenant="acme"), kept])
+    routes.set_shadow(store, "m", Shadow(ALIAS, 5))
+    assert look(store).phase == "judging"
+    ended(store, 20, status="failed", first="")
+    assert (look(store).phase, part(store)) == ("rolled_back", ("a", None, None))
+    state = routes.current(store, "m")
+    assert (state.rules, state.shadow) == ((kept,), None)
 
 
 @pytest.mark.parametrize(("default", "phase"), [("b", "promoted"), ("c", "aborted")])
@@ -343,6 +412,8 @@ def test_another_rollout_is_refused_while_one_is_under_way_and_of_two_at_once_on
         ("a", PLAN, "a is the default of m already"),
         ("b", replace(PLAN, steps=(5.0, 5.0)), "the steps are 5,5"),
         ("b", replace(PLAN, steps=(100.0,)), "the steps are 100"),
+        ("b", replace(PLAN, steps=(1.0, float("nan"), 5.0)), "the steps are 1,nan,5"),
+        ("b", replace(PLAN, metrics={"shadow": {"margin": 0.1, "tolerance": 0}}), "only shadow is left"),
         ("b", replace(PLAN, metrics={"speed": {"margin": 0.1, "tolerance": 0}}), "there is no metric 'speed'"),
         ("b", replace(PLAN, alpha=0.5), "alpha is 0.5"),
         ("c", PLAN, "version c lacks chat"),
@@ -395,3 +466,20 @@ async def test_the_sweepers_duty_needs_no_more_than_a_sweepers_rights(
     assert record.phase == "done", "an hour later"
     store.acl_deluser("sweeps")
     assert part(store) == ("b", None, None)
+
+
+async def test_one_that_cannot_be_looked_at_keeps_no_other_from_being_judged(store: Redis, valkey_url: str) -> None:
+    plan = replace(PLAN, timeout_s=0.0)
+    for version in ("a", "b"):
+        cards.add_version(store, {**card(version), "name": "l"}, {})
+    cards.publish(store, {**card("a"), "name": "l"}, {})
+    operations.start(store, "l", "b", plan)
+    started(store, plan)
+    store.delete(keys.canary_log("l"))
+    store.set(keys.canary_log("l"), "no stream")
+    async with AsyncClient(valkey_url) as client:
+        controller = Controller(client, valkey_url)
+        with pytest.raises(ResponseError, match="WRONGTYPE"):
+            await controller.sweep()
+        controller.close()
+    assert state_of(store).phase == "failed"
