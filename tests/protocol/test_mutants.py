@@ -76,7 +76,11 @@ STORE = {
     ),
     "APPEND takes each index for a position": ("append", "and not r[6] and next or", "and next or next or"),
     "APPEND tells no followers": ("append", "if r[7] then", "if false then"),
-    "FINISH tells no followers": ("finish", "tell_followers(followers, { id, message })", ""),
+    "FINISH tells no followers": (
+        "finish",
+        "tell_followers(followers, { id, #message > LARGE and '' or message })",
+        "",
+    ),
     "RELEASE tells no followers": (
         "release",
         "tell_followers(followers, { string.sub(KEYS[1], #'penstock:task:' + 1), '' })",

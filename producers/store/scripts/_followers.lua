@@ -1,6 +1,9 @@
 -- Shared by APPEND, FOLLOW and all that publishes. A record's `followers` names the processes that read its task
 -- (FOLLOW), with spaces between. Each has a channel of its own, where one message tells of many tasks: lines, by turns a
--- task's id and what its own channel would say; an empty line says that its worker gave it back.
+-- task's id and what its own channel would say. An empty line says to listen to the task's own channel, and to read its
+-- stream: its worker gave it back, or the message is LARGE.
+local LARGE = 65536 -- bytes; one is sent once: of a few, the reader drops what it heard, and reads the stream anyway
+
 local function follow(task, followers, process)
   redis.call('HSET', task, 'followers', followers and followers .. ' ' .. process or process)
 end
@@ -37,6 +40,6 @@ local function tell(task, id, message)
   redis.call('PUBLISH', 'penstock:tokens:' .. id, message)
   local followers = redis.call('HGET', task, 'followers')
   if followers then
-    tell_followers(followers, { id, message })
+    tell_followers(followers, { id, #message > LARGE and '' or message })
   end
 end

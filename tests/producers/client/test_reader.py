@@ -19,7 +19,7 @@ from producers.client.reader import BACKLOG, Cursor, Entries, read_entries, read
 from producers.connection.connect import POOL, SMALL_POOL
 from producers.connection.script import run
 from producers.contract import keys
-from producers.contract.stream import PROMPT_PIECE, decode, encode_token
+from producers.contract.stream import PROMPT_PIECE, decode, encode_rows, encode_token
 from producers.contract.task import Task
 from producers.store import protocol
 from tests.histories import examples
@@ -422,6 +422,19 @@ async def test_a_reader_that_expects_its_task_reads_no_stream(
     assert events == whole(2)
     monkeypatch.undo()
     await other.leave()
+
+
+@pytest.mark.usefixtures("never_silent")
+async def test_a_large_end_is_read_from_the_stream(aclient: AsyncClient, valkey: Redis, worker: FakeWorker) -> None:
+    handle, following = await followed(aclient, valkey, worker)
+    await auntil(lambda: valkey.hexists(keys.task(handle.id), "followers"))
+    worker.append(handle.id, 2, ["c"])
+    await auntil(lambda: not on_own_channel(valkey, handle.id))
+    worker.finish(handle.id, [3], result=encode_rows([[0.5] * 20_000]))
+    *tokens, end = await following.end()
+    assert tokens == whole(3)[:3]
+    assert isinstance(end, End)
+    assert end.result is not None
 
 
 async def test_after_a_silence_the_task_s_own_channel_is_heard_again(

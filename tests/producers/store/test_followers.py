@@ -12,6 +12,7 @@ from redis import Redis
 
 from producers.connection.script import run
 from producers.contract import keys
+from producers.contract.stream import encode_rows
 from producers.store import protocol
 from producers.store.protocol import Append, admit, append, finish, follow, read_append
 
@@ -109,6 +110,16 @@ def test_a_large_step_is_told_in_pieces(valkey: Redis) -> None:
         step(valkey, 0, "t1", "t2", "t3", text="x" * 30_000)
         messages = [said.split("\n")[::2] for _, said in heard(ears)]
         assert sorted(messages, key=len) == [["t3"], ["t1", "t2"]]
+
+
+def test_a_large_end_is_told_on_the_task_s_own_channel_alone(valkey: Redis) -> None:
+    with listening(valkey, keys.process_channel("p"), keys.channel("t1")) as ears:
+        run(valkey, follow("p", ["t1"]))
+        result = encode_rows([[0.5] * 20_000])
+        run(valkey, finish("t1", CLAIM, "completed", reasons='["stop"]', nexts=[0], result=result))
+        (own, end), (process, line) = heard(ears)
+        assert (own, len(end) > 100_000) == ("t1", True)
+        assert (process, line) == ("@p", "t1\n")
 
 
 def test_a_user_who_may_not_ask_who_listens_publishes_all(valkey: Redis) -> None:
