@@ -21,7 +21,8 @@ come, without waking a task. All that is no mere token, or does not go on at its
 of its own, what a worker's step makes comes in one message for all tasks that the process has entered itself for:
 
     SUBSCRIBE to the task's channel, FOLLOW -> heard of the task on the process's channel: UNSUBSCRIBE
-    its worker gives it back, silence, a new connection -> SUBSCRIBE again; once that is confirmed, the stream is read
+    its worker gives it back, a large entry, silence, a new connection
+                                    -> SUBSCRIBE again; once that is confirmed, the stream is read
 
 So a task whose worker is of the release before, which knows the task's own channel alone, is heard there. A lost FOLLOW
 loses nothing either.
@@ -53,7 +54,8 @@ from producers.client.steps import FAILURES, Fetch, Read, Steps, backoff, persis
 from producers.connection.aws import AwsNotInstalled
 from producers.connection.connect import SILENT_S
 from producers.connection.log_throttle import warn_throttled
-from producers.connection.script import arun
+from producers.connection.script import aexecute, arun
+from producers.connection.trouble import NotPrimary
 from producers.contract import keys
 from producers.contract.stream import (
     BLOCK,
@@ -213,6 +215,7 @@ class Hub:
         #: Task -> whether this process is to follow it.
         self._entries: dict[bytes, bool] = {}
         self._entered = asyncio.Event()
+        self._doubtful = False
         #: Channel -> number of unconfirmed SUBSCRIBEs. Messages flow from the last one's confirmation on.
         self._unconfirmed: dict[bytes, int] = {}
         self._last_reply_at = 0.0
@@ -268,7 +271,10 @@ class Hub:
                 self._enter(name, on=False)
 
     def doubt(self, subscription: Subscription) -> None:
-        """Nothing came for long: listen to the task's own channel again, and follow it anew."""
+        """Nothing came for long: ask the store whether it hears this process, listen to the task's own channel again,
+        and follow it anew."""
+        self._doubtful = True
+        self._entered.set()
         channel = self._channels.get(subscription.task_id)
         if channel is not None and not channel.own:
             self._listen_to(subscription.task_id, channel)
@@ -304,6 +310,7 @@ class Hub:
         while True:
             connection: Any = self._store.connection_pool.make_connection()
             self._orders = [("SUBSCRIBE", self._process)]
+            self._ordered.set()
             for name, channel in self._channels.items():
                 self._listen_to(name, channel)
                 self._enter(name)
@@ -355,6 +362,9 @@ class Hub:
             await self._heard.wait()
             await self._entered.wait()
             self._entered.clear()
+            if self._doubtful:
+                self._doubtful = False
+                await self._check_heard()
             entries, self._entries = self._entries, {}
             for on in (True, False):
                 names = [name.decode() for name, entered in entries.items() if entered is on]
@@ -362,8 +372,22 @@ class Hub:
                     try:
                         async with asyncio.timeout(SILENT_S):
                             await arun(self._store, follow(self._name, names[start : start + MANY], on=on))
+                    except NotPrimary:  # so may be the server that the hub listens to
+                        raise
                     except FAILURES as error:
                         warn_throttled(log, "cannot follow tasks together: %s", error)
+
+    async def _check_heard(self) -> None:
+        """Raise ConnectionError if the store has no listener of this process: the connection leads to a server that was
+        demoted, where only some messages come, or nothing does any more."""
+        try:
+            async with asyncio.timeout(SILENT_S):
+                _, listeners = await aexecute(self._store, "PUBSUB", "NUMSUB", self._process)
+        except FAILURES as error:  # it is away, or its user may not ask
+            log.debug("cannot ask the store who listens: %s", error)
+            return
+        if not listeners:
+            raise ConnectionError("the store does not hear this process there")
 
     async def _listen(self, connection: Any) -> None:
         async with aclosing(connection.replies()) as batches:
@@ -398,8 +422,8 @@ class Hub:
                     subscription.mark_stale()
 
     def _heed_lines(self, lines: list[bytes]) -> None:
-        """A message of the process's channel (`_followers.lua`)."""
-        for task_id, message in zip(lines[::2], lines[1::2], strict=True):
+        """A message of the process's channel (`_followers.lua`). What a later release may add behind pairs is left."""
+        for task_id, message in zip(lines[::2], lines[1::2], strict=False):
             channel = self._channels.get(task_id)
             if channel is None:
                 self._enter(task_id, on=False)

@@ -13,6 +13,8 @@ from producers.client import reader
 from producers.client.reader import Hub
 from producers.connection.connect import connect_async
 from producers.contract import keys
+from tests import processes
+from tests.waiting import auntil
 
 
 @pytest.fixture
@@ -191,6 +193,47 @@ async def test_an_idle_connection_is_kept_by_its_pongs(
     again = a_hub.follow("t")
     assert await again.take(60) is None
     assert subscribers(valkey) == before
+
+
+async def test_a_hub_that_listens_to_another_server_than_the_store_moves_to_it(
+    a_hub: Hub, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does whose connection a demoted server has kept."""
+    with processes.valkey() as (url, _):
+        other, pool = connect_async(url), a_hub._store.connection_pool
+        first, make = [other.connection_pool.make_connection], pool.make_connection
+        monkeypatch.setattr(pool, "make_connection", lambda: (first.pop() if first else make)())
+        subscription = a_hub.follow("t")
+        assert await subscription.take(60) is None
+        assert not valkey.pubsub_channels()
+        a_hub.doubt(subscription)
+        async with asyncio.timeout(60):
+            while not valkey.pubsub_numsub(keys.channel("t"))[0][1]:
+                await subscription.take(0.05)
+        await other.aclose()
+
+
+async def test_a_message_that_is_none_ends_no_hub(a_hub: Hub, valkey: Redis) -> None:
+    subscription = a_hub.follow("t")
+    assert await subscription.take(60) is None
+    await auntil(lambda: a_hub.follower)
+    channel = keys.process_channel(str(a_hub.follower))
+    for message in ("", "t", "t\n[0]\nt"):
+        valkey.publish(channel, message)
+    assert await subscription.take(60) == [b"[0]"]
+    valkey.publish(channel, "t\n[1]")
+    assert await subscription.take(60) == [b"[1]"]
+
+
+async def test_a_hub_without_readers_listens_again_after_a_cut(a_hub: Hub, valkey: Redis) -> None:
+    """So that the next task's reader can expect it."""
+    a_hub.leave(a_hub.follow("t"))
+    await auntil(lambda: a_hub.follower)
+    follower = a_hub.follower
+    assert follower
+    valkey.client_kill_filter(_type="pubsub")
+    await auntil(lambda: valkey.pubsub_numsub(keys.process_channel(follower))[0][1])
+    await auntil(lambda: a_hub.follower == follower)
 
 
 async def test_a_closed_hub_ends_its_readers_and_takes_no_more(a_hub: Hub) -> None:
