@@ -87,6 +87,13 @@ class _Worker:
 
 def forecast(observed: Observation) -> Forecast:
     """When the task starts and ends."""
+    try:
+        return _forecast(observed)
+    except ArithmeticError:  # a worker's figures are beyond all floats
+        return UNKNOWN
+
+
+def _forecast(observed: Observation) -> Forecast:
     record = observed.record
     if record.final or record.chunks or record.fields.get("status") == "submitting":
         return UNKNOWN

@@ -359,6 +359,8 @@ def test_no_estimate_is_made_of_what_makes_no_sense(
         {"task": "NaN"},
         {"shares": [1]},
         {"shares": [1e308] * 11, "per_output_token": 1e308},
+        {"per_output_token": 1e200},
+        {"per_need": 1e308, "task": 1e-308},
     ):
         lease(valkey_url, profile={**sane, "task_times": {**sane["task_times"], **lie}})
         assert explain(task_id)["eta"] is None
