@@ -150,5 +150,5 @@ async def _on_thread(request: Request, work: Callable[[Redis], T]) -> T:
 
 def _refused(why: str) -> Problem:
     if why.startswith("there is no model"):
-        return Problem(404, f"{why[0].upper()}{why[1:]}.", code="model_not_found")
-    return Problem(400, f"{why[0].upper()}{why[1:]}.", code="invalid_value")
+        return Problem(404, f"{why}.", code="model_not_found")
+    return Problem(400, f"{why}.", code="invalid_value")

@@ -46,7 +46,7 @@ def test_aliases_and_the_split_change_in_one_step_that_is_audited(http: httpx.Cl
         ({}, "generation"),
         ({"generation": "1"}, "generation"),
         ({"generation": 1, "aliases": {"default": OTHER.version}}, "changed by a rollout"),
-        ({"generation": 1, "aliases": {"none": None}}, "has no alias 'none'"),
+        ({"generation": 1, "aliases": {"none": None}}, "\"tiny has no alias 'none'"),
         ({"generation": 1, "aliases": {"x": "no such version"}}, "no such version"),
         ({"generation": 1, "split": {"candidate": 101}}, "101"),
         ({"generation": 1, "split": {"candidate": float("1e308")}}, "percent"),
