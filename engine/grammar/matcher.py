@@ -12,7 +12,17 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.grammar.source import BUDGET, check_installed, form_of, new_rules, new_tokenizer, readable, slow, unreadable
+from engine.grammar.source import (
+    budget_of,
+    check_installed,
+    form_of,
+    new_rules,
+    new_tokenizer,
+    readable,
+    refused,
+    slow,
+    unreadable,
+)
 from engine.grammar.trial import MAKING, Trials, key_of
 from engine.params import SamplingParams
 
@@ -69,7 +79,8 @@ class Grammars:
         except ValueError as error:
             raise unreadable(name, error) from None
         pace = Pace(self._trial, name, text)
-        return lambda: Matcher(new_rules(form, tokenizer), ends, marks, pace, TokenBudget.of(text))
+        self._check_budget(name, text)
+        return lambda: Matcher(new_rules(form, tokenizer), ends, marks, pace, TokenBudget.of(name, text))
 
     def give_up(self) -> None:
         """End a trial that runs."""
@@ -80,6 +91,12 @@ class Grammars:
         """End the process in which forms are tried out, after the trial that runs."""
         if self._trials is not None:
             self._trials.close()
+
+    def _check_budget(self, name: str, text: str) -> None:
+        """Raise RequestError for a budget that a token closes which the model lacks: a caller may write such a line."""
+        match = budget_of(name, text)
+        if match is not None and int(match[2]) >= self._vocab_size:
+            raise refused(name, f"its first line names token {match[2]}; the model has ids 0 to {self._vocab_size - 1}")
 
     def _mask(self, token_ids: Sequence[int]) -> Mask:
         """The bits of those of these tokens that the model has."""
@@ -144,9 +161,10 @@ class TokenBudget:
         self.spent: int | None = 0 if begin is None else None
 
     @classmethod
-    def of(cls, grammar: str) -> TokenBudget | None:
-        """The budget that a grammar's first line has (`engine.grammar.source.budget_line`); None without one."""
-        match = BUDGET.match(grammar)
+    def of(cls, name: str, text: str) -> TokenBudget | None:
+        """The budget that the first line of a form's grammar has (`engine.grammar.source.budget_line`); None without
+        one."""
+        match = budget_of(name, text)
         return None if match is None else cls(int(match[1]), int(match[3]) if match[3] else None, int(match[2]))
 
     def after(self, count: int, tokens: Sequence[int]) -> int | None:

@@ -33,7 +33,7 @@ _TRIED_TOKENS: Final = 16
 #: The most characters of llguidance's reasons that a message shows.
 _REASON: Final = 300
 #: A grammar's first line, of `budget_line`.
-BUDGET: Final = re.compile(r"// at most (\d{1,9}) tokens up to <\[(\d{1,9})\]>(?: from <\[(\d{1,9})\]>)?\n")
+_BUDGET: Final = re.compile(r"// at most (\d{1,9}) tokens up to <\[(\d{1,9})\]>(?: from <\[(\d{1,9})\]>)?\n")
 
 
 def budget_line(limit: int, end: int, begin: int | None) -> str:
@@ -44,6 +44,12 @@ def budget_line(limit: int, end: int, begin: int | None) -> str:
     counting where tokens that were guessed ahead are taken back.
     """
     return f"// at most {limit} tokens up to <[{end}]>{'' if begin is None else f' from <[{begin}]>'}\n"
+
+
+def budget_of(name: str, text: str) -> re.Match[str] | None:
+    """The first line of a form, if that is a grammar and the line one of `budget_line`: its groups are limit, end and
+    begin."""
+    return _BUDGET.match(text) if name == "grammar" else None
 
 
 def check_installed(name: str) -> None:

@@ -90,6 +90,11 @@ def test_reasoning_is_closed_after_its_budget_whoever_goes_on(engine: Engine) ->
     check_resumed(engine, params)
 
 
+def test_only_a_grammar_has_a_budget(engine: Engine) -> None:
+    line = budget_line(0, 999_999_999, None)
+    assert re.fullmatch("// at most 0 tokens up to <9>\na", said(engine, regex=f"{line}a")[0])
+
+
 def check_resumed(engine: Engine, params: SamplingParams) -> None:
     (whole,) = engine.generate(["x = "], params)
     prompt = engine.tokenizer.encode("x = ") if engine.tokenizer else []
@@ -124,6 +129,7 @@ def check_resumed(engine: Engine, params: SamplingParams) -> None:
         ({"regex": "(a"}, "unclosed group"),
         ({"regex": "(?=a)a"}, "look-around"),
         ({"grammar": "start: other"}, 'unknown name: "other"'),
+        ({"grammar": budget_line(0, 999_999_999, None) + "start: /a/"}, "its first line names token 999999999"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_with_the_reason(engine: Engine, params: dict[str, Any], why: str) -> None:
