@@ -4,7 +4,7 @@
                                   ... or: <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>JSON
 
 The prompt ends with `<|start|>assistant`. The channel `analysis` is reasoning, a message to a function is a call, and
-any other is content.
+any other is content. Text without any of these tokens is content, too.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ _TO: Final = re.compile(r"to=functions\.([\w-]+)")
 class HarmonyParser:
     """Parses one output. `reasoning_tokens`: the tokens so far of its reasoning, with its marks."""
 
-    def __init__(self, syntax: ReasoningSyntax) -> None:
+    def __init__(self, syntax: ReasoningSyntax, *, calling: bool) -> None:
+        """`calling`: whether there are tools; without some, a message to a function is content."""
         assert syntax.begin is not None, "harmony's marks are tokens"
         assert syntax.end is not None, "harmony's marks are tokens"
         self._channel = syntax.begin
         self._message, start, self._constrain, call = syntax.others
         self._ends = (syntax.end, start, call)
+        self._calling = calling
+        #: Whether one of harmony's tokens has come.
+        self._marked = False
         #: The head of the next message; None within a message's text.
         self._head: str | None = ""
         self._head_tokens = 0
@@ -52,6 +56,7 @@ class HarmonyParser:
             self._head_tokens += self._head is not None
             if token.text:
                 self._take(token.text, parts)
+            self._marked = self._marked or token.token_id in (self._channel, self._message, *self._ends)
             if token.token_id in self._ends:
                 self._close(parts)
             elif self._head is None:
@@ -63,8 +68,12 @@ class HarmonyParser:
         return parts
 
     def end(self) -> list[OutputPart]:
-        """What is known only at the end: whether the last call is whole, where no token ended it."""
+        """What is known only at the end: whether the last call is whole, where no token ended it, and whether any of
+        harmony's tokens has come."""
         parts: list[OutputPart] = []
+        if not self._marked and self._head:
+            parts.append(self._head)
+            self._head = ""
         if self._arguments is not None and _is_object("".join(self._arguments)):
             self._close(parts)
         return parts
@@ -81,7 +90,7 @@ class HarmonyParser:
     def _open(self, head: str, parts: list[OutputPart]) -> None:
         """The text of a message begins."""
         self._head = None
-        function = _TO.search(head)
+        function = _TO.search(head) if self._calling else None
         if function is not None:
             parts.append(CallStart(self.calls, function[1]))
             self.calls += 1

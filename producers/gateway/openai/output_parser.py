@@ -61,7 +61,7 @@ class OutputSyntax:
     def parser(self) -> OutputParser | HarmonyParser:
         """A parser of one output."""
         if self.reasoning is not None and self.reasoning.harmony:
-            return HarmonyParser(self.reasoning)
+            return HarmonyParser(self.reasoning, calling=self.calls is not None)
         return OutputParser(self)
 
 
@@ -96,9 +96,13 @@ class OutputParser:
     def __init__(self, syntax: OutputSyntax) -> None:
         self._answer: _AnswerParser = _Content() if syntax.calls is None else ToolCallParser(syntax.calls)
         self._syntax = syntax.reasoning
+        #: The token that begins calls, which may have no text.
+        self._call = None if syntax.calls is None else syntax.calls.begin
         self._state = _ANSWER if syntax.reasoning is None else _REASONING if syntax.reasoning.opened else _BEFORE
         #: Text that is not yet sure to be a mark, or white space that may stand beside one.
         self._pending = ""
+        #: The same without white space at its beginning, before the output's first text.
+        self._first = ""
         #: Whether the token of the next mark has come, whose text is still to come whole.
         self._marked = False
         self._begun = False
@@ -147,7 +151,10 @@ class OutputParser:
         begin = syntax.marks.begin
         self._held += 1
         self._pending += token.text
-        text = self._pending.lstrip()
+        text = self._first = self._first + token.text if self._first else token.text.lstrip()
+        if self._call is not None and token.token_id == self._call:  # it calls without reasoning
+            self._find_answer(token, parts)
+            return
         if syntax.begin is not None:
             self._marked = self._marked or token.token_id == syntax.begin
             if not self._marked:
@@ -177,6 +184,9 @@ class OutputParser:
         syntax = self._syntax
         assert syntax is not None, "an output without reasoning is its answer"
         end = syntax.marks.end
+        if token.text.isspace() and self._pending[-1:].isspace() and not self._marked and token.token_id != syntax.end:
+            self._pending += token.text  # looked through once, however long it gets
+            return
         text, self._pending = self._pending + token.text, ""
         if syntax.end is not None and token.token_id == syntax.end:
             if syntax.special:

@@ -257,8 +257,8 @@ def _any_of(tokens: Sequence[int]) -> str:
 
 def _in_slashes(regex: str) -> str:
     """A regular expression as it stands in a grammar."""
-    escaped = re.sub(r"\\.|/", lambda match: r"\/" if match[0] == "/" else match[0], regex, flags=re.DOTALL)
-    return escaped.replace("\\\n", r"\n").replace("\n", r"\n")
+    spelled = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    return re.sub(r"\\.|/|\n", lambda match: spelled.get(match[0], match[0]), regex, flags=re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)

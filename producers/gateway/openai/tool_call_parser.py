@@ -91,6 +91,9 @@ class ToolCallParser:
 
     def _scan_content(self, text: str, parts: list[ParsedPart]) -> str:
         """Content, up to the first call. Returns the text of the calls."""
+        if text.isspace() and self._pending[-1:].isspace():
+            self._pending += text  # looked through once, however long it gets
+            return ""
         text, self._pending = self._pending + text, ""
         begin = self._format.begin
         if not begin:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,9 +32,10 @@ from producers.contract.task import Task
 from producers.errors import InvalidTask
 from producers.gateway.batch_endpoints import LineEndpoints
 from producers.gateway.http.errors import Problem
+from producers.gateway.openai.answer import Output
 from producers.gateway.openai.batch_lines import CHATS, RESPONSES
-from producers.gateway.openai.call_formats import HARMONY
-from producers.gateway.openai.output_parser import OutputSyntax
+from producers.gateway.openai.call_formats import HARMONY, CallSyntax
+from producers.gateway.openai.output_parser import OutputSyntax, ParsedChoice
 from producers.gateway.openai.reasoning import (
     HARMONY_MARKS,
     MARKS,
@@ -221,6 +223,20 @@ def test_calls_come_after_reasoning() -> None:
     assert parser.reasoning_tokens == len(case.tokens(text.partition("\n\n")[0]))
 
 
+@pytest.mark.parametrize("before", ["", "\n", "[THINK]I look.[/THINK]\n"])
+def test_a_call_may_begin_an_output_whose_marks_have_no_text(before: str) -> None:
+    """As Magistral's."""
+    case = Case(MISTRAL, tokenizer_of("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]", special=True))
+    tools = read_tools({"tools": TOOLS, "tool_call_format": "mistral_args"})
+    assert tools is not None
+    calling = make_calling(tools, TEMPLATE, case.tokenizer, TRIALS.check, ("[THINK]", "[/THINK]"))
+    parser = OutputSyntax(calling.syntax, syntax_of(case).reasoning).parser()
+    parts = [*parser.feed(case.tokens(f"{before}[TOOL_CALLS]now[ARGS]{{}}")), *parser.end()]
+    assert joined(parts) == ("I look." if "THINK" in before else "", "")
+    assert [part for part in parts if isinstance(part, CallStart)] == [CallStart(0, "now")]
+    assert parser.called
+
+
 def output_of(case: Case, grammar: str, seed: int, *, ahead: int = 0, avoid: Sequence[int] = ()) -> list[int]:
     """A random output that a grammar allows. `ahead`: tokens that are guessed ahead at each step. `avoid`: tokens that
     are drawn only where there is no other."""
@@ -310,6 +326,17 @@ def test_without_a_budget_reasoning_may_stand_before_a_form() -> None:
         assert not matcher.error, "the model need not reason"
 
 
+@pytest.mark.parametrize("regex", ["\\\\\nn", "a\nb", "a\\\nb", "a\\/b/c"])
+def test_a_regex_behind_reasoning_is_the_same(regex: str) -> None:
+    case = CASES["tokens"]
+    matcher = case.matcher(case.grammar(Task(model="m", prompt=[1], regex=regex), ReasoningRequest(), True))
+    text = re.sub(r"\\(.)", r"\1", regex, flags=re.DOTALL)
+    assert re.fullmatch(regex, text)
+    for token_id in case.tokenizer.encode(f"Hm{case.marks.end}{text}", add_special_tokens=False):
+        matcher.push(token_id)
+    assert not matcher.error
+
+
 def test_a_required_call_comes_after_the_mark_is_forced() -> None:
     case = CASES["tokens"]
     tools = read_tools({"tools": TOOLS, "tool_choice": "required"})
@@ -381,6 +408,8 @@ def harmony_syntax() -> OutputSyntax:
         (f"{PREAMBLE}{CALL_OF_NOW}", "", "I look.", [("now", "{}")]),
         ("<|channel|>analysis<|message|>broken off", "broken off", "", []),
         ("<|channel|>final<|message|>", "", "", []),
+        ("It is 4.<|return|>", "", "It is 4.", []),
+        ("<|channel|>ana", "", "", []),
     ],
 )
 def test_harmony_is_told_apart_by_channels(
@@ -388,7 +417,7 @@ def test_harmony_is_told_apart_by_channels(
 ) -> None:
     tokens = HARMONY_CASE.tokens(text)
     for size in (1, 2, len(tokens)):
-        parser = harmony_syntax().parser()
+        parser = replace(harmony_syntax(), calls=CallSyntax(HARMONY, None, False)).parser()
         parts = [part for at in range(0, len(tokens), size) for part in parser.feed(tokens[at : at + size])]
         parts += parser.end()
         assert joined(parts) == (thoughts, content)
@@ -400,6 +429,14 @@ def test_harmony_is_told_apart_by_channels(
         assert [(start.name, each) for start, each in zip(starts, read, strict=True)] == calls
         assert parser.called is bool(calls)
         assert (parser.reasoning_tokens > 0) is bool(thoughts)
+
+
+def test_without_tools_a_message_to_a_function_is_content_in_harmony() -> None:
+    choice = ParsedChoice(None, harmony_syntax(), "t", 0)
+    choice.take(Output(HARMONY_CASE.tokens(f"{ANALYSIS}{CALL_OF_NOW}<|call|>"), "stop"))
+    message = json.loads(b"{" + b"".join(choice.members()) + b"}")
+    assert (message["reasoning_content"], message["content"], choice.reason) == ("Let me see.", "{}", "stop")
+    assert "tool_calls" not in message
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
@@ -477,9 +514,13 @@ def thinking(valkey: Redis, template: str) -> Iterator[None]:
 
 
 @pytest.fixture
-def thinker(valkey: Redis, model: str) -> Iterator[str]:
+def thinker(valkey: Redis, shared_door: Door, model: str) -> Iterator[str]:
+    """The gateway remembers no card of another test."""
+    directory = shared_door.app.state.gateway.client.directory
     with thinking(valkey, TEMPLATE):
+        directory.forget(model)
         yield model
+    directory.forget(model)
 
 
 PIECES = ("<th", "ink>\nLet me", " see.\n", "</thi", "nk>\n\n", "It is", " 4.")

@@ -176,6 +176,7 @@ def test_a_call_that_must_be_made_is_one_of_the_tools(model: Model, seed: int) -
     assert [name for name, _ in parsed(model, named, drawn(model, named, seed), seed)[1]] == ["now"]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", few([200, 10_000], 200))
 def test_no_required_call_is_malformed(count: int) -> None:
     """Whatever the weights are: tokens are drawn at random from those that the grammar allows."""
