@@ -387,6 +387,14 @@ def pooled(task: Task, engine: Any) -> tuple[list[int], Pooling]:
                 )
             errors[at] = TextError("context_length_exceeded", f"the text{advice}")
             text = EncodedText([], None, 0)
+        elif not text.ids and at not in errors:
+            if task.on_error == "request":
+                raise RequestError(
+                    ErrorText.of("{input}[{}] has no tokens for the model's tokenizer", at),
+                    param="input",
+                    code="empty_prompt",
+                )
+            errors[at] = TextError("empty_prompt", "the text has no tokens for the model's tokenizer")
         ids += text.ids
         lengths.append(len(text.ids))
         seconds.append(text.second)
