@@ -20,6 +20,7 @@ from producers.sources.messages.replies import Reply, task_view
 from producers.store import chunks, protocol
 from producers.store.access.api_keys import Account, Limits
 from producers.store.blobs import open_blobs
+from producers.store.fleet.routing import Routing
 from producers.store.usage.limits import Charge
 from producers.store.waiting import Bounds, Room
 from producers.sweeper.compact import Offload, compact
@@ -44,6 +45,16 @@ class Died(Exception):
 
 def status(valkey: Redis, task_id: str) -> str:
     return (valkey.hget(keys.task(task_id), "status") or b"").decode()
+
+
+async def test_one_draw_for_all_chunks_counts_once_in_the_ledger(
+    aclient: AsyncClient, valkey: Redis, embedder: str
+) -> None:
+    state = Routing(embedder, 1, CARD["version"])
+    valkey.hset(keys.routing(embedder), mapping={"generation": 1, "now": state.to_json()})
+    await (await aclient.submit(kind="embed", model=embedder, input=TEXTS)).delete()
+    rows: Any = valkey.xrange(keys.LEDGER)
+    assert sorted(fields[b"drawn"] for _, fields in rows) == [b"", b"", b"1"]
 
 
 async def test_what_its_submitter_did_not_write_to_the_end_is_ended(
