@@ -18,6 +18,7 @@ All is in ASCII, as streams need it. Text and log probabilities are JSON already
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -218,6 +219,8 @@ class Output:
         self._pending_logprobs: list[str] = []
         """Log probabilities of tokens that may be of the message, or not."""
         self.items: list[ReasoningItem | MessageItem | CallItem] = []
+        #: How many there are of a kind: a model may write thousands.
+        self._numbers: Counter[type] = Counter()
         self.begun = False
 
     @property
@@ -309,7 +312,8 @@ class Output:
 
     def _numbered(self, item_id: str, kind: type) -> str:
         """The id of a further item of a kind; that of the first has no number."""
-        number = sum(isinstance(item, kind) for item in self.items)
+        number = self._numbers[kind]
+        self._numbers[kind] += 1
         return f"{item_id}_{number}" if number else item_id
 
     def _new_call(self, start: CallStart) -> CallItem:
