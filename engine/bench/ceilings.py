@@ -87,11 +87,11 @@ class Work:
     def of(cls, model: Model, folder: str | Path) -> Work:
         """The work of a model that was loaded from `folder`. Raises ModelError."""
         kernels, config = model.kernels, read_config(Path(folder))
-        numbers: dict[str, int] = {}
+        bits, numbers = packed_bits(config), dict[str, int]()
         for name, located in locate(Path(folder)).items():
             matrix, _, end = name.rpartition(".")
             if matrix.endswith(HEADS) and end not in NO_PARAMETERS:
-                per_word = 32 // packed_bits(config, matrix) if end in PACKED else 1
+                per_word = 32 // bits(matrix) if end in PACKED else 1
                 numbers[matrix] = math.prod(located.stored.shape) * per_word
         # A tied table is the head as well. An untied one is only looked up.
         heads = [name for name in numbers if name.endswith("lm_head")] or list(numbers)

@@ -6,7 +6,6 @@ import math
 from hashlib import sha256
 from pathlib import Path
 
-from engine.errors import ModelError
 from engine.text.config import packed_bits, read_config
 from engine.text.gguf import gguf_of, read_gguf
 from engine.text.tensors import locate, raw_header
@@ -42,11 +41,8 @@ def count_parameters(folder: str | Path) -> int:
             packed[matrix] = numbers
         elif end not in NO_PARAMETERS:
             plain += numbers
-    config = read_config(root) if packed else {}
-    try:
-        return plain + sum(count * (32 // packed_bits(config, name)) for name, count in packed.items())
-    except ValueError as error:
-        raise ModelError(f"{root}: config.json: quantization_config's target {error}") from error
+    bits = packed_bits(read_config(root) if packed else {})
+    return plain + sum(count * (32 // bits(name)) for name, count in packed.items())
 
 
 def model_version(folder: str | Path) -> str:

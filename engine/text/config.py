@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,11 @@ _LARGEST = 1e30
 #: Suffixes of quantisation targets that are the output head, or the embedding that it may be tied to.
 _HEADS = ("lm_head", "embed_tokens", "Embedding")
 
-#: What a quantisation target's pattern may consist of, its most characters, and the most `.*` and `\\d+` in it.
-_TARGET = re.compile(r"(?:\.\*|\\d\+|\\\.|[\w.-]|\([\w-]+(?:\|[\w-]+)*\))+")
-_LONGEST_TARGET, _MOST_STARS = 500, 3
+#: The parts that a quantisation target's pattern may have, and the most characters of all patterns together.
+_PART = re.compile(r"\.\*|\\d\+|\\\.|[\w.-]|\([\w-]+(?:\|[\w-]+)*\)")
+_LONGEST_PATTERNS = 1 << 14
+#: The longest name of a matrix that is compared with patterns.
+_LONGEST_NAME = 1000
 
 #: transformers' defaults for settings that config.json leaves out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -274,53 +275,121 @@ def is_of_head(targets: object) -> bool:
     return bool(named) and all(isinstance(target, str) and target.rstrip("$").endswith(_HEADS) for target in named)
 
 
-@lru_cache(64)
-def target_pattern(target: str) -> re.Pattern[str] | None:
-    """The pattern of the matrices' names that a quantisation group's target means; None if it means a class of them.
+class Targets:
+    """The groups of a quantised checkpoint by their targets: names of matrices, patterns of names (`re:`) and classes
+    of matrices, which begin with a capital.
 
-    Of patterns (`re:`) those are taken that consist of names, `.`, `.*` (at most three), `\\.`, `\\d+` and alternatives
-    in brackets: whatever a file says, they are compared in a moment. Raises ValueError for others.
+    A pattern consists of names, `.`, `.*`, `\\d+`, `\\.` and alternatives in brackets. It is compared at all places of a
+    name in one pass, so that it takes time in proportion to its length, whatever a file says.
     """
-    if not target.startswith("re:"):
-        return None if target[:1].isupper() else re.compile(re.escape(target))
+
+    def __init__(self, groups: Sequence[object]) -> None:
+        """`groups`: the list of each group's targets. Raises ValueError for a pattern that has other parts."""
+        self._names: dict[str, int] = {}
+        self._patterns: list[tuple[int, list[str]]] = []
+        self._head: int | None = None
+        #: The groups of classes other than the output head's.
+        self.classes: list[int] = []
+        length = 0
+        for k, targets in enumerate(groups):
+            named = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
+            of_head = is_of_head(named)
+            if of_head and self._head is None:
+                self._head = k
+            for target in named:
+                if target.startswith("re:"):
+                    length += len(target)
+                    if length > _LONGEST_PATTERNS:
+                        raise ValueError(f"makes the patterns longer than {_LONGEST_PATTERNS} characters together")
+                    self._patterns.append((k, _parts(target)))
+                elif not target[:1].isupper():
+                    self._names.setdefault(target, k)
+                elif not of_head and k not in self.classes[-1:]:
+                    self.classes.append(k)
+
+    def group(self, name: str) -> int:
+        """The index of the group that holds for the matrix `name`: the first that names it, else the first of its
+        class, else 0."""
+        named = self._names.get(name)
+        places = _places(name) if self._patterns and len(name) <= _LONGEST_NAME else None
+        for k, parts in self._patterns:
+            if named is not None and k >= named:
+                break
+            if places is not None and _fits(parts, len(name), places):
+                return k
+        if named is not None:
+            return named
+        if self._head is not None and name.endswith(_HEADS):
+            return self._head
+        return self.classes[0] if self.classes else 0
+
+
+def _parts(target: str) -> list[str]:
     text = target.removeprefix("re:").removeprefix("^").removesuffix("$")
-    if len(text) > _LONGEST_TARGET or not _TARGET.fullmatch(text) or text.count("*") > _MOST_STARS:
+    parts = _PART.findall(text)
+    if not parts or "".join(parts) != text:
         raise ValueError(f"{shown(target)} is not supported; names, '.', '.*', '\\d+' and (a|b) are")
-    return re.compile(text + ("" if target.endswith("$") else ".*"))
+    return parts if target.endswith("$") else [*parts, ".*"]
 
 
-def group_of(name: str, groups: Sequence[object]) -> int:
-    """The index of the group that holds for the matrix `name`, by all groups' targets: the first that names it, else
-    the first of its class, else 0. Raises ValueError as `target_pattern` does."""
-    targets = [
-        [target for target in each if isinstance(target, str)] if isinstance(each, list) else [] for each in groups
-    ]
-    patterns = [[target_pattern(target) for target in each] for each in targets]
-    for k, each in enumerate(patterns):
-        if any(pattern is not None and pattern.fullmatch(name) for pattern in each):
-            return k
-    head = name.endswith(_HEADS)
-    if head and (heads := [k for k, each in enumerate(targets) if is_of_head(each)]):
-        return heads[0]
-    return next((k for k, each in enumerate(patterns) if None in each and is_of_head(targets[k]) == head), 0)
+def _places(name: str) -> dict[str, int]:
+    """The places of each character in a name, as the bits of a number."""
+    places: dict[str, int] = {}
+    for place, character in enumerate(name):
+        places[character] = places.get(character, 0) | 1 << place
+    return places
 
 
-def packed_bits(values: Mapping[str, Any], name: str = "") -> int:
-    """The bits of one weight of the matrix `name` in a quantised checkpoint's 32-bit words. Returns 32 if config.json
-    does not say."""
+def _fits(parts: Sequence[str], length: int, places: Mapping[str, int]) -> bool:
+    """Whether a pattern's parts make up the whole name of this length and these places."""
+    every = (1 << length) - 1
+    ends = 1  # the places where the parts so far may end
+    for part in parts:
+        if not ends:
+            return False
+        if part == ".*":
+            ends = (2 * every + 1) & -(ends & -ends)  # from the first on
+        elif part == ".":
+            ends = (ends & every) << 1
+        elif part == r"\d+":
+            run = sum(places.get(digit, 0) for digit in "0123456789")
+            ends, shift = ends & run, 1
+            while shift < length:  # to the end of each run, in steps that double
+                ends |= run & ends << shift
+                run &= run << shift
+                shift *= 2
+            ends <<= 1
+        else:
+            begun, ends = ends, 0
+            for option in part[1:-1].split("|") if part[0] == "(" else [part[-1]]:
+                at = begun
+                for character in option:
+                    at = (at & places.get(character, 0)) << 1
+                ends |= at
+    return bool(ends >> length & 1)
+
+
+def packed_bits(values: Mapping[str, Any]) -> Callable[[str], int]:
+    """A function: the bits of one weight of the matrix of a name in a quantised checkpoint's 32-bit words. It returns
+    32 if config.json does not say. Raises ModelError for targets that cannot be read."""
     section = values.get("quantization_config")
     quantisation = section if isinstance(section, dict) else {}
-    bits = quantisation.get("bits") or quantisation.get("w_bit")
     groups = quantisation.get("config_groups")
-    if isinstance(groups, dict):
-        weighted = [
-            group for group in groups.values() if isinstance(group, dict) and isinstance(group.get("weights"), dict)
-        ]
-        if weighted:
-            widths = [group["weights"].get("num_bits") for group in weighted]
-            alike = all(width == widths[0] for width in widths)
-            bits = widths[0 if alike else group_of(name, [group.get("targets") for group in weighted])]
-    return bits if bits in (4, 8) else 32
+    weighted = [
+        group
+        for group in (groups.values() if isinstance(groups, dict) else ())
+        if isinstance(group, dict) and isinstance(group.get("weights"), dict)
+    ]
+    widths = [group["weights"].get("num_bits") for group in weighted]
+    widths = widths or [quantisation.get("bits") or quantisation.get("w_bit")]
+    bits = [width if width in (4, 8) else 32 for width in widths]
+    if len(set(bits)) == 1:
+        return lambda name: bits[0]
+    try:
+        targets = Targets([group.get("targets") for group in weighted])
+    except ValueError as error:
+        raise ModelError(f"config.json: quantization_config has a target that {error}") from error
+    return lambda name: bits[targets.group(name)]
 
 
 def _is_number(value: object, low: float = 0.0, high: float = _LARGEST) -> bool:

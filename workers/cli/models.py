@@ -124,7 +124,7 @@ def _described(card: ModelCard, folder: Path, metadata: Mapping[str, Any]) -> di
 
     section, quantised = metadata["quantization"], None
     if isinstance(section, dict):
-        bits = packed_bits({"quantization_config": section})
+        bits = packed_bits({"quantization_config": section})("")
         quantised = f"{section.get('quant_method')}, {f'{bits} bits' if bits < 32 else '8-bit floats'}"
     return {
         "name": card.name,

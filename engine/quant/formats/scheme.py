@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from engine.errors import ModelError
-from engine.text.config import Config, group_of, is_of_head, target_pattern
+from engine.text.config import Config, Targets
 from engine.text.gguf import TYPES
 from engine.text.tensors import BLOCKS
 
@@ -35,14 +35,14 @@ class Scheme:
     """Whether inputs are grouped out of order."""
     block: tuple[int, int] | None = None
     """FP8: the block (outputs, inputs) that shares a scale. None: one scale for each output, or one for all."""
-    targets: tuple[tuple[str, ...], ...] = ()
-    """Targets of the groups where matrices are quantised in several ways; empty: all are alike."""
+    targets: Targets | None = None
+    """The groups where matrices are quantised in several ways; None: all are alike."""
     each: tuple[Scheme, ...] = ()
     """The scheme of each of these groups."""
 
     def of(self, name: str) -> Scheme:
         """The scheme of the matrix `name`."""
-        return self.each[group_of(name, [list(targets) for targets in self.targets])] if self.each else self
+        return self if self.targets is None else self.each[self.targets.group(name)]
 
     def groups(self, inputs: int) -> int:
         """The number of groups of `inputs` inputs. Raises ModelError if that is not a whole number."""
@@ -119,23 +119,17 @@ def _compressed(section: Config) -> Scheme:
     schemes = tuple(_of_group(section, group) for group in groups.values())
     if all(scheme == schemes[0] for scheme in schemes):
         return schemes[0]
-    targets = []
-    for group in groups.values():
-        each = group.get("targets")
+    named = [group.get("targets") for group in groups.values()]
+    for each in named:
         if not isinstance(each, list) or not each or not all(isinstance(target, str) for target in each):
             raise section.wrong("config_groups", "must have a list of names as targets of each group")
-        try:
-            for target in each:
-                target_pattern(target)
-        except ValueError as error:
-            raise section.wrong("config_groups", f"has a target that {error}") from error
-        targets.append(tuple(each))
-    if (
-        sum(any(target_pattern(target) is None for target in each) for each in targets if not is_of_head(list(each)))
-        > 1
-    ):
+    try:
+        targets = Targets(named)
+    except ValueError as error:
+        raise section.wrong("config_groups", f"has a target that {error}") from error
+    if len(targets.classes) > 1:
         raise section.wrong("config_groups", "is not supported: a class of matrices must be quantised alike")
-    return replace(schemes[0], targets=tuple(targets), each=schemes)
+    return replace(schemes[0], targets=targets, each=schemes)
 
 
 def _of_group(section: Config, group: dict[str, Any]) -> Scheme:
