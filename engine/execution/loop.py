@@ -252,6 +252,7 @@ class StepLoop:
             if self._on_idle is not None and self._turns is not None and not self._take_turn(self._turns):
                 break
             if self._run_idle_work():
+                self._end_turn_if_due()
                 continue
             if self._turns is not None:
                 self._turns.hand_over()

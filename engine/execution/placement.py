@@ -61,8 +61,8 @@ def _spaces(model: Model, config: EngineConfig, capacity: Capacity, draft: Model
         sizes[whole_group(model)] += sum(drafts)
     free = _free(model, config, capacity, draft) if config.kv_cache_bytes is None else 0
     # Every rank has as many blocks, each of its own KV heads, within the memory of one process.
-    asked, ranks = config.kv_cache_bytes, config.tensor_parallel
-    spaces = kv_spaces(None if asked is None else asked // ranks, groups, sizes, capacity, free // ranks)
+    sizes = [each * config.tensor_parallel for each in sizes]
+    spaces = kv_spaces(config.kv_cache_bytes, groups, sizes, capacity, free)
     if model.device.type != "cpu":
         return spaces
     return tuple(

@@ -69,7 +69,7 @@ class Turns:
         size = _HEAD.itemsize + MEMBERS * _MEMBER.itemsize
         with self._lock():
             if os.fstat(self._file).st_size < size:
-                os.ftruncate(self._file, size)
+                os.pwrite(self._file, bytes(size), 0)  # not only made longer: a full disk is seen now
             self._memory = mmap.mmap(self._file, size)
             self._head = np.frombuffer(self._memory, _HEAD, 1)
             self._members = np.frombuffer(self._memory, _MEMBER, MEMBERS, _HEAD.itemsize)

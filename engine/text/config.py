@@ -279,8 +279,8 @@ class Targets:
     """The groups of a quantised checkpoint by their targets: names of matrices, patterns of names (`re:`) and classes
     of matrices, which begin with a capital.
 
-    A pattern consists of names, `.`, `.*`, `\\d+`, `\\.` and alternatives in brackets. It is compared at all places of a
-    name in one pass, so that it takes time in proportion to its length, whatever a file says.
+    A pattern consists of names, `.`, `.*`, `\\d+`, `\\.` and alternatives in brackets. It is compared at all places of
+    a name in one pass, so that it takes time in proportion to its length, whatever a file says.
     """
 
     def __init__(self, groups: Sequence[object]) -> None:

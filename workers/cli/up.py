@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -42,6 +41,7 @@ from workers.cli.options import (
     takes,
 )
 from workers.cli.terminal import relayed
+from workers.cli.worker import folder_of_turns
 from workers.cli.worker import worker as worker_command
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ def up(
         if plan.embedded:
             stack.enter_context(changes_logged_to(data_dir / "audit.log"))
         if in_turns:
-            plan = replace(plan, turns=Path(stack.enter_context(TemporaryDirectory(prefix="penstock-turns-"))))
+            plan = replace(plan, turns=stack.enter_context(folder_of_turns()))
         finished = asyncio.run(conduct(System(plan, relayed), partial(_serve, asks=asks)))
     assert not finished, "it is used until a signal comes"
     relayed("up", "stopped; queued tasks are kept for the next start")

@@ -10,7 +10,8 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -212,7 +213,6 @@ def _one_for_each_model(
     """Run this command once for each model, on each of the selected GPUs, with the other options unchanged. Returns the
     exit status."""
     import asyncio
-    import tempfile
 
     from workers.cli.supervised import supervise
     from workers.processes.supervisor import Program
@@ -227,9 +227,9 @@ def _one_for_each_model(
     devices = [(f"{gpu.label}.", {"CUDA_VISIBLE_DEVICES": gpu.visible}) for gpu in gpus] or [("", {})]
     ports = iter(health_ports(context.params["health_port"], len(names) * len(devices)))
     each: list[Program] = []
-    with tempfile.TemporaryDirectory(prefix="penstock-turns-") as folder:
+    with folder_of_turns() as folder:
         for device, visible in devices:
-            turns = Path(folder) / f"{device}turns"
+            turns = folder / f"{device}turns"
             turns.mkdir()
             for model, reference, share in zip(names, references, shares, strict=True):
                 port = next(ports)
@@ -238,6 +238,22 @@ def _one_for_each_model(
                 line += ["--name", f"{name}.{device}{model}"]
                 each.append(Program(f"{device}{model}", line, environment | visible))
         return asyncio.run(supervise(each, relayed, drain))
+
+
+@contextmanager
+def folder_of_turns() -> Iterator[Path]:
+    """A new folder in which models take turns, until it is no longer used. Its lock tells systemd-tmpfiles, which
+    removes old files, to leave it alone: models that start later have to find the same files."""
+    import fcntl
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="penstock-turns-") as folder:
+        lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            yield Path(folder)
+        finally:
+            os.close(lock)
 
 
 def _gpus(context: typer.Context, selection: str) -> tuple[Chosen, ...]:

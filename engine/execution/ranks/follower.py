@@ -1,7 +1,8 @@
 """The process of a follower: `python -m engine.execution.ranks.follower SOCKET`, started by a Group.
 
 It reads its setup from the socket, loads its share, says so, and does what the lead sends. It ends with the lead. A
-signal to the whole group of processes, such as Ctrl-C or a service manager's SIGTERM, is the lead's, who drains first.
+signal to the whole group of processes, such as Ctrl-C, a closed terminal's SIGHUP or a service manager's SIGTERM, is
+the lead's, who drains first.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _SIGN_S: Final = 1.0
 
 
 def main() -> None:
-    for ignored in (signal.SIGINT, signal.SIGTERM):
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ignored, signal.SIG_IGN)
     lead = socket.socket(fileno=int(sys.argv[1]))
     told = lead.makefile("rb")

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -80,12 +81,13 @@ class Group:
         self._changed = threading.Condition()
         self._lost = ""
         self._closing = False
+        files = files_of(folder)
         self._memory = shared_memory(self._ranks)
         self.exchange = Exchange(library, self._memory, Share(0, self._ranks))
         self.exchange.explain = self.check
         self._setup = {
             "folder": str(absolute(folder)),
-            "files": files_of(folder),
+            "files": files,
             "ranks": self._ranks,
             "threads": threads,
             "lead": os.getpid(),
@@ -106,9 +108,11 @@ class Group:
 
     def load_adapter(self, folder: Path, number: int) -> None:
         """Have all followers load the adapter in `folder`, as `number`. Raises EngineError."""
+        message = json.dumps({"adapter": number, "folder": str(folder.resolve())}).encode() + b"\n"
         with self._changed:
             for each in self._followers:
-                each.socket.sendall(json.dumps({"adapter": number, "folder": str(folder.resolve())}).encode() + b"\n")
+                with suppress(OSError):  # it has ended, and then they are lost
+                    each.socket.sendall(message)
             while not self._lost and not all(number in each.adapters for each in self._followers):
                 self._changed.wait()
             errors = [f"rank {each.rank}: {why}" for each in self._followers if (why := each.adapters.pop(number, ""))]
@@ -195,6 +199,9 @@ class Group:
 
     def _ended(self, follower: _Follower) -> None:
         if self._closing:
+            with self._changed:
+                self._lost = self._lost or "the engine is closed"
+                self._changed.notify_all()
             return
         try:
             status = follower.process.wait(_REASON_S)

@@ -264,6 +264,34 @@ def test_work_for_idle_times_takes_a_turn(tmp_path: Path) -> None:
     loop.close()
 
 
+def test_work_for_idle_times_leaves_others_their_turns(tmp_path: Path) -> None:
+    ours, other = Turns(tmp_path, 0.5), Turns(tmp_path, 0.5)
+    had, ended = threading.Event(), threading.Event()
+    calls: list[bool] = []
+
+    def step() -> None:
+        other.take()
+        had.set()
+        other.hand_over()
+
+    thread = threading.Thread(target=step)
+
+    def idle() -> bool:
+        calls.append(had.is_set())
+        if len(calls) == 1:
+            thread.start()
+            until(lambda: bool(other._members["waits"][other._member]))
+        if len(calls) == 3:
+            ended.set()
+        return len(calls) < 3
+
+    loop = StepLoop(scheduler(), Steps(late=False), lambda: None, on_idle=idle, turns=ours)
+    waited(ended)
+    loop.close()
+    thread.join(PATIENCE)
+    assert calls == [False, True, True]
+
+
 WORKS = """
 import fcntl, os, sys, time
 from engine.execution.turns import Turns

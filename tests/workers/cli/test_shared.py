@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -36,7 +37,10 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
         given.extend(each)
         folders = {program.argv[program.argv.index("--turns") + 1] for program in each}
         assert len(folders) == 1, "they take turns with each other"
-        Turns(folders.pop(), 0.1).close()
+        folder = folders.pop()
+        Turns(folder, 0.1).close()
+        with pytest.raises(BlockingIOError):  # as systemd-tmpfiles tries it, which removes old files
+            fcntl.flock(os.open(Path(folder).parent, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
         return 3
 
     monkeypatch.setattr("workers.cli.supervised.supervise", supervise)

@@ -7,6 +7,7 @@ import queue
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -68,12 +69,15 @@ def test_a_group_is_one_engine_and_a_dead_rank_is_a_lost_device(folder: Path, tm
         engine.submit(Request("a", [1, 2, 3], ENDLESS), events.put)
         events.get(timeout=60)
         (follower,) = followers(engine)
-        os.kill(follower, signal.SIGTERM)  # the lead's to answer
+        for sent in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # the lead's to answer
+            os.kill(follower, sent)
         events.get(timeout=60)
         os.kill(follower, signal.SIGKILL)
         why, suspects = lost.get(timeout=60)
         assert why.endswith(f"rank 1 of 2 (process {follower}): it was killed by SIGKILL")
         assert suspects <= {"a"}
+        with pytest.raises(EngineError, match="is not loaded: rank 1 of 2"):
+            engine.load_adapter("b", adapter)
 
 
 @pytest.mark.exhaustive
@@ -87,11 +91,16 @@ def test_a_rank_that_dies_while_nothing_runs_is_noticed_and_takes_the_others_alo
 
 
 @pytest.mark.exhaustive
-def test_a_stopped_rank_is_gone_once_the_engine_is_closed(folder: Path) -> None:
+def test_a_stopped_rank_is_gone_once_the_engine_is_closed_and_keeps_no_caller(folder: Path, tmp_path: Path) -> None:
     engine = Engine.load(folder, config(2))
     (follower,) = followers(engine)
     os.kill(follower, signal.SIGSTOP)
-    engine.close()
+    with ThreadPoolExecutor(1) as threads:
+        loading = threads.submit(engine.load_adapter, "a", write_adapter(tmp_path / "adapter"))
+        assert until(lambda: engine._loading.locked())
+        engine.close()
+        with pytest.raises(EngineError, match="is not loaded: the engine is closed"):
+            loading.result(timeout=60)
     assert gone(follower)
 
 

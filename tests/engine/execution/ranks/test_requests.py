@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from engine.execution.placement import plan_capacity
 from engine.kernels.native import load_library
 from engine.models import load_model
 from engine.params import SamplingParams
@@ -45,6 +48,15 @@ def test_requests_are_answered_alike(tmp_path: Path) -> None:
     for ours, theirs in zip(own_scores, scores, strict=True):
         for own, expected in zip(ours[1:], theirs[1:], strict=True):
             assert own.logprob == pytest.approx(expected.logprob, abs=1e-3)
+
+
+def test_a_kv_cache_that_is_too_small_is_refused_by_the_bytes_that_were_given(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", tokenizer=False)
+    with (
+        ranks_of(folder, 2) as together,
+        pytest.raises(EngineError, match="kv_cache_bytes=999 does not hold"),
+    ):
+        plan_capacity(together.lead, EngineConfig(tensor_parallel=2, kv_cache_bytes=999))
 
 
 def test_a_sequence_depends_on_no_other_to_the_bit(tmp_path: Path) -> None:
