@@ -115,8 +115,8 @@ def worker(
         typer.Option(
             min=0,
             max=65535,
-            help="Serve /livez and /readyz on this port. With --gpus, the first worker uses it and each further worker "
-            "the next one. 0: any free port. Unset: no port.",
+            help="Serve /livez and /readyz on this port. With --gpus or several models, the first worker uses it and "
+            "each further worker the next one. 0: any free port. Unset: no port.",
         ),
     ] = None,
     spot_provider: Annotated[
@@ -230,7 +230,7 @@ def _one_for_each_model(
     with folder_of_turns() as folder:
         for device, visible in devices:
             turns = folder / f"{device}turns"
-            turns.mkdir()
+            turns.mkdir(parents=True)  # MIG-GPU-.../7/0, as earlier drivers name a part of a GPU
             for model, reference, share in zip(names, references, shares, strict=True):
                 port = next(ports)
                 line = [*argv, *(() if port is None else ("--health-port", str(port)))]
@@ -328,7 +328,8 @@ def drain(
 
 
 def workers_here() -> list[int]:
-    """Process ids of the workers here. A worker with `--gpus` counts once, with its parent process."""
+    """Process ids of the workers here. Those of one `penstock worker`, on several GPUs or of several models, count
+    once, with their parent process."""
     pids = [int(entry.name) for entry in proc.PROC.iterdir() if entry.name.isdigit() and _is_worker(int(entry.name))]
     return sorted(pid for pid in pids if proc.parent_of(pid) not in pids)
 

@@ -230,6 +230,15 @@ class TestWorkerCommand:
         assert len(pairs) == len({folder for _, folder in pairs}) == 2, "those of a GPU take turns"
         assert {each.engine["device"] for each in settings} == {"cuda"}
 
+    def test_has_several_models_share_parts_of_a_gpu(
+        self, run: Run, asked: list[Program], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        models = ["--model", "a=folder", "--model", "b=folder", "--gpus", "MIG-GPU-11111111/7/0,MIG-GPU-11111111/8/0"]
+        assert run("worker", "--broker", "redis://h:1/0", *models, "--name", "n").status == 3
+        settings = [told(monkeypatch, *program.argv[4:], env=program.env) for program in asked]
+        assert [each.name for each in settings[:2]] == ["n.MIG-GPU-11111111/7/0.a", "n.MIG-GPU-11111111/7/0.b"]
+        assert len({each.engine["turns"] for each in settings}) == 2
+
     def test_is_not_for_a_cpu(self, run: Run, asked: list[Program]) -> None:
         ran = run("worker", "--broker", "redis://h:1/0", "--model", "tiny", "--gpus", "0", "--device", "cpu")
         assert (ran.status, ran.out) == (2, "")
