@@ -373,7 +373,7 @@ def adopt(
     `cuts`: the part that the model has of each matrix, if it is one rank's share.
     Raises ModelError if no matrix is quantised, or if one does not fit `scheme`.
     """
-    stored_tensors = _by_matrix(model, located)
+    stored_tensors, names = _by_matrix(model, located)
     exact: set[str] = set()
     ignored: set[str] = set()
     every: list[Stored] = []
@@ -381,7 +381,7 @@ def adopt(
     def form_of(name: str, outputs: int, inputs: int, device: torch.device) -> Stored | None:
         cut = cuts(name)
         whole = (outputs, inputs) if cut is None else (cut.outputs, cut.inputs)
-        form = stored_as(scheme.of(name), name, *whole, stored_tensors[name], device)
+        form = stored_as(scheme.of(names.get(name, name)), name, *whole, stored_tensors[name], device)
         if form is not None:
             form = form if cut is None else NarrowedStored(form, cut.own_outputs, cut.own_inputs)
             every.append(form)
@@ -408,12 +408,17 @@ def adopt(
     return Adopted(frozenset(exact), tuple(every), canonical)
 
 
-def _by_matrix(model: Quantisable, located: Mapping[str, LocatedTensor]) -> dict[str, dict[str, StoredTensor]]:
-    """The stored tensors by the names of their matrices, then by the ends of their own names."""
+def _by_matrix(
+    model: Quantisable, located: Mapping[str, LocatedTensor]
+) -> tuple[dict[str, dict[str, StoredTensor]], dict[str, str]]:
+    """The stored tensors by the names of their matrices, then by the ends of their own names; and the matrices' names
+    in the checkpoint."""
     by_matrix: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
+    names: dict[str, str] = {}
     for name, located_tensor in located.items():
         ours = model.canonical(name)
         if ours is not None:
             matrix, _, end = ours.rpartition(".")
             by_matrix[matrix][end] = located_tensor.stored
-    return by_matrix
+            names[matrix] = located_tensor.name.rpartition(".")[0]
+    return by_matrix, names

@@ -153,6 +153,17 @@ def test_each_matrix_of_an_expert_is_the_one_that_its_tensors_stand_for(tmp_path
         torch.testing.assert_close(got[one], product, rtol=1e-5, atol=1e-4)
 
 
+def test_targets_name_matrices_as_the_checkpoint_does(tmp_path: Path) -> None:
+    def pack(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        return FORMS["packed-8" if name.endswith(".w2") else "packed-4"][1](name, weight)
+
+    plain = write_quantised(tmp_path, targeting("re:.*block_sparse_moe.*w2$"), pack, **FAMILIES["mixtral"])
+    wanted = products(load_model(plain, "float32", CPU, "reference"))
+    got = products(load_model(tmp_path / "packed", "float32", CPU, "reference"))
+    for name, product in wanted.items():
+        torch.testing.assert_close(got[name], product, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("scale", FP8_CONFIGS)
 def test_eight_bit_floats_are_written_out_on_a_cpu(tmp_path: Path, scale: str) -> None:
     plain = write_quantised(tmp_path, FP8_CONFIGS[scale], _fp8(scale))
