@@ -150,13 +150,10 @@ def test_a_worker_that_is_killed_in_mid_answer_changes_no_word(rig: Rig) -> None
     assert said == expected
 
 
-def test_fewer_bits_raise_the_perplexity_of_prose_by_little(file: Path, tmp_path: Path) -> None:
-    """By what was measured beside llama.cpp's files of as many bits (docs/notes/quantisation.md), with fewer tokens."""
-    increases = {}
-    for name, options in {"8": ("--bits", "8"), "4": ("--bits", "4", "--head-bits", "8", "--down-bits", "8")}.items():
-        counts = ("--calibration-tokens", "2048", "--evaluation-tokens", "1024")
-        result = invoke("quantize", str(file), str(tmp_path / name), *options, *counts, "--json")
-        assert result.exit_code == 0, (result.output, result.exception)
-        increases[name] = json.loads(result.stdout)["perplexity_increase"]
-    assert abs(increases["8"]) < 0.003
-    assert 0 < increases["4"] < 0.1
+def test_four_bits_raise_the_perplexity_of_prose_by_little(file: Path, tmp_path: Path) -> None:
+    """By what was measured beside llama.cpp's file of as many bits (docs/notes/quantisation.md), with fewer tokens."""
+    options = ("--bits", "4", "--head-bits", "8", "--down-bits", "8")
+    counts = ("--calibration-tokens", "2048", "--evaluation-tokens", "1024")
+    result = invoke("quantize", str(file), str(tmp_path / "out"), *options, *counts, "--json")
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert 0 < json.loads(result.stdout)["perplexity_increase"] < 0.1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from tests.workers.cli.conftest import Run
@@ -15,8 +16,22 @@ def test_a_key_is_made_marks_a_text_and_finds_it(run: Run, tmp_path: Path) -> No
     assert file.stat().st_mode & 0o777 == 0o600
     again = run("watermark", "key", "news", "--keys", str(file))
     assert (again.status, f"{file} has a key news" in again.err) == (2, True)
-    file.write_text(file.read_text().replace("delta = 2.0", "delta = 9.0"))
-    options = ("--max-tokens", "60", "--seed", "3", "--raw", "--threads", "1", "--watermark-keys", str(file))
+    # With secrets that are always the same: by some, the model repeats itself soon, and repetitions count once.
+    secrets = iter(("a secret of the news", "another one's secret"))
+    known = re.sub('secret = ".*"', lambda _: f'secret = "{next(secrets)}"', file.read_text())
+    file.write_text(known.replace("delta = 2.0", "delta = 9.0"))
+    options = (
+        "--max-tokens",
+        "120",
+        "--ignore-eos",
+        "--seed",
+        "3",
+        "--raw",
+        "--threads",
+        "1",
+        "--watermark-keys",
+        str(file),
+    )
     text.write_text(run("run", "tiny", "def main():", "--watermark", "news", *options).out)
     judging = ("watermark", "detect", str(text), "--keys", str(file), "--model", "tiny")
     marked = run(*judging, "--key", "news", "--json")
