@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.adapters import Adapter, AdapterRows
-from engine.execution.ranks.messages import packed, unpacked
 from engine.execution.runner import BatchBuilder, Runner, StepBatch, copy_blocks, run_step
 from engine.kernels.native.exchange import Exchange, Share
 from engine.kernels.reference import PEAK_BYTES
@@ -28,6 +28,9 @@ from engine.plan import Sampled, StepPlan
 
 #: The index of the output rows among a step's arrays.
 _OUTPUT_ROWS = 2
+#: The types of arrays. A message holds their indexes.
+_TYPES = tuple(np.dtype(name) for name in ("int64", "int32", "float32", "bool"))
+_CODES = {kind: i for i, kind in enumerate(_TYPES)}
 
 
 class _Kind(IntEnum):
@@ -71,11 +74,11 @@ class LeadModel:
         assert tokens is None or isinstance(tokens, AdapterRows)
         present = [] if tokens is None else [self._numbers[adapter] for adapter in tokens.adapters]
         owners = [] if tokens is None else [tokens.owners]
-        self.exchange.send(packed(_Kind.ADAPTERS, (len(present), *present, *gone), owners))
+        self.exchange.send(_packed(_Kind.ADAPTERS, (len(present), *present, *gone), owners))
 
     def logits(self, hidden: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
         """See Model. No adapter changes the head."""
-        self.exchange.send(packed(_Kind.LOGITS, (), [hidden.numpy()]))
+        self.exchange.send(_packed(_Kind.LOGITS, (), [hidden.numpy()]))
         every = self.exchange.gather(_own_logits(self.share, hidden))
         assert every is not None
         return torch.cat([every[rank, :, : len(own)] for rank, own in enumerate(self._own)], 1)
@@ -134,14 +137,14 @@ class RanksRunner(Runner):
         assert isinstance(model, LeadModel)
         self._lead, self._exchange = model, model.exchange
         numbers = (block_size, *(space.num_blocks for space in spaces))
-        self._exchange.send(packed(_Kind.CACHES, numbers, ()))
+        self._exchange.send(_packed(_Kind.CACHES, numbers, ()))
         super().__init__(model, spaces=spaces, block_size=block_size, max_num_seqs=max_num_seqs)
         # They have theirs, too.
         self._exchange.gather(torch.zeros(1))
 
     def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:
         if copies:
-            self._exchange.send(packed(_Kind.COPIES, [number for copy in copies for number in copy], ()))
+            self._exchange.send(_packed(_Kind.COPIES, [number for copy in copies for number in copy], ()))
         super().copy_blocks(copies)
 
     @torch.inference_mode()
@@ -159,7 +162,7 @@ class RanksRunner(Runner):
 
 def _step_message(batch: StepBatch, greedy: int) -> bytes:
     first = batch.attention[0]
-    return packed(_Kind.STEP, (greedy, first.most_queries, first.most_places), batch.arrays)
+    return _packed(_Kind.STEP, (greedy, first.most_queries, first.most_places), batch.arrays)
 
 
 def _selected(tokens: AdapterRows | None, output_rows: NDArray[Any]) -> StepAdapters | None:
@@ -174,7 +177,7 @@ def follow(share: Decoder, exchange: Exchange, adapters: dict[int, Adapter]) -> 
     builder: BatchBuilder | None = None
     adapted: AdapterRows | None = None
     while True:
-        kind, numbers, arrays = unpacked(exchange.receive())
+        kind, numbers, arrays = _unpacked(exchange.receive())
         if kind == _Kind.STEP:
             greedy, most_queries, most_places = numbers
             assert builder is not None
@@ -205,3 +208,31 @@ def follow(share: Decoder, exchange: Exchange, adapters: dict[int, Adapter]) -> 
                 for group, count in zip(share.kv_groups, blocks, strict=True)
             ]
             exchange.gather(torch.zeros(1))
+
+
+def _packed(kind: int, numbers: Sequence[int], arrays: Sequence[NDArray[Any]]) -> bytes:
+    """A message of the lead, as bytes that a follower reads in place: what to do, numbers, and arrays of at most two
+    dimensions."""
+    head, parts = [kind, len(numbers), len(arrays), *numbers], [b""]
+    for array in arrays:
+        head += (_CODES[array.dtype], array.ndim, len(array), array.shape[1] if array.ndim == 2 else 1)
+        parts.append(array.tobytes())
+        if array.nbytes % 8:
+            parts.append(bytes(-array.nbytes % 8))
+    parts[0] = struct.pack(f"={len(head)}q", *head)
+    return b"".join(parts)
+
+
+def _unpacked(message: memoryview) -> tuple[int, list[int], list[NDArray[Any]]]:
+    """The kind, the numbers and the arrays of a message. The arrays are views of it."""
+    kind, numbers, count = struct.unpack_from("=3q", message)
+    head = struct.unpack_from(f"={numbers + 4 * count}q", message, 24)
+    at, arrays = 24 + 8 * len(head), []
+    for i in range(numbers, len(head), 4):
+        code, dimensions, rows, columns = head[i : i + 4]
+        dtype, shape = _TYPES[code], (rows, columns)[:dimensions]
+        # numpy makes no empty view of the end of a buffer.
+        array = np.frombuffer(message, dtype, rows * columns, at) if rows * columns else np.empty(0, dtype)
+        arrays.append(array.reshape(shape))
+        at += array.nbytes + -array.nbytes % 8
+    return kind, list(head[:numbers]), arrays
