@@ -13,7 +13,7 @@ NOT_FINITE: Final = "the model's logits are not finite (NaN or infinity)"
 
 @dataclass(frozen=True, slots=True)
 class TextError:
-    """What one of a request's texts has in place of a result, where a bad text fails nothing but itself."""
+    """The error of one text of a request, in place of its result, where a bad text fails nothing but itself."""
 
     code: str
     message: str

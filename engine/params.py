@@ -44,7 +44,7 @@ MAX_TEXTS: Final = 1_000
 MAX_TEXT: Final = 1_024
 #: The most parts of the forms of a request's outputs, which have one each: see `parts_of_form`.
 MAX_FORM_PARTS: Final = 16_384
-#: What stands before a JSON schema within a grammar.
+#: The text before a JSON schema within a grammar.
 _WITHIN: Final = "%json "
 #: Why a request's watermark is refused.
 NO_KEYS: Final = "the model is served without watermark keys"

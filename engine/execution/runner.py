@@ -60,7 +60,7 @@ class StepBatch:
     adapters: StepAdapters | None
     """The adapters of the rows. None if no row has one."""
     arrays: Each[NDArray[Any]]
-    """What all but the adapters is made of, by `BatchBuilder.batch`."""
+    """The arrays of `BatchBuilder.batch`, of which all but the adapters is made."""
 
 
 class BatchBuilder:

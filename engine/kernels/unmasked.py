@@ -50,7 +50,7 @@ class TextBatch:
     starts: Tensor
     """int32 [sequences + 1]: the rows of sequence i are starts[i] .. starts[i + 1]."""
     biases: Tensor | None = None
-    """What is added to a score, by the distance of the key after the query: fp32 [heads, 2 * farthest +
+    """The numbers added to scores, by the distance of the key after the query: fp32 [heads, 2 * farthest +
     SPARE_DISTANCES], from -farthest on, with the longest sequence's length for `farthest`. None: nothing."""
 
     @classmethod

@@ -34,9 +34,9 @@ logger = logging.getLogger("penstock.engine")
 
 #: A follower that says nothing for this long, in seconds, while it starts and reads its weights does not come.
 SILENCE_S: Final = 120.0
-#: How long an end may take before it is enforced, seconds.
+#: Seconds that an end may take before it is enforced.
 _END_S: Final = 5.0
-#: How long the reason of a failure may take to arrive after the failure, seconds.
+#: Seconds that the reason of a failure may take to arrive after the failure.
 _REASON_S: Final = 1.0
 #: The most bytes of a follower's message.
 _LONGEST: Final = 1 << 16

@@ -56,7 +56,7 @@ class Exchange:
         self.explain: Callable[[], None] = lambda: None
         self._library = library
         self._memory = mmap.mmap(memory, 0)
-        # Where there are more ranks than cores, one that polls keeps another from computing.
+        # A rank that polls keeps another from computing where there are more ranks than cores.
         cores = len(os.sched_getaffinity(0))
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         spin = _SPIN_US if share.ranks <= cores else 0
