@@ -1,6 +1,6 @@
 """An OpenTelemetry collector as a process: it takes OTLP over HTTP in protobuf, and answers as the URL's path says.
 
-/v1/traces 200    /hang/v1/traces no answer    /status/N/v1/traces N
+/v1/traces, /v1/metrics 200    /hang/... no answer    /status/N/... N
 """
 
 from __future__ import annotations
@@ -33,15 +33,39 @@ class Received:
     resource: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class ReceivedPoint:
+    """A point of a histogram that the collector took. Times are unix ns."""
+
+    name: str
+    unit: str
+    temporality: str
+    attributes: dict[str, Any]
+    since: int
+    at: int
+    count: int
+    sum: float
+    bounds: list[float]
+    counts: list[int]
+    extremes: bool
+    resource: dict[str, Any]
+
+
+#: What begins a line of the log that is a point.
+POINT = "point "
+
+
 class Collector(Process):
     def __init__(self) -> None:
         super().__init__("tests.collector")
         self.port = int(self.until(lambda: next(filter(str.isdecimal, self.log.read_text().split("\n")[:-1]), "")))
 
     def environment(self, path: str = "") -> dict[str, str]:
-        """The environment of a process that is to send its traces here."""
+        """The environment of a process that is to send its traces and metrics here."""
         return {
             "OTEL_TRACES_EXPORTER": "otlp",
+            "OTEL_METRICS_EXPORTER": "otlp",
+            "OTEL_METRIC_EXPORT_INTERVAL": "500",
             "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{self.port}{path}",
             "OTEL_BSP_SCHEDULE_DELAY": "50",
         }
@@ -49,8 +73,17 @@ class Collector(Process):
     @property
     def spans(self) -> list[Received]:
         """All spans that it has taken."""
+        return [Received(**json.loads(line)) for line in self._lines() if line.startswith("{")]
+
+    @property
+    def points(self) -> list[ReceivedPoint]:
+        """All points of histograms that it has taken."""
+        lines = [line.removeprefix(POINT) for line in self._lines() if line.startswith(POINT)]
+        return [ReceivedPoint(**json.loads(line)) for line in lines]
+
+    def _lines(self) -> list[str]:
         lines = self.log.read_text().splitlines(keepends=True)
-        return [Received(**json.loads(line)) for line in lines if line.startswith("{") and line.endswith("\n")]
+        return [line for line in lines if line.endswith("\n")]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -65,22 +98,50 @@ class Handler(BaseHTTPRequestHandler):
             status = int(self.path.split("/")[2])
         else:
             assert self.headers["content-type"] == "application/x-protobuf"
-            for line in _decoded(body):
-                print(json.dumps(line), flush=True)
+            points = self.path.endswith("/v1/metrics")
+            for line in _decoded_points(body) if points else _decoded(body):
+                print(f"{POINT if points else ''}{json.dumps(line)}", flush=True)
         self.send_response(status)
         self.send_header("content-length", "0")
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
-        """Print spans alone."""
+        """Print spans and points alone."""
+
+
+def values(pairs: Any) -> dict[str, Any]:
+    return {pair.key: _value(pair.value) for pair in pairs}
+
+
+def _decoded_points(body: bytes) -> list[dict[str, Any]]:
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+    from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality
+
+    return [
+        {
+            "name": metric.name,
+            "unit": metric.unit,
+            "temporality": AggregationTemporality.Name(metric.histogram.aggregation_temporality),
+            "attributes": values(point.attributes),
+            "since": point.start_time_unix_nano,
+            "at": point.time_unix_nano,
+            "count": point.count,
+            "sum": point.sum,
+            "bounds": [*point.explicit_bounds],
+            "counts": [*point.bucket_counts],
+            "extremes": point.HasField("min") or point.HasField("max"),
+            "resource": values(resource_metrics.resource.attributes),
+        }
+        for resource_metrics in ExportMetricsServiceRequest.FromString(body).resource_metrics
+        for scope_metrics in resource_metrics.scope_metrics
+        for metric in scope_metrics.metrics
+        for point in metric.histogram.data_points
+    ]
 
 
 def _decoded(body: bytes) -> list[dict[str, Any]]:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
     from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
-
-    def values(pairs: Any) -> dict[str, Any]:
-        return {pair.key: _value(pair.value) for pair in pairs}
 
     return [
         {

@@ -24,7 +24,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from redis.asyncio import Redis
@@ -45,7 +45,7 @@ SIZES: Final = tuple(float(2**k) for k in range(15))
 MICRO: Final = 1_000_000
 #: Time (s) after its last increment for which a model's hash, or a source's mark, is kept.
 KEPT_S: Final = 30 * 24 * 3600
-#: The most fields of a model's hash: all tiers, outcomes and buckets have some 700.
+#: The most fields of a model's hash: all tiers, outcomes and buckets have some 900.
 MAX_FIELDS: Final = 2048
 #: Rows of the ledger that are counted at a time.
 PAGE: Final = 500
@@ -87,6 +87,25 @@ PER_TOKEN: Final = Histogram(
     "From the first token of a completed task to its end, by each further token of its longest choice.",
 )
 TASK: Final = Histogram("task_seconds", "From a task's submission to its end, however it ended.")
+#: OpenTelemetry's GenAI metrics, with the boundaries that its conventions name; sent by `producers.sweeper.gen_ai`.
+GEN_AI_FIRST_TOKEN: Final = Histogram(
+    "gen_ai.server.time_to_first_token",
+    "From a completed task's submission to its first token in the store.",
+    (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+)
+GEN_AI_PER_TOKEN: Final = Histogram(
+    "gen_ai.server.time_per_output_token",
+    "From the first token of a completed task to its end, by each further token of its longest choice.",
+    (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+)
+GEN_AI_REQUEST: Final = Histogram(
+    "gen_ai.server.request.duration",
+    "From a task's submission to its end.",
+    (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
+)
+#: The same of tasks that failed.
+GEN_AI_FAILED: Final = replace(GEN_AI_REQUEST, name=f"{GEN_AI_REQUEST.name}.failed")
+GEN_AI: Final = (GEN_AI_FIRST_TOKEN, GEN_AI_PER_TOKEN, GEN_AI_REQUEST, GEN_AI_FAILED)
 STEP: Final = Histogram("step_seconds", "Time of an engine's step.", by_tier=False)
 STEP_SEQUENCES: Final = Histogram(
     "step_sequences", "Sequences that an engine's step computed together.", SIZES, 1, by_tier=False
@@ -191,16 +210,20 @@ def _count(tally: Tally, row: Mapping[str, str], ended: int) -> None:
     created, started, first = (_whole(row.get(name)) for name in ("created", "started", "first"))
     if created:
         tally.observe(TASK, _since(created, ended), tier)
+        tally.observe(GEN_AI_FAILED if status == "failed" else GEN_AI_REQUEST, _since(created, ended), tier)
         if started:
             tally.observe(QUEUE_WAIT, _since(created, started), tier)
         if first:
             tally.observe(FIRST_TOKEN, _since(created, first), tier)
+            if status == "completed":
+                tally.observe(GEN_AI_FIRST_TOKEN, _since(created, first), tier)
     if first:
         if started:
             tally.observe(CLAIM_TO_FIRST, _since(started, first), tier)
         further = _whole(row.get("longest")) - 1
         if status == "completed" and further > 0 and not _whole(row.get("discarded")):
-            tally.observe(PER_TOKEN, _since(first, ended) / further, tier)
+            for histogram in (PER_TOKEN, GEN_AI_PER_TOKEN):
+                tally.observe(histogram, _since(first, ended) / further, tier)
 
 
 def _since(begin: int, end: int) -> float:

@@ -59,6 +59,7 @@ from producers.sweeper.batches.endpoint import Endpoints
 from producers.sweeper.batches.expand import WINDOW
 from producers.sweeper.celery_results import CeleryResults
 from producers.sweeper.compact import AGE_MS, Offload, compact
+from producers.sweeper.gen_ai import GenAiMetrics, MetricsExporter
 from producers.sweeper.queues import (
     ORPHANED_AFTER_S,
     RETIRE_AFTER_S,
@@ -231,24 +232,27 @@ async def lead(
     endpoints: Endpoints | None = None,
     condition: Condition | None = None,
     tracer: Tracer | None = None,
+    exporter: MetricsExporter | None = None,
 ) -> None:
     """Sweep whenever this process leads, until cancelled; then give the lead up at once. Raises EpochChanged, and
     ForeignWorkers.
 
     `endpoints`: those that batches are for; without them, batches are left to another sweeper. `condition`: is kept up
-    to date. `tracer`: tasks' spans are sent by it; None: traces are off.
+    to date. `tracer`: tasks' spans are sent by it; None: traces are off. `exporter`: sends metrics to a
+    collector; None: that is off.
     """
     leadership = Leadership(client, settings.name, settings.lease)
     condition = condition or Condition()
     condition.leadership = leadership
     traces = None if tracer is None else TaskTraces(client, tracer)
+    gen_ai = None if exporter is None else GenAiMetrics(client, exporter)
 
     async def duties() -> None:
         await _check_workers(client, settings.lease)
         log.info("%s leads: it sweeps", settings.name)
         condition.failing.clear()
         try:
-            await _duties(client, settings, endpoints, condition, traces)
+            await _duties(client, settings, endpoints, condition, traces, gen_ai)
         finally:
             condition.failing.clear()
 
@@ -258,8 +262,9 @@ async def lead(
     finally:
         hearing.cancel()
         await asyncio.wait((hearing,))
-        if traces is not None:
-            traces.close()
+        for sender in (traces, gen_ai):
+            if sender is not None:
+                sender.close()
 
 
 class ForeignWorkers(PenstockError):
@@ -295,6 +300,7 @@ async def _duties(
     endpoints: Endpoints | None,
     condition: Condition,
     traces: TaskTraces | None,
+    gen_ai: GenAiMetrics | None,
 ) -> None:
     results = CeleryResults(client, settings.store)
     pools = RetiredPools(client, settings.retire_after)
@@ -384,6 +390,8 @@ async def _duties(
         each_second: tuple[Duty, ...] = (pack_at_once, measure_ended, judge_rollouts, Shadows(client).sweep)
         if traces is not None:
             each_second += (traces.sweep,)
+        if gen_ai is not None:
+            group.create_task(_repeat(client, gen_ai.sweep, gen_ai.every_s, condition))
         for duties, every_s in (
             ((count_overhead,), OVERHEAD_EVERY_S),
             (often, settings.every),

@@ -1,6 +1,6 @@
 """Sends spans to an OpenTelemetry collector, over OTLP/HTTP with protobuf.
 
-`OTEL_TRACES_EXPORTER=otlp` turns it on. The rest of the environment is OpenTelemetry's as well (docs/run/gateway.md has
+`OTEL_TRACES_EXPORTER=otlp` turns it on. The rest of the environment is OpenTelemetry's as well (docs/run/tracing.md has
 the names that matter): endpoint, headers, certificates, sampler, resource.
 
 Nothing waits for the collector. `put` drops a span where the queue is full, and counts it; a thread sends the others.
@@ -14,8 +14,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 from producers.connection.log_throttle import Throttle, warn_throttled
@@ -25,11 +25,10 @@ from producers.release import release
 from producers.tracing.spans import Span, Value
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
 
-#: The environment's name of the one setting that turns traces on.
-SWITCH: Final = "OTEL_TRACES_EXPORTER"
-PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+PROTOCOL: Final = "OTEL_EXPORTER_OTLP_PROTOCOL"
 #: Longest time (s) for which a process that ends still sends spans.
 CLOSE_S: Final = 2.0
 #: Name -> default of numbers in the environment: spans that wait at most, time (ms) between two calls, spans of a call.
@@ -44,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class TracingError(PenstockError, ValueError):
-    """Traces are asked for, and cannot be sent as the environment says."""
+    """Traces or metrics are asked for, and cannot be sent as the environment says."""
 
 
 def tracer(service: str) -> Tracer | None:
@@ -52,25 +51,53 @@ def tracer(service: str) -> Tracer | None:
 
     Raises TracingError for settings that cannot be followed, and if the packages of the extra `tracing` are missing.
     """
-    exporter = os.environ.get(SWITCH, "").strip().lower()
-    if exporter in ("", "none") or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+    if not turned_on("traces"):
         return None
+    with refused("traces"):
+        return Tracer(service)
+
+
+def turned_on(signal: str) -> bool:
+    """Whether the environment asks for a signal of OpenTelemetry: `traces` or `metrics`. Raises TracingError for an
+    exporter or a protocol that Penstock does not have."""
+    switch, protocols = f"OTEL_{signal.upper()}_EXPORTER", (f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL", PROTOCOL)
+    exporter = os.environ.get(switch, "").strip().lower()
+    if exporter in ("", "none") or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return False
     if exporter != "otlp":
-        raise TracingError(f"{SWITCH} is {exporter!r}; Penstock sends traces by otlp alone (none turns them off)")
-    protocol = next((os.environ[name] for name in PROTOCOLS if os.environ.get(name)), "http/protobuf")
+        raise TracingError(f"{switch} is {exporter!r}; Penstock sends {signal} by otlp alone (none turns them off)")
+    protocol = next((os.environ[name] for name in protocols if os.environ.get(name)), "http/protobuf")
     if protocol != "http/protobuf":
         raise TracingError(
-            f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; Penstock sends traces by http/protobuf alone, which "
-            "collectors take at port 4318"
+            f"{PROTOCOL} is {protocol!r}; Penstock sends {signal} by http/protobuf alone, which collectors take at "
+            "port 4318"
         )
+    return True
+
+
+@contextmanager
+def refused(signal: str) -> Iterator[None]:
+    """Say by a TracingError why a signal's exporter cannot be made."""
     try:
-        return Tracer(service)
+        yield
     except ModuleNotFoundError as error:
         raise TracingError(
-            f"{SWITCH}=otlp needs {error.name}; it comes with: pip install 'penstock[tracing]'"
+            f"OTEL_{signal.upper()}_EXPORTER=otlp needs {error.name}; it comes with: pip install 'penstock[tracing]'"
         ) from error
     except (ValueError, OSError) as error:
-        raise TracingError(f"traces cannot be sent as the environment (OTEL_*) says: {error}") from error
+        raise TracingError(f"{signal} cannot be sent as the environment (OTEL_*) says: {error}") from error
+
+
+def resource(process: str) -> Resource:
+    """The attributes of a part of Penstock: those of the environment, `penstock.process`, and a service's name.
+
+    Raises ModuleNotFoundError."""
+    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+
+    named = bool(os.environ.get("OTEL_SERVICE_NAME")) or "service.name=" in os.environ.get(
+        "OTEL_RESOURCE_ATTRIBUTES", ""
+    )
+    return Resource.create({"penstock.process": process} | ({} if named else {SERVICE_NAME: "penstock"}))
 
 
 class Tracer:
@@ -81,25 +108,21 @@ class Tracer:
 
     def __init__(self, service: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-        self._limit, delay_ms, self._batch = (_whole(name, default) for name, default in NUMBERS.items())
+        self._limit, delay_ms, self._batch = (whole(name, default) for name, default in NUMBERS.items())
         self._delay_s = delay_ms / 1000
         provider = TracerProvider(shutdown_on_exit=False)  # it reads OTEL_TRACES_SAMPLER
         self._sampler = provider.sampler
-        named = bool(os.environ.get("OTEL_SERVICE_NAME")) or "service.name=" in os.environ.get(
-            "OTEL_RESOURCE_ATTRIBUTES", ""
-        )
-        self._resource = Resource.create({"penstock.process": service} | ({} if named else {SERVICE_NAME: "penstock"}))
+        self._resource = resource(service)
         self._scope = InstrumentationScope("penstock", release())
         self._exporter = OTLPSpanExporter()
         for name in (
             "opentelemetry.exporter.otlp.proto.http.trace_exporter",
             "opentelemetry.exporter.otlp.common.http",
         ):
-            _throttle(name)
+            throttle(name)
         self._queue: deque[Span] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -219,7 +242,7 @@ def _ns(ms: float) -> int:
     return min(max(0, int(ms * 1e6)), 2**63 - 1)
 
 
-def _whole(name: str, default: int) -> int:
+def whole(name: str, default: int) -> int:
     """A whole number of the environment, from 1 on. Raises ValueError."""
     raw = os.environ.get(name) or str(default)
     if not (raw.isascii() and raw.isdecimal() and int(raw[:10]) >= 1 and len(raw) <= 10):
@@ -227,7 +250,7 @@ def _whole(name: str, default: int) -> int:
     return int(raw)
 
 
-def _throttle(name: str) -> None:
+def throttle(name: str) -> None:
     """Let a logger say the same only now and then: a collector that is away fails each call."""
     logger = logging.getLogger(name)
     if not any(isinstance(rule, Throttle) for rule in logger.filters):

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from producers.client.aio import AsyncClient
     from producers.gateway.batch_endpoints import LineEndpoints
     from producers.sources.source import SourceSettings
+    from producers.sweeper.gen_ai import MetricsExporter
     from producers.sweeper.sweeper import SweeperSettings
     from producers.tracing.export import Tracer
     from workers.autoscaler.autoscaler import AutoscalerSettings
@@ -117,6 +118,7 @@ def sweeper(
 
     from producers.backup.sealed import read_keys
     from producers.errors import PenstockError
+    from producers.sweeper.gen_ai import metrics_exporter
     from producers.sweeper.retention import Ages
     from producers.sweeper.sweeper import SweeperSettings
     from producers.tracing.export import tracer
@@ -150,11 +152,16 @@ def sweeper(
         look_at_files(settings.files_dir)
         if journal is not None:
             look_at_files(journal)
-        asyncio.run(sweep(settings, health, tracer("sweeper")))
+        asyncio.run(sweep(settings, health, tracer("sweeper"), metrics_exporter()))
 
 
-async def sweep(settings: SweeperSettings, health: Health | None = None, tracer: Tracer | None = None) -> None:
-    """Run a sweeper, as leader or in reserve, until SIGTERM or SIGINT. `tracer`: see `sweeper.lead`."""
+async def sweep(
+    settings: SweeperSettings,
+    health: Health | None = None,
+    tracer: Tracer | None = None,
+    exporter: MetricsExporter | None = None,
+) -> None:
+    """Run a sweeper, as leader or in reserve, until SIGTERM or SIGINT. `tracer`, `exporter`: see `sweeper.lead`."""
     import asyncio
     from contextlib import suppress
 
@@ -167,7 +174,7 @@ async def sweep(settings: SweeperSettings, health: Health | None = None, tracer:
         condition = Condition()
         if health is not None:
             health.serve(condition, asyncio.get_running_loop())
-        task = asyncio.create_task(lead(client, settings, endpoints, condition, tracer))
+        task = asyncio.create_task(lead(client, settings, endpoints, condition, tracer, exporter))
         on_stop_signal(task.cancel)
         with suppress(asyncio.CancelledError):
             await task

@@ -14,6 +14,7 @@ from redis.asyncio import Redis as AsyncRedis
 from producers.connection.script import run
 from producers.contract import keys
 from producers.store.measurements import (
+    GEN_AI,
     HISTOGRAMS,
     KEPT_S,
     LEDGER,
@@ -77,6 +78,14 @@ def test_a_task_is_in_each_histogram_once_however_many_count(valkey: Redis, valk
         "tasks batch failed n": 1,
         "task_seconds batch 10.0": 1,
         "task_seconds batch sum": 6_500_000,
+        "gen_ai.server.time_to_first_token flex 2.5": 3,
+        "gen_ai.server.time_to_first_token flex sum": 7_500_000,
+        "gen_ai.server.time_per_output_token flex 2.5": 3,
+        "gen_ai.server.time_per_output_token flex sum": 6_000_000,
+        "gen_ai.server.request.duration flex 10.24": 3,
+        "gen_ai.server.request.duration flex sum": 19_500_000,
+        "gen_ai.server.request.duration.failed batch 10.24": 1,
+        "gen_ai.server.request.duration.failed batch sum": 6_500_000,
     }
     run(valkey, fold(-1000))
     row(valkey)
@@ -96,7 +105,7 @@ def test_a_task_is_measured_by_its_record(valkey: Redis, valkey_url: str, client
         worker.finish(task_id, [3])
     client.get(ids[2]).cancel()
     got = counted(valkey_url)["tiny"]
-    counts = {name: n for name, n in got.items() if not name.endswith("sum")}
+    counts = {name: n for name, n in got.items() if not name.endswith("sum") and not name.startswith("gen_ai")}
     per_token = [name for name in counts if name.startswith("time_per_output_token_seconds default")]
     first = [name for name in counts if name.startswith("claim_to_first_token_seconds default")]
     assert counts.pop("tasks default completed n") == 2
@@ -143,7 +152,7 @@ def test_a_sweeper_that_was_overtaken_adds_nothing(valkey: Redis) -> None:
 
 
 def test_what_is_kept_is_bounded(valkey: Redis, valkey_url: str, model: str) -> None:
-    usual = len(HISTOGRAMS) * 4 * (len(SECONDS) + 2) + 100
+    usual = len((*HISTOGRAMS, *GEN_AI)) * 4 * (len(SECONDS) + 2) + 100
     assert usual < MAX_FIELDS
     foreign = {f"field {k}": "1" for k in range(MAX_FIELDS)}
     valkey.hset(keys.metrics(model), mapping=foreign | {"text": "no number", "large": 2**63 - 1})
