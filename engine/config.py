@@ -133,6 +133,14 @@ class EngineConfig:
     """The number of ranks. Each holds 1 / tensor_parallel of every matrix and of the KV cache. Only on CPUs with native
     kernels. `threads` is for all together. The number is a part of the engine's fingerprint: sums over another number
     of ranks round differently."""
+    pipeline_parallel: int = declare(
+        1,
+        Integer(1, MOST_RANKS),
+        "Stages, each with its part of the layers in processes of its own (--tensor-parallel of them), through which "
+        "steps of different requests pass at the same time. Unset: 1.",
+    )
+    """The number of stages. Each rank of a stage holds `1 / tensor_parallel` of every matrix of the stage's layers, and
+    their KV cache. It changes no output."""
     adapter_bytes: int = declare(
         1 << 30,
         Integer(0, 1 << 50),
@@ -177,7 +185,8 @@ class EngineConfig:
     """A waiting request rises by one tier for each `ageing_s` seconds. At the most, requests never age in practice."""
     overlap: int | None = declare(None, Integer(0, 1))
     """The number of steps, 0 or 1, that are planned and launched before the results of the running step are known. None
-    means 1 on CUDA, where it keeps the device busy, and 0 on a CPU, which plans and computes with the same cores. The
+    means 1 on CUDA, where it keeps the device busy, and with several stages, for the same reason; and 0 on a CPU, which
+    plans and computes with the same cores. The
     output is the same. A sequence whose end could not be foreseen is computed for one step more."""
     seed: int | None = declare(None, Integer(0, (1 << 63) - 1))
     """The source of seeds for requests that have none. None gives different seeds at every start."""
@@ -187,6 +196,14 @@ class EngineConfig:
             checked(self)
         except RequestError as error:  # a setting is the operator's, not a request's
             raise EngineError(error.message) from None
+        if self.tensor_parallel * self.pipeline_parallel > MOST_RANKS:
+            raise EngineError(
+                ErrorText.of(
+                    "{tensor_parallel}={} by {pipeline_parallel}={} is more than the {} processes that may compute a "
+                    "model together",
+                    *(self.tensor_parallel, self.pipeline_parallel, MOST_RANKS),
+                )
+            )
         if self.speculate is None:
             object.__setattr__(self, "speculate", "none" if self.draft_model is None else "draft")
         if (self.speculate == "draft") != (self.draft_model is not None):
@@ -217,3 +234,8 @@ class EngineConfig:
                         self.max_num_seqs,
                     )
                 )
+
+    @property
+    def ranks(self) -> int:
+        """The processes that compute the model together."""
+        return self.tensor_parallel * self.pipeline_parallel

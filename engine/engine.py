@@ -26,6 +26,7 @@ from engine.execution.threads import on_nodes_of, threads_for
 from engine.execution.turns import Turns
 from engine.grammar.source import parser_version
 from engine.kernels import Kernels
+from engine.kernels.native.exchange import WHOLE
 from engine.kv import Capacity
 from engine.memory import release
 from engine.models import Model, load_model
@@ -113,7 +114,7 @@ class Engine(StepLoop):
             Scheduler(capacity, self._traits(folder, version), _policy(model, config), speculation),
             runner,
             partial(model.kernels.use_threads, config.threads),
-            overlap=int(model.device.type == "cuda") if config.overlap is None else config.overlap,
+            overlap=int(model.device.type == "cuda" or model.staged) if config.overlap is None else config.overlap,
             release=release,
             check=(lambda: check_alive(model.device)) if group is None else group.check,
             on_idle=while_idle(runner),
@@ -161,20 +162,21 @@ class Engine(StepLoop):
         config = config or EngineConfig()
         if device_named(config.device).type == "cpu":
             torch.set_num_threads(threads_for(config.threads, torch.get_num_threads()))
-        elif config.tensor_parallel > 1:
+        elif config.ranks > 1:
             raise EngineError(
                 ErrorText.of(
-                    "{tensor_parallel}={} is for CPUs, and the device is {}; several GPUs cannot compute one model yet",
-                    *(config.tensor_parallel, device_named(config.device).type),
+                    "{tensor_parallel}={} and {pipeline_parallel}={} are for CPUs, and the device is {}; several GPUs "
+                    "cannot compute one model yet",
+                    *(config.tensor_parallel, config.pipeline_parallel, device_named(config.device).type),
                 )
             )
         folder = Path(path)
-        if config.tensor_parallel == 1:
+        if config.ranks == 1:
             return cls._load(folder, config, None, loaded, progress)
-        check_ranks_of(folder, config.tensor_parallel)
-        group = Group(folder, config, max(1, torch.get_num_threads() // config.tensor_parallel))
+        check_ranks_of(folder, config.tensor_parallel, config.pipeline_parallel)
+        group = Group(folder, config, max(1, torch.get_num_threads() // config.ranks))
         try:
-            with on_nodes_of(0, config.tensor_parallel):
+            with on_nodes_of(0, config.ranks):
                 return cls._load(folder, config, group, loaded, progress)
         except BaseException:
             group.close()
@@ -206,13 +208,15 @@ class Engine(StepLoop):
             config.kv_cache_dtype,
             progress,
             exchange=None if group is None else group.exchange,
+            stage=WHOLE if group is None else group.stage,
+            processes=config.ranks,
         )
         model: Model = share
         if group is not None:
             # Another engine of this process counts by it. This engine's thread sets its own number later.
             torch.set_num_threads(threads)
             group.wait()
-            model = LeadModel(share, group.exchange)
+            model = group.model_of(share)
         draft = None
         if config.draft_model is not None:
             # The target model checks the draft model's tokens, so the draft model need not be as exact.
@@ -404,7 +408,9 @@ def check_same_tokens(tokenizer: Tokenizer | None, model: Model, folder: Path, d
 def _policy(model: Model, config: EngineConfig) -> Policy:
     # A CPU takes as long for a decode's token as for a prompt's. On a GPU, decodes beside a prompt cost little.
     exclusive = model.device.type == "cpu"
-    return Policy(config.ageing_s, config.enable_prefix_caching, config.seed, exclusive)
+    # With several stages one half of the sequences is in flight while the other is planned.
+    batches = 2 if model.staged and config.overlap != 0 else 1
+    return Policy(config.ageing_s, config.enable_prefix_caching, config.seed, exclusive, batches)
 
 
 def _log_choices(name: str, model: Model, config: EngineConfig) -> None:
@@ -415,7 +421,7 @@ def _log_choices(name: str, model: Model, config: EngineConfig) -> None:
         model.kernels.name,
         _name(model.kernels.weight_dtype),
         config.threads or torch.get_num_threads(),
-        "" if config.tensor_parallel == 1 else f" of {config.tensor_parallel} processes",
+        "" if config.ranks == 1 else f" of {config.ranks} processes",
     )
 
 

@@ -85,10 +85,12 @@ class _Loading:
 
     def adapter(self, max_bytes: int | None) -> Adapter:
         files = self._files
-        if self._kernels.exchange is not None and (_HEAD in files.matrices or files.embeddings or files.whole):
+        divided = self._kernels.exchange is not None or self._model.staged
+        if divided and (_HEAD in files.matrices or files.embeddings or files.whole):
             raise ModelError(
                 ErrorText.of(
-                    "{}: an adapter that changes the embedding or the output head does not go with {tensor_parallel}",
+                    "{}: an adapter that changes the embedding or the output head does not go with {tensor_parallel} "
+                    "or {pipeline_parallel}",
                     files.folder,
                 )
             )
@@ -100,6 +102,8 @@ class _Loading:
             if name == _HEAD:
                 self._fits(pair, *self._head_shape)
                 head = pair
+                continue
+            if name is None and self._model.elsewhere(module):
                 continue
             linear, part = self._linear(module, name)
             products[linear][part] = self._own_part(pair, module, linear, part)

@@ -9,6 +9,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineError, ErrorText
 from engine.execution.device import DeviceRunner, rehearse, step_bytes
 from engine.execution.ranks.runner import LeadModel, RanksRunner
+from engine.execution.ranks.stages import StagedModel, StagesRunner
 from engine.execution.runner import Runner
 from engine.kv import Capacity, KvSpace
 from engine.memory import GIB, block_bytes, free_bytes, kv_spaces, release
@@ -53,7 +54,8 @@ def plan_capacity(model: Model, config: EngineConfig, draft: Model | None = None
 
 def _spaces(model: Model, config: EngineConfig, capacity: Capacity, draft: Model | None) -> tuple[KvSpace, ...]:
     kernels, size = model.kernels, config.block_size
-    groups = [replace(group, head_dim=kernels.cache_width(group.head_dim)) for group in model.kv_groups]
+    whole = model.share.all_groups if isinstance(model, LeadModel) else model.kv_groups
+    groups = [replace(group, head_dim=kernels.cache_width(group.head_dim)) for group in whole]
     layer_bytes = [block_bytes(replace(group, layers=1), size, kernels.cache_dtype.itemsize) for group in groups]
     sizes = [each * group.layers for each, group in zip(layer_bytes, groups, strict=True)]
     if draft is not None:
@@ -125,7 +127,8 @@ def speculation_for(
         max_tokens=config.speculate_tokens,
         adaptive=config.speculate_adaptive,
         rope_switch=model.rope_switch,
-        barred=runner.needs_token,
+        # Those of a step in flight in stages are not planned before their token is known, and then have drafts.
+        barred=runner.needs_token if isinstance(runner, DeviceRunner) else lambda seq: False,
     )
 
 
@@ -145,12 +148,19 @@ def _measured(model: Model, capacity: Capacity) -> int:
     )
 
 
+def _runner_of(model: Model) -> type[Runner]:
+    if isinstance(model, StagedModel):
+        return StagesRunner
+    return RanksRunner if isinstance(model, LeadModel) else Runner
+
+
 def runner_for(model: Model, config: EngineConfig, capacity: Capacity) -> Runner | DeviceRunner:
     """Make the runner that suits the model's kernels. Raises EngineError if there is no memory for the KV cache."""
     try:
         if not model.kernels.ragged:
-            make = RanksRunner if isinstance(model, LeadModel) else Runner
-            return make(model, spaces=capacity.spaces, block_size=config.block_size, max_num_seqs=capacity.max_num_seqs)
+            return _runner_of(model)(
+                model, spaces=capacity.spaces, block_size=config.block_size, max_num_seqs=capacity.max_num_seqs
+            )
         runner = DeviceRunner(
             model,
             spaces=capacity.spaces,

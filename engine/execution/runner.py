@@ -250,6 +250,8 @@ def copy_blocks(caches: Each[Tensor], copies: Each[tuple[int, int, int]]) -> Non
         pairs = [(source, destination) for of, source, destination in copies if of == group]
         columns = [np.array(column, np.int64) for column in zip(*pairs, strict=True)]
         cache = caches[group]
+        if not len(cache):  # a stage has none of the group's layers
+            continue
         sources, destinations = upload(columns, cache.device)
         # Copy a few at a time, because a copy needs memory beside the cache.
         size = max(1, _COPIED * len(cache[0, 0]) // cache.nbytes)
@@ -257,16 +259,34 @@ def copy_blocks(caches: Each[Tensor], copies: Each[tuple[int, int, int]]) -> Non
             cache[:, :, destinations[some : some + size]] = cache[:, :, sources[some : some + size]]
 
 
-def run_step(model: Model, caches: Each[Tensor], batch: StepBatch) -> Tensor:
-    """Compute a step's tokens into the caches. Returns the last hidden states of its output rows."""
+def run_step(model: Model, caches: Each[Tensor], batch: StepBatch, entering: Tensor | None = None) -> Tensor:
+    """Compute a step's tokens into the caches. Returns the last hidden states of its output rows. `entering`: see
+    Model.forward."""
     for cache, entered in zip(caches, batch.entered, strict=True):
         if entered is not None:
             cache.index_fill_(2, entered, 0)
     hidden = model.forward(
-        batch.tokens, batch.positions, batch.long, batch.attention, caches, batch.output_rows, batch.adapters
+        batch.tokens, batch.positions, batch.long, batch.attention, caches, batch.output_rows, batch.adapters, entering
     )
     model.kernels.settle()
     return hidden
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """A plan whose batch is made and whose ways to sample are looked up."""
+
+    plan: StepPlan
+    batch: StepBatch
+    chosen: int
+    """The output rows from which tokens are sampled, the first of all."""
+    how: SamplingBatch | None
+    """None if there are none."""
+
+    @property
+    def greedy(self) -> int:
+        """The output rows, the first, of which the peaks are wanted."""
+        return self.chosen if self.how is not None and self.how.plain else 0
 
 
 class Runner:
@@ -319,6 +339,10 @@ class Runner:
         After an exception the plan's rows may be executed again, also one by one: all writes are then repeated. The
         copies must not be repeated, because a row may have written a block that they read.
         """
+        step = self._prepare(plan)
+        return self._results(step, self._forward(step.batch, step.greedy))
+
+    def _prepare(self, plan: StepPlan) -> PreparedStep:
         self.copy_blocks(plan.copies)
         sampling = [row for row in plan.rows if row.samples]
         for sequence in (row.seq for row in sampling):
@@ -330,17 +354,22 @@ class Runner:
         chosen = [row.seq for row in sampling for _ in range(1 + len(row.draft))]
         before = [row.draft[:i] for row in sampling for i in range(1 + len(row.draft))]
         how = self._sampling.gather(chosen, before if len(chosen) > len(sampling) else None) if sampling else None
-        hidden = self._forward(batch, len(chosen) if how is not None and how.plain else 0)
-        adapters = None if batch.adapters is None else batch.adapters.outputs
-        if len(hidden) > len(chosen):
+        return PreparedStep(plan, batch, len(chosen), how)
+
+    def _results(self, step: PreparedStep, hidden: Tensor) -> list[Sampled]:
+        """The results of a plan. `hidden`: the last hidden states of its output rows."""
+        plan, how, chosen = step.plan, step.how, step.chosen
+        adapters = None if step.batch.adapters is None else step.batch.adapters.outputs
+        if len(hidden) > chosen:
             scored = [(row, span) for row in plan.rows if (span := row.scored_span())]
-            logits = logits_from(self._model, adapters, len(chosen))
-            score_prompts(scored, hidden[len(chosen) :], logits, self._model.vocab_size)
-            hidden = hidden[: len(chosen)]
+            logits = logits_from(self._model, adapters, chosen)
+            score_prompts(scored, hidden[chosen:], logits, self._model.vocab_size)
+            hidden = hidden[:chosen]
         if how is None:
             return []
         sampled = self._sample(hidden, how, adapters)
-        if len(chosen) == len(sampling):
+        sampling = [row for row in plan.rows if row.samples]
+        if chosen == len(sampling):
             return sampled
         each = iter(sampled)
         return [accepted(row.draft, list(islice(each, 1 + len(row.draft)))) for row in sampling]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import c_char
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.kernels import Kernels, LayerParts, PreparedLayers, PreparedLinear, RaggedBatch
+from engine.kernels.native.exchange import WHOLE, Share
 from engine.layers import (
     AdaptedRows,
     Attention,
@@ -30,8 +31,8 @@ from engine.models.settings import DecoderSettings
 from engine.models.shares import SUMMED_BIASES, Cut, cut_of, share_of
 from engine.text.config import Config
 
-#: The name of the embedding in checkpoints.
-_TABLE = "model.embed_tokens"
+#: The names in checkpoints of the embedding, and what those of layers and of the last norm begin with.
+_TABLE, _LAYERS, _NORM = "model.embed_tokens", "model.layers.", "model.norm."
 
 
 class DecoderLayer:
@@ -160,10 +161,17 @@ class Decoder:
     """A Model (registry.py): the layers, made for a family's settings."""
 
     def __init__(
-        self, family: Family, config: Config, kernels: Kernels, dtype: torch.dtype, device: torch.device
+        self,
+        family: Family,
+        config: Config,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        stage: Share = WHOLE,
     ) -> None:
         """Make empty layers for `config`. On the device "meta" they take no memory and only have shapes. If `kernels`
-        have an exchange, they are one rank's share (shares.py).
+        have an exchange, they are one rank's share (shares.py). `stage`: the part of the layers that this one has; the
+        first stage has the embedding, and the last one norm and head.
 
         Raises ModelError naming a setting that the family cannot serve.
         """
@@ -177,35 +185,43 @@ class Decoder:
         if kernels.exchange is not None:
             self.own_tokens = kernels.exchange.share.of(c.vocab_size)
             c = share_of(c, kernels.exchange.share)
-        self.kv_groups, self.rope_switch = c.kv_groups, c.rope_switch
+        self._own_layers = stage.of(c.layers)
+        self.is_first, self.has_head = stage.rank == 0, stage.rank + 1 == stage.ranks
+        self.staged = stage.ranks > 1
+        self._has_table = self.is_first or (c.tied and self.has_head)
+        self._others = {f"{_LAYERS}{i}." for i in range(c.layers) if i not in self._own_layers}
+        #: The KV groups of all stages' layers.
+        self.all_groups, self.rope_switch = c.kv_groups, c.rope_switch
+        own_windows = c.windows[self._own_layers.start : self._own_layers.stop]
+        self.kv_groups = tuple(replace(group, layers=own_windows.count(group.window)) for group in c.kv_groups)
         self._embedding = Embedding(
             kernels,
             c.vocab_size,
             c.hidden_size,
-            tied=c.tied,
+            tied=c.tied and self.has_head,
             scale=c.hidden_size**0.5 if c.scales_embedding else None,
             dtype=dtype,
-            device=device,
+            device=device if self._has_table else torch.device("meta"),
         )
         self._ropes = [Rope(kernels, rope.rotary_dim, rope.theta, rope.scaling, device=device) for rope in c.ropes]
-        self._layers = [family.layer(c.of_layer(i), kernels, device) for i in range(c.layers)]
+        self._layers = [family.layer(c.of_layer(i), kernels, device) for i in self._own_layers]
         self._norm = RmsNorm(kernels, c.hidden_size, c.norm_eps, offset=c.norm_offset, device=device)
         self._head = (
             None
-            if c.tied
+            if c.tied or not self.has_head
             else Linear(kernels, c.hidden_size, {"lm_head": c.vocab_size}, bias=False, device=device, head=True)
         )
         self._softcap = c.logit_softcap
         # For each layer: its KV group, its index in that group's cache, and its rope.
         windows = [group.window for group in self.kv_groups]
         self._homes = [
-            (windows.index(window), c.windows[:i].count(window), rope)
-            for i, (window, rope) in enumerate(zip(c.windows, c.rope_of, strict=True))
+            (windows.index(window), own_windows[:i].count(window), rope)
+            for i, (window, rope) in enumerate(zip(own_windows, c.rope_of[self._own_layers.start :], strict=False))
         ]
         self._together: PreparedLayers | None = None
 
     def linears(self) -> list[tuple[str, Linear]]:
-        linears = [pair for i, layer in enumerate(self._layers) for pair in layer.linears(f"model.layers.{i}.")]
+        linears = [pair for i, layer in self._numbered() for pair in layer.linears(f"{_LAYERS}{i}.")]
         return linears if self._head is None else [*linears, ("", self._head)]
 
     def embedding(self) -> tuple[str, Embedding]:
@@ -217,9 +233,11 @@ class Decoder:
         return _TABLE if self._head is None else "lm_head"
 
     def weights(self) -> dict[str, Tensor]:
-        places = self._embedding.weights(f"{_TABLE}.") | self._norm.weights("model.norm.")
-        for i, layer in enumerate(self._layers):
-            places |= layer.weights(f"model.layers.{i}.")
+        places = self._embedding.weights(f"{_TABLE}.") if self._has_table else {}
+        if self.has_head:
+            places |= self._norm.weights(_NORM)
+        for i, layer in self._numbered():
+            places |= layer.weights(f"{_LAYERS}{i}.")
         if self._head is not None:
             places |= self._head.weights("")
         return places
@@ -228,9 +246,25 @@ class Decoder:
         """The name in `weights` of a checkpoint's tensor. None for a tensor to skip."""
         renamed = self._rename(name)
         # Old checkpoints carry the rotary frequencies; tied ones often a copy of the table as head.
-        if renamed is None or renamed.endswith(".rotary_emb.inv_freq"):
+        if renamed is None or renamed.endswith(".rotary_emb.inv_freq") or self._is_elsewhere(renamed):
             return None
         return None if renamed == "lm_head.weight" and self._head is None else renamed
+
+    def elsewhere(self, name: str) -> bool:
+        """See Model."""
+        renamed = self._rename(name)
+        return renamed is not None and self._is_elsewhere(renamed)
+
+    def _is_elsewhere(self, name: str) -> bool:
+        if name.startswith(_LAYERS):
+            return name[: name.find(".", len(_LAYERS)) + 1] in self._others
+        if name.startswith(f"{_TABLE}."):
+            return not self._has_table
+        return name.startswith((_NORM, "lm_head.")) and not self.has_head
+
+    def _numbered(self) -> list[tuple[int, DecoderLayer]]:
+        """The stage's layers with their numbers in the whole model."""
+        return list(zip(self._own_layers, self._layers, strict=True))
 
     def cut(self, name: str) -> Cut | None:
         """See Model."""
@@ -238,17 +272,20 @@ class Decoder:
         return None if exchange is None else cut_of(name, c=self._whole, share=exchange.share)
 
     def pack(self, fill: Fill = lambda places: None) -> None:
-        fill(self._embedding.weights(f"{_TABLE}."))
-        self._embedding.pack()
-        for i, layer in enumerate(self._layers):
-            places = layer.weights(f"model.layers.{i}.")
+        if self._has_table:
+            fill(self._embedding.weights(f"{_TABLE}."))
+            self._embedding.pack()
+        for i, layer in self._numbered():
+            places = layer.weights(f"{_LAYERS}{i}.")
             fill(places)
             if self.kernels.exchange is not None and self.kernels.exchange.share.rank:
                 for name, bias in places.items():
                     if name.endswith(SUMMED_BIASES):
                         bias.zero_()
             layer.pack()
-        fill(self._norm.weights("model.norm."))
+        if not self.has_head:
+            return  # the native call of all layers ends with the norm
+        fill(self._norm.weights(_NORM))
         self._norm.pack()
         parts = [layer.parts(*home) for layer, home in zip(self._layers, self._homes, strict=True)]
         self._together = self.kernels.prepare_layers(parts, self._norm.weight)
@@ -265,14 +302,15 @@ class Decoder:
         caches: Sequence[Tensor],
         output_rows: Tensor,
         adapters: StepAdapters | None = None,
+        entering: Tensor | None = None,
     ) -> Tensor:
         rotations = self.rotations(positions, long)
+        residual = self._embedded(tokens, adapters) if entering is None else entering
         if self._together is not None:
-            residual = self._embedded(tokens, adapters)
             return self._together(residual, rotations, attention, caches, output_rows, adapters)
-        x, residual = self.enter(tokens, adapters)
+        x = self._layers[0].input_norm(residual)
         for i in range(self.depth):
-            last = output_rows if i + 1 == self.depth else None
+            last = output_rows if self.has_head and i + 1 == self.depth else None
             x, residual = self.layer(i, x, residual, rotations, attention, caches, last, adapters)
         return x
 
@@ -282,7 +320,7 @@ class Decoder:
 
     @property
     def depth(self) -> int:
-        """The number of layers."""
+        """The number of layers that the stage has."""
         return len(self._layers)
 
     def rotations(self, positions: Tensor, long: Tensor | None) -> list[tuple[Tensor, Tensor]]:
@@ -315,7 +353,7 @@ class Decoder:
         output_rows: Tensor | None = None,
         adapters: StepAdapters | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run layer `i`. Returns (x, residual) for the next layer; after the last, x are the last hidden states.
+        """Run the stage's layer `i`. Returns (x, residual) for the next layer; after the last, x is the stage's output.
 
         `output_rows`: int64 [rows], the tokens to go on with after attention, those of `adapters.outputs`; None is all.
         """
@@ -329,6 +367,8 @@ class Decoder:
             x, residual = x[output_rows], residual[output_rows]
         x, residual = layer.middle_norm.add(x, residual)
         x = layer.feed(x, adapted)
+        if i + 1 == len(self._layers) and not self.has_head:
+            return residual + x, residual
         # The sum and the next layer's norm are one operation, so this takes the norm from the next layer.
         after = self._layers[i + 1].input_norm if i + 1 < len(self._layers) else self._norm
         return after.add(x, residual)

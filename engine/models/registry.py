@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.declared import shown
 from engine.errors import ErrorText, ModelError
 from engine.kernels import Kernels, RaggedBatch, select
-from engine.kernels.native.exchange import Exchange
+from engine.kernels.native.exchange import WHOLE, Exchange, Share
 from engine.kernels.reference import Reference
 from engine.kv import KvGroup
 from engine.layers import AdaptedRows, Embedding, Linear, StepAdapters
@@ -57,7 +57,9 @@ class Model(Protocol):
     vocab_size: int
     context_length: int
     kv_groups: tuple[KvGroup, ...]
-    """The layers, grouped by how far back they see. Each group has its own KV blocks."""
+    """The layers, grouped by how far back they see. Each group has its own KV blocks. A stage's may have no layer."""
+    staged: bool
+    """Whether other processes have other layers of it."""
     rope_switch: int | None
     """The tokens of the longest sequence that uses the short set of rope frequencies; see layers/attention.py."""
 
@@ -76,6 +78,9 @@ class Model(Protocol):
     def cut(self, name: str) -> Cut | None:
         """The part of the matrix `name` that this rank has. None if it has all of it."""
 
+    def elsewhere(self, name: str) -> bool:
+        """Whether another stage has the part of the model to which the matrix or tensor `name` belongs."""
+
     def pack(self, fill: Fill = lambda places: None) -> None:
         """Prepare the weights for the kernels, once. `fill` gets the tensors of `weights` part after part, each before
         that part is prepared: so only one part at a time takes memory in both forms. Without it, all are filled."""
@@ -89,13 +94,15 @@ class Model(Protocol):
         caches: Sequence[Tensor],
         output_rows: Tensor,
         adapters: StepAdapters | None = None,
+        entering: Tensor | None = None,
     ) -> Tensor:
         """The last hidden states [output_rows, width], normed, of the token rows whose indexes are in `output_rows`.
 
         `tokens`, `positions`: int64 [tokens]. `long`: bool [tokens], whether the token's sequence is beyond
         `rope_switch`; None if the model has none. `attention` and `caches` have one entry for each of `kv_groups`. A
         cache is [layers of the group, 2, blocks, block_size, kv_heads, head_dim]. `adapters`: those of the rows; None
-        if no row has one.
+        if no row has one. `entering`: [tokens, width], what the stage before this one returned; None for the first
+        stage. A stage before the last one returns what enters the next, of all tokens.
         """
 
     def logits(self, hidden: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
@@ -119,6 +126,8 @@ def load_model(
     *,
     headless: bool = False,
     exchange: Exchange | None = None,
+    stage: Share = WHOLE,
+    processes: int = 1,
 ) -> Decoder:
     """Load the checkpoint in `folder`. `dtype` may be "auto": the one that config.json names. `headless`: also a
     checkpoint of the model below the head that makes logits, where the embedding is tied to that: its tensors' names
@@ -128,7 +137,8 @@ def load_model(
     `quantization`, `deterministic` and `kv_cache_dtype`. `progress` is called as weights are read. Raises ModelError
     about the folder, and EngineError if the set does not support `device`.
 
-    `exchange`: this rank's end, to load its share of the model alone.
+    `exchange`: this rank's end, to load its share of the model alone. `stage`: the part of the layers to load.
+    `processes`: that load as much on this machine at the same time.
     """
     path = Path(folder)
     make, config, weight_dtype = _read(path, dtype, headless=headless)
@@ -141,7 +151,8 @@ def load_model(
     located = separate(locate(path))
     if headless and not any(name.startswith("model.") for name in located):
         located = {f"model.{name}": tensor for name, tensor in located.items()}
-    made = partial(make, kernel_set, weight_dtype)
+    _check_parts(path, config, located)
+    made = partial(make, kernel_set, weight_dtype, stage=stage)
     if exchange is not None:
         check_ranks_of(path, exchange.share.ranks)
         settings: DecoderSettings = make.args[0].read(config)
@@ -151,14 +162,14 @@ def load_model(
         located = shares_of(matched, settings, exchange.share, () if kept is None else kept.exact)
         kernel_set.exchange = exchange
         cuts = partial(cut_of, c=settings, share=exchange.share)
-        return _filled(path, located, made, config, scheme, weight_dtype, device, progress, exchange.share.ranks, cuts)
-    return _filled(path, located, made, config, scheme, weight_dtype, device, progress)
+        return _filled(path, located, made, config, scheme, weight_dtype, device, progress, processes, cuts)
+    return _filled(path, located, made, config, scheme, weight_dtype, device, progress, processes)
 
 
-def check_ranks_of(folder: Path, ranks: int) -> None:
-    """Raise ModelError if `ranks` processes cannot compute the model in `folder` together."""
+def check_ranks_of(folder: Path, ranks: int, stages: int = 1) -> None:
+    """Raise ModelError if `stages` stages of `ranks` processes each cannot compute the model in `folder` together."""
     make, config, _ = _read(folder, "auto")
-    check_ranks(folder, make.args[0].read(config), ranks)
+    check_ranks(folder, make.args[0].read(config), ranks, stages)
 
 
 def load_encoder(
@@ -188,7 +199,9 @@ def load_encoder(
         else kernels(weight_dtype)
     )
     make = partial(Encoder, family, config, kernel_set, weight_dtype)
-    return _filled(path, split_fused(locate(path), FUSED), make, config, scheme, weight_dtype, device, progress)
+    located = split_fused(locate(path), FUSED)
+    _check_parts(path, config, located)
+    return _filled(path, located, make, config, scheme, weight_dtype, device, progress)
 
 
 class Loadable(Protocol):
@@ -213,19 +226,13 @@ def _filled(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress,
-    ranks: int = 1,
+    processes: int = 1,
     cuts: Cuts = lambda name: None,
 ) -> M:
     """The model that `make` makes for a device, with the weights of the checkpoint in `path`. Raises ModelError.
 
-    `ranks`: the processes that load as much at the same time. `cuts`: see adopt.
+    `processes`: that load as much at the same time. `cuts`: see adopt.
     """
-    for name, counted in _PARTS.items():
-        if name in config and config.integer(name) > len(located):
-            raise ModelError(
-                f"{path}: config.json asks for {config.integer(name)} {counted} ({name}); the checkpoint has "
-                f"{len(located)} tensors"
-            )
     # Made without memory first: config.json is checked against the checkpoint before anything is allocated.
     shape = make(torch.device("meta"))
     kept = None if scheme is None else adopt(path, shape, scheme, located, cuts)
@@ -233,7 +240,9 @@ def _filled(
     places = shape.weights()
     matched = match(path, located, places, shape.canonical if kept is None else kept.canonical)
     # What is read whole is then cut: all ranks together keep it once.
-    check_weights(path, sum((1 if name in exact else ranks) * place.nbytes for name, place in places.items()), device)
+    check_weights(
+        path, sum((1 if name in exact else processes) * place.nbytes for name, place in places.items()), device
+    )
     if TYPES in config:
         dtype_name = str(dtype).removeprefix("torch.")
         weights = in_memory(config.get(TYPES), dtype_name, scheme is not None, gpu=device.type == "cuda")
@@ -244,6 +253,16 @@ def _filled(
     with weights_of(matched, dtype, exact, progress) as fill:
         model.pack(fill)
     return model
+
+
+def _check_parts(path: Path, config: Config, located: Mapping[str, LocatedTensor]) -> None:
+    """Raise ModelError if config.json asks for more layers or experts than the checkpoint has tensors."""
+    for name, counted in _PARTS.items():
+        if name in config and config.integer(name) > len(located):
+            raise ModelError(
+                f"{path}: config.json asks for {config.integer(name)} {counted} ({name}); the checkpoint has "
+                f"{len(located)} tensors"
+            )
 
 
 def shape_of(

@@ -30,8 +30,16 @@ _FUSED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("g
 SUMMED_BIASES: Final = ("o_proj.bias", "down_proj.bias")
 
 
-def check_ranks(folder: Path, c: DecoderSettings, ranks: int) -> None:
-    """Raise ModelError naming the possible numbers if the model cannot be divided among so many ranks."""
+def check_ranks(folder: Path, c: DecoderSettings, ranks: int, stages: int = 1) -> None:
+    """Raise ModelError naming the possible numbers if the model cannot be divided among so many ranks, or its layers
+    among so many stages."""
+    if stages > c.layers:
+        raise ModelError(
+            ErrorText.of(
+                "{}: {pipeline_parallel}={} is more than its {} layers, of which each stage needs one",
+                *(folder, stages, c.layers),
+            )
+        )
     inside = c.intermediate_size if c.experts is None else min(c.intermediate_size, c.experts.width)
 
     def possible(count: int) -> bool:

@@ -182,9 +182,12 @@ class PoolingEngine(StepLoop):
         """Load the Hugging Face or Sentence-Transformers folder at `path`. Raises as `Engine.load`, whose `loaded` and
         `progress` these are."""
         config = config or EngineConfig()
-        if config.tensor_parallel > 1:
+        if config.ranks > 1:
             raise EngineError(
-                ErrorText.of("{tensor_parallel}={} is for models that generate text", config.tensor_parallel)
+                ErrorText.of(
+                    "{tensor_parallel}={} and {pipeline_parallel}={} are for models that generate text",
+                    *(config.tensor_parallel, config.pipeline_parallel),
+                )
             )
         device = device_named(config.device)
         if device.type == "cpu":

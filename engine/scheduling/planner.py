@@ -59,6 +59,7 @@ class Planner:
         #: The serials of the sequences of the step in flight, while the next step is planned.
         self.in_flight: Set[int] = frozenset()
         self._ordinary_tokens = capacity.step_tokens
+        self._batches = policy.batches
         self._max_exclusive_credit = EXCLUSIVE_STEPS * EXCLUSIVE_INTERVAL if policy.exclusive else 0
         # The number of steps that may still exclude worse tiers, in units of 1 / EXCLUSIVE_INTERVAL step.
         self._exclusive_credit = self._max_exclusive_credit
@@ -117,13 +118,14 @@ class Planner:
             decode_share=max(1, step_tokens // DECODE_SHARE),
             reserved=max(0, step_tokens - self._ordinary_tokens),
             may_exclude=self._exclusive_credit >= EXCLUSIVE_INTERVAL,
+            rows=-(-len(self.running) // self._batches) if self._batches > 1 else self.max_num_seqs,
         )
 
     def _decodes(self, step: Step) -> int:
         """Plan the decodes before the first other sequence while nothing waits, as `_advance` would, but for their
         calls: most steps have nothing else. Returns the position of the first sequence that is not planned."""
         rows, put = step.plan.rows, 0
-        room = step.unreserved
+        room = min(step.unreserved, step.rows)
         for position, seq in enumerate(self.running):
             start = seq.computed
             end = start + 1
@@ -155,6 +157,8 @@ class Planner:
         pending, tier = len(seq.tokens) - seq.computed, seq.effective_tier
         decodes = pending == 1
         step.decodes[tier] -= decodes
+        if decodes and step.rows == 0:
+            return True
         if decodes:
             count = 1 if (step.budget if step.has_priority_prompt else step.unreserved) > 0 else 0
         else:
@@ -163,6 +167,7 @@ class Planner:
             return True
         if decodes and seq.computed < seq.allocated and self._speculation is None:  # nearly all
             step.put(seq, 1)
+            step.rows -= 1
             return True
         # Decodes not yet visited may need a block, too.
         to_come = step.to_come
@@ -173,6 +178,7 @@ class Planner:
             return False
         if decodes:
             step.put(seq, count, self._guesses(seq, step.unreserved - to_come - 1, to_come))
+            step.rows -= 1
         else:
             step.put_prompt(seq, count)
         return True
@@ -382,6 +388,8 @@ class Step:
     """The number of those decodes that keep their token however many prompts there are."""
     reserved: int
     """The number of tokens reserved for prompts of requests of the best tier."""
+    rows: int
+    """The decodes that may still be put into the step, which others in flight share."""
     may_exclude: bool
     """Whether a prompt of the best tier excludes all worse tiers from this step."""
     has_priority_prompt: bool = False
@@ -424,8 +432,9 @@ class Step:
         self.plan.rows.append(ScheduledSeq(seq, seq.computed, count, samples, max_draft=max_draft))
 
     def spend(self, tokens: int) -> None:
-        """Count tokens of rows that are in the plan already."""
+        """Count tokens of decodes that are in the plan already."""
         self.budget -= tokens
+        self.rows -= tokens
         self.plan.num_tokens += tokens
 
     def put_prompt(self, seq: Sequence, count: int) -> None:

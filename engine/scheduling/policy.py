@@ -53,6 +53,8 @@ class Policy:
     exclusive: bool = False
     """Whether steps with a prompt of the best tier exclude worse tiers: at most EXCLUSIVE_STEPS in a row, and in the
     long run one step of 1 + EXCLUSIVE_INTERVAL."""
+    batches: int = 1
+    """The steps of disjoint sequences that are to be in flight: of those that decode, each step takes such a part."""
 
 
 def is_priority(seq: Sequence) -> bool:

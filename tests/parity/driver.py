@@ -82,6 +82,8 @@ class Driver:
             self.scheduler.foresee(under[0], self.runner.needs_token)
         plan = self.scheduler.schedule(0.0)
         assert plan is not None or under is not None
+        if plan is not None and self.scheduler.speculation is not None:
+            self.scheduler.speculation.propose(plan)
         self._flight = None if plan is None else (plan, self.runner.launch(plan))
         if self._overlap == 0:
             under, self._flight = self._flight, None

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 if TYPE_CHECKING:
     from engine.adapters import Adapter
+    from engine.kernels.native.exchange import Exchange
     from engine.models.decoder import Decoder
 
 #: prctl(2)
@@ -40,13 +41,14 @@ def main() -> None:
     listener = _Listener(lead, told)
     listener.start()
     _say(lead, started=True)
-    exchange = None
+    ends: list[Exchange] = []
     try:
         # Only now, because this takes seconds.
         import torch
 
         from engine.errors import ModelError
         from engine.execution.ranks.runner import follow
+        from engine.execution.ranks.stages import lead_stage
         from engine.execution.threads import on_nodes_of
         from engine.kernels.native import load_library
         from engine.kernels.native.exchange import Exchange, Share
@@ -59,10 +61,15 @@ def main() -> None:
         library = load_library()
         assert library is not None
         torch.set_num_threads(setup["threads"])
-        exchange = Exchange(library, setup["memory"], Share(setup["rank"], setup["ranks"]))
-        os.close(setup["memory"])
-        with on_nodes_of(setup["rank"], setup["ranks"]):
-            share = load_model(
+        rank, stage = Share(setup["rank"], setup["ranks"]), Share(setup["stage"], setup["stages"])
+        every = rank.ranks * stage.ranks
+        memories = zip([setup["memory"], *setup["links"]], (rank, Share(1, 2), Share(0, 2)), strict=False)
+        for memory, share in memories:
+            ends.append(Exchange(library, memory, share, every))
+            os.close(memory)
+        exchange = ends[0] if rank.ranks > 1 else None
+        with on_nodes_of(stage.rank * rank.ranks + rank.rank, every):
+            model = load_model(
                 folder,
                 setup["dtype"],
                 torch.device("cpu"),
@@ -71,15 +78,21 @@ def main() -> None:
                 kv_cache_dtype=setup["kv_cache_dtype"],
                 progress=_Signs(lead),
                 exchange=exchange,
+                stage=stage,
+                processes=every,
             )
-            share.kernels.use_threads(None)
-            listener.share = share
+            model.kernels.use_threads(None)
+            listener.share = model
             _say(lead, ready=True)
-            follow(share, exchange, listener.adapters)
+            if setup["links"]:
+                _, before, after = ends
+                lead_stage(model, exchange, before, after, listener.adapters)
+            else:
+                follow(model, ends[0], listener.adapters)
     except BaseException as error:
         _say(lead, error=f"{type(error).__name__}: {error}")
-        if exchange is not None:
-            exchange.fail()
+        for end in ends:
+            end.fail()
         raise
 
 

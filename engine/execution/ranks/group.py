@@ -21,12 +21,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from engine.config import EngineConfig
 from engine.errors import DeviceLostError, EngineError, ErrorText
+from engine.execution.ranks.runner import LeadModel
+from engine.execution.ranks.stages import Chain, StagedModel
 from engine.kernels.native import load_library
 from engine.kernels.native.exchange import Exchange, Share, shared_memory
+from engine.models.decoder import Decoder
 from engine.models.shares import files_of
 from engine.text.gguf import absolute
 
@@ -63,32 +66,42 @@ class Group:
         library = load_library()
         if library is None or config.kernels not in ("auto", "native"):
             raise EngineError(
-                ErrorText.of("{tensor_parallel} needs native kernels: install penstock where a C++ compiler is")
-            )
-        if config.tensor_parallel > library.most_ranks:
-            raise EngineError(
                 ErrorText.of(
-                    "{tensor_parallel}={}: the native kernels have {} ranks at most",
-                    *(config.tensor_parallel, library.most_ranks),
+                    "{tensor_parallel} and {pipeline_parallel} need native kernels: install penstock where a C++ "
+                    "compiler is"
                 )
             )
         #: Called once, on a thread of the group, when a follower is lost that had come.
         self.on_lost: Callable[[], None] | None = None
         #: Of each rank.
         self.threads = threads
-        self._ranks = config.tensor_parallel
+        self._ranks = config.ranks
+        self._of_stage, self.stage = config.tensor_parallel, Share(0, config.pipeline_parallel)
         self._followers: list[_Follower] = []
         self._changed = threading.Condition()
         self._lost = ""
         self._closing = False
         files = files_of(folder)
-        self._memory = shared_memory(self._ranks)
-        self.exchange = Exchange(library, self._memory, Share(0, self._ranks))
-        self.exchange.explain = self.check
-        self._setup = {
+        stages = self.stage.ranks
+        # The memory of each stage's sums, and of the link after each stage; that after the last one leads back here.
+        self._memories = [shared_memory(self._of_stage) for _ in range(stages)]
+        self._links = [shared_memory(2) for _ in range(stages if stages > 1 else 0)]
+        #: All exchanges and links. This rank takes part in those of the first stage, and its links.
+        self._exchanges = [Exchange(library, each, Share(0, self._of_stage), self._ranks) for each in self._memories]
+        ends = [Share(int(i + 1 == stages), 2) for i in range(len(self._links))]
+        self._exchanges += [
+            Exchange(library, *each, processes=self._ranks) for each in zip(self._links, ends, strict=True)
+        ]
+        for each in self._exchanges:
+            each.explain = self.check
+        #: This rank's end of the first stage's sums. None if it has that stage for itself.
+        self.exchange = self._exchanges[0] if self._of_stage > 1 else None
+        self._chain: Chain | None = None
+        self._setup: dict[str, Any] = {
             "folder": str(absolute(folder)),
             "files": files,
-            "ranks": self._ranks,
+            "ranks": self._of_stage,
+            "stages": stages,
             "threads": threads,
             "lead": os.getpid(),
             "dtype": config.dtype,
@@ -106,6 +119,13 @@ class Group:
             if self._lost:
                 raise EngineError(f"the model is not served: {self._lost}")
 
+    def model_of(self, share: Decoder) -> LeadModel:
+        """The model of all ranks, of this rank's share."""
+        if self.stage.ranks == 1:
+            return LeadModel(share, self.exchange)
+        self._chain = Chain(self._exchanges[self.stage.ranks], self._exchanges[-1], self.check)
+        return StagedModel(share, self.exchange, self._chain)
+
     def load_adapter(self, folder: Path, number: int) -> None:
         """Have all followers load the adapter in `folder`, as `number`. Raises EngineError."""
         message = json.dumps({"adapter": number, "folder": str(folder.resolve())}).encode() + b"\n"
@@ -121,7 +141,7 @@ class Group:
 
     def check(self) -> None:
         """Raise DeviceLostError if a rank has failed."""
-        if self.exchange.failed:
+        if any(each.failed for each in self._exchanges):
             with self._changed:
                 self._changed.wait_for(lambda: self._lost, _REASON_S)
             raise DeviceLostError(self._lost or "a rank failed")
@@ -140,6 +160,8 @@ class Group:
             except subprocess.TimeoutExpired:
                 each.process.kill()
         self._thread.join()
+        if self._chain is not None:
+            self._chain.close()
 
     # ---- its thread
 
@@ -150,7 +172,8 @@ class Group:
         except OSError as error:
             self._lose(f"rank {len(self._followers) + 1} could not be started: {error}")
         finally:
-            os.close(self._memory)
+            for descriptor in self._memories + self._links:
+                os.close(descriptor)
         with selectors.DefaultSelector() as selector:
             for each in self._followers:
                 selector.register(each.socket, selectors.EVENT_READ, each)
@@ -165,15 +188,20 @@ class Group:
             each.socket.close()
 
     def _start(self, rank: int) -> None:
+        stage, own = divmod(rank, self._of_stage)
+        setup = self._setup | {"rank": own, "stage": stage, "memory": self._memories[stage], "links": []}
+        if stage and not own:
+            setup["links"] = [self._links[stage - 1], self._links[stage]]
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "engine.execution.ranks.follower", str(theirs.fileno())]
+        descriptors = (theirs.fileno(), self._memories[stage], *setup["links"])
         with theirs:
             try:
-                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), self._memory))
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors)
             except OSError:
                 ours.close()
                 raise
-        ours.sendall(json.dumps(self._setup | {"rank": rank, "memory": self._memory}).encode() + b"\n")
+        ours.sendall(json.dumps(setup).encode() + b"\n")
         with self._changed:
             self._followers.append(_Follower(rank, process, ours, time.monotonic()))
             if self._closing:
@@ -221,7 +249,8 @@ class Group:
             first, self._lost = not self._lost, self._lost or why
             came = all(each.ready for each in self._followers)
             self._changed.notify_all()
-        self.exchange.fail()
+        for exchange in self._exchanges:
+            exchange.fail()
         for each in self._followers:
             each.process.kill()
         if first:

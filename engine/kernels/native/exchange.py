@@ -43,14 +43,18 @@ class Share:
         return range(count * self.rank // self.ranks, count * (self.rank + 1) // self.ranks)
 
 
+#: All of a model.
+WHOLE: Final = Share(0, 1)
+
+
 class Exchange:
     """One rank's end. All ranks call the same methods in the same order, with equal sizes; rank 0 leads.
 
     Every method raises DeviceLostError once a rank has failed, on all ranks.
     """
 
-    def __init__(self, library: Library, memory: int, share: Share) -> None:
-        """`memory`: a descriptor of `shared_memory`."""
+    def __init__(self, library: Library, memory: int, share: Share, processes: int | None = None) -> None:
+        """`memory`: a descriptor of `shared_memory`. `processes`: that compute at the same time; None: the ranks."""
         self.share = share
         #: Raises DeviceLostError with the reason why the exchange has failed, if that can be known.
         self.explain: Callable[[], None] = lambda: None
@@ -59,9 +63,10 @@ class Exchange:
         # A rank that polls keeps another from computing where there are more ranks than cores.
         cores = len(os.sched_getaffinity(0))
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        spin = _SPIN_US if share.ranks <= cores else 0
+        spin = _SPIN_US if (processes or share.ranks) <= cores else 0
         self.address: int = library.exchange(address, share.rank, share.ranks, SLOT, spin)
-        weakref.finalize(self, library.free_exchange, self.address)
+        # Not at the end of the process, when a thread may still wait in it.
+        weakref.finalize(self, library.free_exchange, self.address).atexit = False
 
     @property
     def failed(self) -> bool:
@@ -82,8 +87,10 @@ class Exchange:
         self.check()
         return x
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes | memoryview) -> None:
         """Send a message from rank 0 to the others."""
+        if not isinstance(message, bytes):
+            message = bytes(message)
         self._library.send(self.address, message, len(message))
         self.check()
 

@@ -14,14 +14,15 @@ import torch
 from engine.adapters import Adapter, load_adapter
 from engine.errors import DeviceLostError
 from engine.execution.ranks.runner import LeadModel, RanksRunner, follow
+from engine.execution.ranks.stages import Chain, StagedModel, StagesRunner, lead_stage
 from engine.kernels.native import load_library
 from engine.kernels.native.exchange import Exchange, Share, shared_memory
 from engine.models import load_model
-from engine.models.decoder import Decoder
 from tests.parity.driver import Driver
 
 
 def exchanges_of(ranks: int) -> list[Exchange]:
+    """Each rank's end of one exchange."""
     library = load_library()
     assert library is not None
     memory = shared_memory(ranks)
@@ -32,32 +33,57 @@ def exchanges_of(ranks: int) -> list[Exchange]:
 
 
 class Ranks:
-    """`shares`: each rank's, the lead's first."""
+    """`shares`: each rank's, a stage's first rank's first, the lead's first of all."""
 
-    def __init__(self, folder: Path, ranks: int, dtype: str = "float32", **settings: Any) -> None:
-        self.exchanges = exchanges_of(ranks)
+    def __init__(self, folder: Path, ranks: int, stages: int = 1, dtype: str = "float32", **settings: Any) -> None:
+        self.exchanges = [exchanges_of(ranks) for _ in range(stages)]
+        self.links = [exchanges_of(2) for _ in range(stages if stages > 1 else 0)]
         self.shares = [
-            load_model(folder, dtype, torch.device("cpu"), "native", exchange=exchange, **settings)
-            for exchange in self.exchanges
+            load_model(
+                folder,
+                dtype,
+                torch.device("cpu"),
+                "native",
+                exchange=exchange if ranks > 1 else None,
+                stage=Share(stage, stages),
+                **settings,
+            )
+            for stage, exchanges in enumerate(self.exchanges)
+            for exchange in exchanges
         ]
-        self.lead = LeadModel(self.shares[0], self.exchanges[0])
+        first = self.exchanges[0][0] if ranks > 1 else None
+        self._chain = Chain(self.links[0][0], self.links[-1][1]) if stages > 1 else None
+        self.lead = LeadModel(self.shares[0], first) if self._chain is None else self._staged(first, self._chain)
         #: Of each rank, by number.
-        self.adapters: list[dict[int, Adapter]] = [{} for _ in self.exchanges]
+        self.adapters: list[dict[int, Adapter]] = [{} for _ in self.shares]
         self._threads = [
-            threading.Thread(target=self._follow, args=pair, daemon=True)
-            for pair in zip(self.shares[1:], self.exchanges[1:], strict=True)
+            threading.Thread(target=self._follow, args=(rank, *divmod(rank, ranks)), daemon=True)
+            for rank in range(1, len(self.shares))
         ]
         for thread in self._threads:
             thread.start()
 
-    def _follow(self, share: Decoder, exchange: Exchange) -> None:
+    def _staged(self, exchange: Exchange | None, chain: Chain) -> StagedModel:
+        return StagedModel(self.shares[0], exchange, chain)
+
+    def _follow(self, rank: int, stage: int, own: int) -> None:
+        exchanges = self.exchanges[stage]
         try:
-            follow(share, exchange, self.adapters[exchange.share.rank])
+            if own:
+                follow(self.shares[rank], exchanges[own], self.adapters[rank])
+            else:
+                exchange = exchanges[0] if len(exchanges) > 1 else None
+                links = self.links[stage - 1][1], self.links[stage][0]
+                lead_stage(self.shares[rank], exchange, *links, self.adapters[rank])
         except DeviceLostError:
             return
         except BaseException:
-            exchange.fail()
+            self._fail()
             raise
+
+    def _fail(self) -> None:
+        for ends in self.exchanges + self.links:
+            ends[0].fail()
 
     def adapter(self, folder: Path, number: int) -> Adapter:
         """Load an adapter on all ranks. Returns the lead's."""
@@ -67,17 +93,23 @@ class Ranks:
         return self.adapters[0].pop(number)
 
     def driver(self, **settings: Any) -> Driver:
-        return Driver(self.lead, runner=RanksRunner, **settings)
+        """A Driver of all ranks. Of several stages it has two steps in flight, unless `overlap` is 0."""
+        if self._chain is None:
+            return Driver(self.lead, runner=RanksRunner, **settings)
+        overlap = settings.pop("overlap", 1)
+        return Driver(self.lead, runner=StagesRunner, overlap=overlap, batches=1 + overlap, **settings)
 
     def close(self) -> None:
-        self.exchanges[0].fail()
+        self._fail()
         for thread in self._threads:
             thread.join()
+        if self._chain is not None:
+            self._chain.close()
 
 
 @contextmanager
-def ranks_of(folder: Path, ranks: int, **settings: Any) -> Iterator[Ranks]:
-    made = Ranks(folder, ranks, **settings)
+def ranks_of(folder: Path, ranks: int, stages: int = 1, **settings: Any) -> Iterator[Ranks]:
+    made = Ranks(folder, ranks, stages, **settings)
     try:
         yield made
     finally:

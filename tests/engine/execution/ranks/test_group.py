@@ -23,6 +23,7 @@ from engine.kernels.native import load_library
 from engine.request import Request
 from tests.engine.adapters.folders import write_adapter
 from tests.engine.random_models import VARIANTS, write_model
+from tests.exhaustive import few
 from tests.waiting import gone, until
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
@@ -78,6 +79,32 @@ def test_a_group_is_one_engine_and_a_dead_rank_is_a_lost_device(folder: Path, tm
         assert suspects <= {"a"}
         with pytest.raises(EngineError, match="is not loaded: rank 1 of 2"):
             engine.load_adapter("b", adapter)
+
+
+@pytest.mark.parametrize("ranks", few([1, 2], 1))
+def test_stages_are_one_engine_and_a_dead_one_is_a_lost_device(ranks: int, folder: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter")
+    prompts = [[1, 2, 3, 4], [5, 6, 7] * 20, [9] * 30, [7, 8, 9] * 8]
+    settings: dict[str, Any] = {"speculate": "draft", "draft_model": str(folder), "speculate_adaptive": False}
+    with Engine.load(folder, config(1)) as alone:
+        expected = [output.token_ids for output in alone.generate(prompts, GREEDY)]
+    with Engine.load(folder, config(ranks, pipeline_parallel=2, **settings)) as engine:
+        engine.load_adapter("a", adapter)
+        assert [output.token_ids for output in engine.generate(prompts, GREEDY)] == expected
+        assert engine.stats().draft_accepted > 0
+        assert [output.token_ids for output in engine.generate(prompts, GREEDY, "a")] != expected
+        lost: queue.SimpleQueue[tuple[str, set[str]]] = queue.SimpleQueue()
+        engine.on_lost = lambda why, suspects: lost.put((why, suspects))
+        events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        for name in "abcd":
+            engine.submit(Request(name, [1, 2, 3], ENDLESS), events.put)
+        events.get(timeout=60)
+        last = followers(engine)[-1]
+        os.kill(last, signal.SIGKILL)
+        why, suspects = lost.get(timeout=60)
+        assert why.endswith(f"rank {2 * ranks - 1} of {2 * ranks} (process {last}): it was killed by SIGKILL")
+        assert suspects <= set("abcd")
+        assert until(lambda: all(map(gone, followers(engine))))
 
 
 @pytest.mark.exhaustive

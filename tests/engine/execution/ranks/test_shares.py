@@ -48,7 +48,7 @@ def test_numbers_that_do_not_divide_the_heads_are_refused_with_those_that_do(tmp
 
 def test_what_is_not_divided_among_ranks_is_refused_by_name(tmp_path: Path) -> None:
     folder, config = write_model(tmp_path / "m"), EngineConfig(tensor_parallel=2)
-    with pytest.raises(EngineError, match=r"tensor_parallel=2 is for models that generate"):
+    with pytest.raises(EngineError, match=r"tensor_parallel=2 and pipeline_parallel=1 are for models"):
         PoolingEngine.load(tmp_path, config)
-    with pytest.raises(EngineError, match=r"tensor_parallel needs native kernels"):
+    with pytest.raises(EngineError, match=r"pipeline_parallel need native kernels"):
         Engine.load(folder, EngineConfig(tensor_parallel=2, kernels="reference"))
