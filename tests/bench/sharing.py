@@ -143,7 +143,9 @@ def measure(arguments: argparse.Namespace, *, in_turns: bool) -> dict[str, Any]:
         process.start()
         ours = common | {"turns": turns, "share": arguments.shares[0], "kv_cache_bytes": 1 << 28}
         with Engine.load(arguments.model, EngineConfig(**ours)) as engine:
-            ready.wait()
+            while not ready.wait(1):
+                if not process.is_alive():
+                    raise SystemExit("the encoder could not be loaded")
             decode(engine, 16, -1)
             alone, beside, texts_beside, texts_alone = Gaps(), Gaps(), 0, 0
             busy_s = alone_s = cpu_s = 0.0
