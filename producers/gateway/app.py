@@ -31,6 +31,7 @@ from producers.gateway import (
     operations,
     overview,
     pages,
+    rollouts,
     tenants,
     usage,
     webhooks,
@@ -136,7 +137,7 @@ ROUTERS: Final = (
         webhooks.router,
     ),
     *(keys.router, tenants.router, usage.router, models_router, health.router, fleet.router, dead_letters.router),
-    *(console.router, overview.router, operations.router, changes.router),
+    *(console.router, overview.router, operations.router, changes.router, rollouts.router),
     *(chat.router, completions.router, responses.router, pooling.router, tokens.router),
 )
 

@@ -4,7 +4,6 @@
     /v1/workers              tell one to drain
     /v1/routing              which versions new tasks go to
     /v1/shadows/{name}       copies of tasks for another version, compared
-    /v1/rollouts             the last rolling update of each model
     /v1/sources              when schedules last fired, and replies that wait
     /v1/webhook_deliveries   rows of the outbox; deliver one again
     /v1/whoami               the caller, for programs that show what its key may do
@@ -23,7 +22,6 @@ from typing import Annotated, Any, Literal, Self
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 from redis.asyncio import Redis
-from redis.exceptions import NoPermissionError
 
 from producers.connection.script import aexecute_many, arun, seconds
 from producers.connection.script import text as decoded
@@ -39,8 +37,6 @@ from producers.release import release
 from producers.store import outbox, shadows
 from producers.store.access import audit
 from producers.store.fleet import scaling
-from producers.store.fleet.canaries import Canary
-from producers.store.fleet.rollouts import Rollout
 from producers.store.fleet.routing import RULED, Routing
 from producers.store.outbox import Row, State
 
@@ -310,87 +306,6 @@ async def shadow_pairs(
 
 def _optional(value: str | None) -> str | None:
     return None if value is None else text(value)
-
-
-# ---- rollouts -------------------------------------------------------------------------------------------------------
-
-
-class RolloutView(BaseModel):
-    """A model's last rolling update."""
-
-    object: Literal["rollout"] = "rollout"
-    model: str
-    version: str = Field(description="the new one")
-    before: str = Field(description="the version that new tasks had when it was asked for")
-    phase: str = Field(description="starting, draining, done, failed or cancelled")
-    reason: str = Field(description="why it failed, or what it waits for")
-    workers: int = Field(description="ready workers of the new version to wait for")
-    asked_at: float = Field(description="unix seconds")
-    changed_at: float = Field(description="when its phase began")
-
-    @classmethod
-    def of(cls, rollout: Rollout) -> Self:
-        return cls(
-            model=text(rollout.model),
-            version=text(rollout.version),
-            before=text(rollout.before),
-            phase=text(rollout.phase),
-            reason=text(rollout.reason),
-            workers=int(min(sane(rollout.workers) or 0, 2**31)),
-            asked_at=sane(rollout.asked) or 0.0,
-            changed_at=sane(rollout.changed) or 0.0,
-        )
-
-
-class JudgedRollout(BaseModel):
-    """A model's last rollout by steps that are judged."""
-
-    object: Literal["rollout.judged"] = "rollout.judged"
-    model: str
-    version: str = Field(description="the candidate")
-    before: str = Field(description="the baseline")
-    phase: str = Field(description="preparing, judging, paused, promoted, rolled_back, aborted or failed")
-    percent: float = Field(description="the candidate's part of new tasks")
-    reason: str = Field(description="of its last decision")
-    begun_at: float = Field(description="unix seconds")
-    changed_at: float = Field(description="since when the routing gives that part; 0: it is yet to")
-
-    @classmethod
-    def of(cls, state: Canary) -> Self:
-        return cls(
-            model=text(state.model),
-            version=text(state.version),
-            before=text(state.before),
-            phase=text(state.phase),
-            reason=text(state.reason),
-            percent=sane(state.percent) or 0.0,
-            begun_at=(sane(state.begun) or 0.0) / 1000,
-            changed_at=(sane(state.since) or 0.0) / 1000,
-        )
-
-
-class RolloutList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[RolloutView]
-    judged: list[JudgedRollout] = Field(description="by steps that are judged; the latest first")
-
-
-@router.get("/rollouts", dependencies=MEASURES, response_model=RolloutList)
-async def rollouts(request: Request) -> RolloutList:
-    """List each model's last rolling update, and its last rollout by steps: how far they came, and why; the latest
-    first."""
-    store = _store(request)
-    raw = await store.execute_command("HVALS", keys.ROLLOUTS)
-    views = [RolloutView.of(rollout) for rollout in map(Rollout.of, raw or ()) if rollout is not None]
-    try:
-        states = map(Canary.of, await store.execute_command("HVALS", keys.CANARIES) or ())
-    except NoPermissionError:  # users of the server as an earlier release made them
-        states = map(Canary.of, ())
-    judged = [JudgedRollout.of(state) for state in states if state is not None]
-    return RolloutList(
-        data=sorted(views, key=lambda view: -view.changed_at)[:MAX_ROWS],
-        judged=sorted(judged, key=lambda view: -view.begun_at)[:MAX_ROWS],
-    )
 
 
 # ---- sources -------------------------------------------------------------------------------------------------------

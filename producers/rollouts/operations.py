@@ -49,10 +49,10 @@ def checked(plan: Plan) -> Plan:
     return replace(plan, steps=tuple(steps), metrics=metrics)
 
 
-def start(store: Redis, model: str, to: str, plan: Plan, reference: str = "") -> Canary:
+def start(store: Redis, model: str, to: str, plan: Plan, reference: str = "", by: str | None = None) -> Canary:
     """Begin a rollout. `to`: a version or an alias. Raises RolloutError, and RoutingError; redis errors.
 
-    `reference`: NAME=FOLDER, for `penstock up`.
+    `reference`: NAME=FOLDER, for `penstock up`. `by`: unset, the user of this process; so for all that follow.
     """
     plan = checked(plan)
     current = routes.current(store, model)
@@ -100,7 +100,7 @@ def start(store: Redis, model: str, to: str, plan: Plan, reference: str = "") ->
         raise RolloutError(
             f"{model} has an alias {ALIAS!r}, which is kept for rollouts: `penstock models alias {model} --rm {ALIAS}`"
         )
-    now, by = canaries.now_ms(store), operator()
+    now, by = canaries.now_ms(store), by or operator()
     new = Canary(model, f"{now:x}", version, current.default, plan, now, by, reference, reason="it was started")
     for later in (new.decided("judging", "", len(plan.steps) - 1), new.decided("promoted", "")):
         routing.checked(routed(current, later))  # such as stages, which may forbid it
@@ -111,32 +111,33 @@ def start(store: Redis, model: str, to: str, plan: Plan, reference: str = "") ->
     return act(store, new)
 
 
-def pause(store: Redis, model: str) -> Canary:
+def pause(store: Redis, model: str, by: str | None = None) -> Canary:
     """Let it stay at its step. It is still rolled back if it turns out worse. Raises as `start`."""
-    return _changed(store, model, ("judging",), lambda state: Decision("pause", "paused", "an operator paused it"))
+    decision = Decision("pause", "paused", "an operator paused it")
+    return _changed(store, model, ("judging",), lambda state: decision, by)
 
 
-def resume(store: Redis, model: str) -> Canary:
+def resume(store: Redis, model: str, by: str | None = None) -> Canary:
     """Go on with a paused rollout. Raises as `start`."""
 
     def decided(state: Canary) -> Decision:
         return Decision("resume", "preparing" if state.step < 0 else "judging", "an operator resumed it")
 
-    return _changed(store, model, ("paused",), decided)
+    return _changed(store, model, ("paused",), decided, by)
 
 
-def promote(store: Redis, model: str, *, full: bool = False) -> Canary:
+def promote(store: Redis, model: str, by: str | None = None, *, full: bool = False) -> Canary:
     """Go to the next step now; `full`: make the candidate the default now. Raises as `start`."""
 
     def decided(state: Canary) -> Decision:
         why = "an operator promoted it"
         return Decision("promote", "promoted", why) if full else next_step(state, why)
 
-    return _changed(store, model, canaries.UNDER_WAY, decided)
+    return _changed(store, model, canaries.UNDER_WAY, decided, by)
 
 
 def abort(store: Redis, model: str, by: str | None = None) -> Canary:
-    """End it: the baseline gets all tasks again, at once. `by`: unset, the user of this process. Raises as `start`."""
+    """End it: the baseline gets all tasks again, at once. Raises as `start`."""
     decision = Decision("abort", "aborted", "an operator aborted it")
     return _changed(store, model, canaries.UNDER_WAY, lambda state: decision, by)
 

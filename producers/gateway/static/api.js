@@ -13,8 +13,11 @@ export class Refused extends Error {
   }
 }
 
+let kept = new Map(); // url -> {mark, at, value}
+
 export const setKey = (text) => {
   key = text;
+  kept.clear(); // another caller may not see it
 };
 export const hasKey = () => key !== null;
 
@@ -82,6 +85,17 @@ export async function optional(path, query, signal) {
     if (error instanceof Refused && (error.status === 403 || error.status === 404)) return null;
     throw error;
   }
+}
+
+// As `optional`, of what is dear to read: an answer stands for `ms`, unless `mark` has changed.
+export async function within(ms, mark, path, query, signal) {
+  const at = url(path, query).href;
+  const hit = kept.get(at);
+  if (hit?.mark === mark && Date.now() - hit.at < ms) return hit.value;
+  const value = await optional(path, query, signal);
+  if (kept.size > 50) kept.clear();
+  kept.set(at, { mark, at: Date.now(), value });
+  return value;
 }
 
 // Server-sent events as {event, data}; comments are given as {comment}. Ends when the stream does.

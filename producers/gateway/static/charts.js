@@ -59,7 +59,7 @@ function ceiling(values, format) {
 }
 
 // Series over one time axis. series: [{name, values, tone, fill, now}]; `format` gives numbers their unit.
-export function chart({ at, series, format, label, height = 150 }) {
+export function chart({ at, series, format, label, height = 150, until = "now" }) {
   const top = ceiling(series.flatMap(({ values }) => values), format);
   const span = at.length > 1 ? at.at(-1) - at[0] : 0;
   const summary = `${label}. ${series.map(({ name, values }) => `${name} now ${format(values.at(-1) ?? null)}`).join(", ")}.`;
@@ -84,7 +84,7 @@ export function chart({ at, series, format, label, height = 150 }) {
         [0.25, 0.5, 0.75, 1].map((part) => s("path", { d: `M0 ${(1 - part) * (height - 3) + 1.5}H${WIDTH}`, class: "grid", "vector-effect": "non-scaling-stroke" })),
         at.length ? shape(series, at, top, height) : null,
       ),
-      h("span", { class: "axis" }, h("span", null, span ? `${seconds(span)} ago` : ""), h("span", null, "now")),
+      h("span", { class: "axis" }, h("span", null, span ? `${seconds(span)} ago` : ""), h("span", null, until)),
     ),
   );
 }
@@ -102,5 +102,18 @@ export function parts(pieces, label) {
     "span",
     { class: "bar parts", role: "img", "aria-label": label },
     pieces.filter(({ size }) => size > 0).map(({ size, tone, label: title }) => h("span", { class: tone, title, style: { width: `${(size / all) * 100}%` } })),
+  );
+}
+
+// A difference from -1 to 1: its mean within its bounds, beside nothing and what is allowed.
+export function between({ lower, mean, upper, margin }, { label }) {
+  const x = (value) => (Math.max(-1, Math.min(1, value)) + 1) * 50;
+  return s(
+    "svg",
+    { class: "between", viewBox: "0 0 100 10", preserveAspectRatio: "none", role: "img", "aria-label": label },
+    s("rect", { x: x(lower), y: 3, width: Math.max(x(upper) - x(lower), 0.5), height: 4, class: lower > margin ? "bad" : "band" }),
+    s("path", { d: "M50 0V10", class: "grid", "vector-effect": "non-scaling-stroke" }),
+    s("path", { d: `M${x(margin)} 0V10`, class: "line dim", "vector-effect": "non-scaling-stroke" }),
+    s("rect", { x: x(mean) - 0.75, y: 1, width: 1.5, height: 8, class: lower > margin ? "bad" : "mean" }),
   );
 }

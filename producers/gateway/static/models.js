@@ -1,39 +1,44 @@
-// Models: versions, the workers that serve them, what they cost in time, and their last rollouts.
+// Models: versions, the workers that serve them, what they cost in time, where new tasks go, and their last rollouts.
 
 import { parts } from "./charts.js";
 import { h, name, plain } from "./dom.js";
 import { ago, amount, count, exactly, percent, seconds } from "./format.js";
-import { button, card, empty, facts, heading, link, modelName, state, table } from "./parts.js";
+import { button, card, empty, facts, field, heading, link, modelName, pathOf, state, table, TIERS } from "./parts.js";
+import { judged, moving, rollouts as rolledOut, starting } from "./rollouts.js";
+
+const COPIES_MS = 15000; // a report on copies reads all pairs that are kept
 
 export const models = {
   title: "Models",
   every: 5000,
-  async load({ api, clock }, signal) {
+  async load({ api, clock, query }, signal) {
     const [list, fleet, now, rollouts, routing] = await Promise.all([
       api.get("v1/models", null, signal), api.optional("v1/fleet", { max_age: 3 }, signal), api.optional("v1/overview", { max_age: 3 }, signal), api.optional("v1/rollouts", null, signal), api.optional("v1/routing", null, signal),
     ]);
     clock(fleet?.at);
+    const chosen = query.get("model");
+    const copied = (routing?.data ?? []).filter((state) => state.shadow && (!chosen || state.model === chosen)).slice(0, 4);
+    const [reports, ...copies] = await Promise.all([
+      judged(rollouts?.judged ?? [], chosen, api, signal),
+      ...copied.map(({ model }) => api.within(COPIES_MS, "", `v1/shadows/${pathOf(model)}`, { limit: 0 }, signal)),
+    ]);
     // Aliases and versions are listed as models, too; they stand with their model here.
-    return { list: list.data.filter((model) => !model.parent || model.adapter), fleet, now, rollouts, routing };
+    return { list: list.data.filter((model) => !model.parent || model.adapter), fleet, now, rollouts, routing, reports, copies };
   },
-  draw({ list, fleet, now, rollouts, routing }, ctx) {
+  draw({ list, fleet, now, rollouts, routing, reports, copies }, ctx) {
     const chosen = ctx.query.get("model");
     const shown = chosen && list.some((model) => model.id === chosen) ? list.filter((model) => model.id === chosen) : list;
     return [
       heading("Models", chosen ? link("#/models", "All models") : null),
       h("div", { class: "cards", "data-key": "cards" },
         shown.length ? null : card(null, { key: "none" }, empty("No model is published. ", h("code", null, "penstock worker --model smollm2"), " serves one.")),
-        shown.map((model) => one(model, fleet, now, routing?.data.find((state) => state.model === model.id), ctx)),
-        rollouts ? card("Rollouts", { key: "rollouts" }, table(
-          ["Model", "Phase", "From", "To", ["Workers", "num"], "Asked", "Since", ["Why", "wide"], ["", "actions"]],
-          rollouts.data.map((rollout) => ({ key: rollout.model, cells: [modelName(rollout.model), state(rollout.phase), name(rollout.before, { most: 14 }), name(rollout.version, { most: 14 }), count(rollout.workers),
-            h("span", { title: exactly(rollout.asked_at) }, ago(rollout.asked_at, ctx.now())), h("span", { title: exactly(rollout.changed_at) }, ago(rollout.changed_at, ctx.now())), plain(rollout.reason || "–"), ended(rollout, ctx)] })),
-          { label: "Rollouts", none: "No model was rolled out. penstock rollout NAME=MODEL replaces a version while tasks run." })) : null),
+        shown.map((model) => one(model, fleet, now, routing?.data.find((state) => state.model === model.id), copies.find((report) => report?.model === model.id), rollouts, ctx)),
+        rollouts ? rolledOut(rollouts, reports, chosen, ctx) : null),
     ];
   },
 };
 
-function one(model, fleet, now, routing, ctx) {
+function one(model, fleet, now, routing, copies, rollouts, ctx) {
   const pools = (fleet?.pools ?? []).filter((pool) => pool.model === model.id);
   const row = now?.models.find((row) => row.name === model.id);
   return card(plain(model.id), { key: `model ${model.id}` },
@@ -50,8 +55,8 @@ function one(model, fleet, now, routing, ctx) {
       row && ["Overload", h("span", null, state(row.overload), row.pressure ? ` ${percent(row.pressure)} of the bound` : "")],
       Object.keys(model.defaults ?? {}).length && ["Its own defaults", h("span", { class: "mono" }, plain(JSON.stringify(model.defaults)).slice(0, 300))],
     ]),
-    routing ? routed(routing, ctx) : null,
-    model.adapter ? null : changes(model, routing ?? { generation: 0, default: model.version, aliases: {}, split: {} }, pools, ctx),
+    routing ? routed(routing, copies, ctx) : null,
+    model.adapter ? null : changes(model, routing ?? { generation: 0, default: model.version, aliases: {}, split: {}, rules: [], stages: {} }, pools, rollouts, ctx),
     fleet && !model.adapter ? [h("h3", null, "Versions"), table(
       ["Version", "New tasks", ["Workers", "num"], ["Ready", "num"], ["Wanted", "num"], ["Why", "wide"]],
       pools.map((pool) => ({ key: pool.name, cells: [h("span", { class: "mono" }, plain(pool.version ?? "whatever is current")), pool.current ? "yes" : "no", count(pool.workers), count(pool.ready), pool.desired === null ? "–" : count(pool.desired), pool.decision ? plain(pool.decision.trouble || pool.decision.reason) : "nobody scales it"] })),
@@ -59,36 +64,46 @@ function one(model, fleet, now, routing, ctx) {
 }
 
 // Where new tasks go, if not simply to the card's version.
-function routed(state, ctx) {
-  const rest = Math.max(0, 100 - Object.values(state.split).reduce((sum, share) => sum + share, 0));
+function routed(routing, copies, ctx) {
+  const rest = Math.max(0, 100 - Object.values(routing.split).reduce((sum, share) => sum + share, 0));
   const tones = ["run", "wait", "ok", "bad"];
-  const shares = [...Object.entries(state.split), ...(rest ? [["default", rest]] : [])];
+  const shares = [...Object.entries(routing.split), ...(rest ? [["default", rest]] : [])];
   return [
     h("h3", null, "Routing"),
     shares.length > 1 ? parts(shares.map(([target, share], i) => ({ size: share, tone: target === "default" ? "dim" : tones[i % 4], label: `${target} ${share} %` })), shares.map(([target, share]) => `${target} ${share} %`).join(", ")) : null,
     facts([
       ["New tasks", shares.map(([target, share], i) => [i ? ", " : "", name(target, { most: 24 }), ` ${share}\u202f%`])],
-      Object.keys(state.aliases).length && ["Aliases", Object.entries(state.aliases).map(([alias, version], i) => [i ? ", " : "", name(alias, { most: 24 }), " → ", h("span", { class: "mono" }, plain(version))])],
-      state.rules.length && ["Rules, before the split", state.rules.map((rule, i) => [i ? "; " : "", plain(rule.tenant ? `tenant ${rule.tenant}` : rule.tier ? `tier ${rule.tier}` : rule.header), " → ", name(rule.to, { most: 24 })])],
-      ["Stays with its target", state.sticky === "tenant" ? "each tenant" : "each caller"],
-      ["Changed", h("span", { title: exactly(state.changed_at) }, ago(state.changed_at, ctx.now()), " by ", name(state.by, { most: 30 }), `, generation ${count(state.generation)}`)],
+      Object.keys(routing.aliases).length && ["Aliases", Object.entries(routing.aliases).map(([alias, version], i) => [i ? ", " : "", name(alias, { most: 24 }), " → ", h("span", { class: "mono" }, plain(version))])],
+      routing.rules.length && ["Rules, before the split", routing.rules.map((rule, i) => [i ? "; " : "", ruleText(rule), " → ", name(rule.to, { most: 24 })])],
+      Object.keys(routing.stages).length && ["Stages", Object.entries(routing.stages).map(([version, stage], i) => [i ? ", " : "", h("span", { class: "mono" }, plain(version)), ` ${plain(stage)}`])],
+      routing.approval && ["Approval", "traffic goes to approved versions alone"],
+      routing.shadow && ["Shadow", h("span", null, `copies of ${percent(routing.shadow.percent / 100)} go to `, name(routing.shadow.to, { most: 24 }))],
+      ["Stays with its target", routing.sticky === "tenant" ? "each tenant" : "each caller"],
+      ["Changed", h("span", { title: exactly(routing.changed_at) }, ago(routing.changed_at, ctx.now()), " by ", name(routing.by, { most: 30 }), `, generation ${count(routing.generation)}`)],
     ]),
+    copies ? shadowed(copies) : null,
   ];
 }
 
+// What copies of tasks said, beside the tasks.
+function shadowed({ summaries, drops }) {
+  const lost = Object.entries(drops);
+  return [
+    h("h3", null, "Copies beside their tasks"),
+    table(["Version", "Copies went to", ["Pairs", "num"], ["Both completed", "num"], ["Same tokens", "num"], ["Same until they differ", "num"], ["Same end", "num"], ["Length", "num"], ["Time", "num"]],
+      summaries.map((row) => ({ key: `${row.version} ${row.shadow}`, cells: [h("span", { class: "mono" }, plain(row.version)), h("span", { class: "mono" }, plain(row.shadow)), count(row.pairs), count(row.completed), percent(row.equal), percent(row.same), percent(row.same_reason), times(row.length), times(row.time)] })),
+      { label: "Shadow traffic", none: "No copy has ended yet." }),
+    lost.length ? h("p", { class: "dim" }, "Not copied or not compared: ", lost.map(([reason, number], i) => `${i ? ", " : ""}${count(number)} ${plain(reason)}`)) : null,
+  ];
+}
+const times = (ratio) => (ratio === null ? "–" : `${amount(ratio)}\u202f×`);
+
 // ---- what changes something ----
 
-const pathOf = (model) => model.split("/").map(encodeURIComponent).join("/");
-let fieldNumber = 0;
-function field(title, make) {
-  const id = `field-${++fieldNumber}`;
-  return h("div", null, h("label", { for: id }, title), make(id));
-}
-
-// Aliases and the split, from the generation that is shown: who changed them meanwhile is not overwritten.
-function changes(model, now, pools, ctx) {
+// Rollouts, and where new tasks go: from the generation that is shown: who changed them meanwhile is not overwritten.
+function changes(model, now, pools, rollouts, ctx) {
   if (!ctx.may("admin")) return null;
-  const versions = [...new Set([now.default, ...pools.map((pool) => pool.version), ...Object.values(now.aliases)])].filter(Boolean);
+  const versions = [...new Set([now.default, ...pools.map((pool) => pool.version), ...Object.values(now.aliases), ...Object.keys(now.stages)])].filter(Boolean);
   const targets = [...new Set([...Object.keys(now.aliases), ...Object.keys(now.split), ...versions])].filter((target) => target !== now.default);
   const send = (change) => ctx.api.post(`v1/routing/${pathOf(model.id)}`, { generation: now.generation, ...change });
   const alias = () => ctx.confirm({
@@ -114,14 +129,31 @@ function changes(model, now, pools, ctx) {
       return shares.length ? `The split is ${shares.map(([target, share]) => `${target} ${share} %`).join(", ")}.` : "All new tasks go to the default.";
     },
   });
-  return h("div", { class: "actions" }, button("Change an alias", alias), targets.length ? button("Change the split", split) : null);
+  const toDefault = () => ctx.confirm({
+    title: `Change the default of ${plain(model.id)}?`, verb: "Change the default", danger: true,
+    text: `All new tasks that neither name a version nor get one by a rule or the split go there at once, without any comparison. It is ${plain(now.default)} now. A rollout gets there by steps, and goes back by itself.`,
+    fields: [field("Default", (id) => h("select", { id, name: "default" }, targets.map((target) => h("option", { value: target }, plain(target)))))],
+    run: async (form) => `The default is ${(await send({ default: String(form.get("default")) })).default} now.`,
+  });
+  const rule = () => ctx.confirm({
+    title: `Send some tasks of ${plain(model.id)} elsewhere?`, verb: "Add the rule",
+    text: "New tasks that it fits go to the version or alias, before the split, at once. Of several rules the first that fits counts; this one is the last.",
+    fields: [
+      field("Tasks", (id) => h("select", { id, name: "by" }, [["tenant", "of the tenant"], ["tier", `of the tier (${TIERS.join(", ")})`], ["header", "with the header (Name: value)"]].map(([value, text]) => h("option", { value }, text)))),
+      field("Which", (id) => h("input", { id, name: "which", required: true, maxlength: "500", autocomplete: "off", spellcheck: "false" })),
+      field("Go to", (id) => h("select", { id, name: "to" }, [...targets, now.default].map((target) => h("option", { value: target }, plain(target))))),
+    ],
+    run: async (form) => `It has ${(await send({ rules: [...now.rules.map(bare), { to: String(form.get("to")), [form.get("by")]: String(form.get("which")).trim() }] })).rules.length} rules now.`,
+  });
+  const unrule = () => ctx.confirm({
+    title: `Remove a rule of ${plain(model.id)}?`, verb: "Remove it", danger: true,
+    text: "New tasks that it sent elsewhere go by the rules behind it, the split and the default at once.",
+    fields: [field("Rule", (id) => h("select", { id, name: "rule" }, now.rules.map((each, i) => h("option", { value: String(i) }, `${ruleText(each)} → ${plain(each.to)}`))))],
+    run: async (form) => `It has ${(await send({ rules: now.rules.filter((_, i) => String(i) !== form.get("rule")).map(bare) })).rules.length} rules now.`,
+  });
+  return h("div", { class: "actions" }, moving(rollouts, model.id) ? null : starting(model, targets, now, ctx), button("Change an alias", alias), targets.length ? [button("Change the split", split), button("Add a rule", rule)] : null, now.rules.length ? button("Remove a rule", unrule) : null, targets.length ? button("Change the default", toDefault) : null);
 }
 
-function ended(rollout, ctx) {
-  if (!ctx.may("admin") || rollout.phase !== "starting") return null;
-  return button("End it", () => ctx.confirm({
-    title: `End the rollout of ${plain(rollout.model)}?`, verb: "End it", danger: true,
-    text: `Version ${plain(rollout.version)} gets no new tasks; they go on to ${plain(rollout.before)}. Workers that were started for it end.`,
-    run: async () => `The rollout is ${(await ctx.api.act(`v1/rollouts/${pathOf(rollout.model)}/abort`)).phase}.`,
-  }), "danger");
-}
+const ruleText = (rule) => plain(rule.tenant ? `tenant ${rule.tenant}` : rule.tier ? `tier ${rule.tier}` : rule.header);
+// What a rule says: unset fields stay away.
+const bare = (rule) => Object.fromEntries(Object.entries(rule).filter(([, value]) => value !== null));

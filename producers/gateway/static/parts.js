@@ -33,7 +33,8 @@ const TONES = {
   queued: "wait", in_progress: "run", completed: "ok", failed: "bad", cancelled: "dim", incomplete: "warn",
   ready: "ok", draining: "warn", unready: "bad", active: "ok", disabled: "warn", expired: "dim", revoked: "dim",
   due: "wait", delivered: "ok", dead: "bad", starting: "run", done: "ok", validating: "run", finalizing: "run",
-  cancelling: "warn", normal: "ok", shed: "warn", shorten: "warn", priority: "bad",
+  cancelling: "warn", preparing: "wait", judging: "run", paused: "warn", promoted: "ok", rolled_back: "bad", aborted: "warn",
+  worse: "bad", "looks worse": "warn", normal: "ok", shed: "warn", shorten: "warn", priority: "bad",
 };
 export const state = (text) => h("span", { class: `state ${TONES[text] ?? "dim"}` }, plain(text ?? "unknown").replace("_", " "));
 
@@ -86,3 +87,12 @@ export const tabs = (hash, query, field, choices, chosen, label) =>
   }));
 
 export const modelName = (text) => name(text, { most: 40 });
+
+// A model's or pool's name within a path.
+export const pathOf = (text) => text.split("/").map(encodeURIComponent).join("/");
+let fieldNumber = 0;
+// A field of a question, with its label.
+export function field(title, make) {
+  const id = `field-${++fieldNumber}`;
+  return h("div", null, h("label", { for: id }, title), make(id));
+}

@@ -168,6 +168,45 @@ async def test_an_alias_the_split_and_a_rollout_are_changed_from_the_page(
     assert [did for _, did, _ in audited(door.http)][:3] == ["rollout.abort", "model.route", "model.route"]
 
 
+async def test_a_rollout_is_begun_moved_and_read_on_the_page_and_a_rule_and_the_default_are_changed(
+    look: Look, door: Door, routed: Redis
+) -> None:
+    page = await look(door, "models")
+    dialog, said = page.get_by_role("dialog"), page.locator("#said")
+
+    async def ask(button: str, *words: str, **fields: str) -> None:
+        await page.get_by_role("button", name=button, exact=True).click()
+        for word in words:
+            await expect(dialog).to_contain_text(word)
+        for label, value in fields.items():
+            await dialog.get_by_label(label.replace("_", " ")).fill(value)
+        await dialog.locator("button[type=submit]").click()
+
+    await ask("Start a rollout", f"compares it with {CARD.version}", Steps="10 50")
+    await expect(said).to_have_text(f"The rollout to {OTHER.version} is preparing.")
+    await ask("Next step", "gets 10\u202f% of the new tasks of tiny")
+    await expect(said).to_have_text("The rollout is judging.")
+    decisions = page.get_by_role("region", name="Decisions on tiny")
+    await expect(decisions).to_contain_text("an operator promoted it")
+    await expect(page.get_by_role("region", name="Metrics of tiny")).to_contain_text("not found worse")
+    await ask("Pause it", "stays at 10\u202f%")
+    await expect(said).to_have_text("The rollout is paused.")
+    await ask("End it", f"they go to {CARD.version}")
+    await expect(said).to_have_text("The rollout is aborted.")
+    await expect(decisions).to_contain_text("an operator aborted it")
+    await expect(page.get_by_role("button", name="End it")).to_have_count(0)
+    await ask("Add a rule", "before the split", Which="acme")
+    await expect(said).to_have_text("It has 1 rules now.")
+    await ask("Change the default", f"It is {CARD.version} now")
+    await expect(said).to_have_text(f"The default is {OTHER.version} now.")
+    now = routing.read(routed, "tiny")
+    assert now is not None
+    assert ([rule.tenant for rule in now.rules], now.default) == (["acme"], OTHER.version)
+    assert [did for _, did, _ in audited(door.http) if did.startswith("rollout")] == [
+        f"rollout.{name}" for name in ("abort", "pause", "promote", "start")
+    ]
+
+
 @dataclass(frozen=True)
 class Keyed:
     """A gateway that asks for keys, and two of them."""
