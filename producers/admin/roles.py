@@ -91,7 +91,9 @@ _QUEUES: Final = "penstock:queue:*"
 _PROBE, _PROBE_CHANNEL = "penstock:task:probe penstock:task:probe:stream", "penstock:tokens:probe"
 _IDEMPOTENCY: Final = "penstock:idempotency:* penstock:idempotent:*"
 _FILES: Final = "penstock:file:* penstock:files:*"
-_SCALING: Final = "penstock:scale:leader penstock:scale:pools penstock:scale:retries penstock:scale:decisions"
+_SCALING: Final = (
+    "penstock:scale:leader penstock:scale:pools penstock:scale:retries penstock:scale:decisions penstock:scale:pins"
+)
 #: Celery's remote control and events, and kombu's tables of queues.
 _CELERY: Final = "_kombu.* *.celery.pidbox*"
 _CONTROL_CHANNEL: Final = "/0.celery.pidbox"
@@ -118,7 +120,8 @@ ROLES: Final[dict[str, Rights]] = {
     "gateway": Rights(
         f"{_TASKS} {_QUEUES} {_FILES} {_IDEMPOTENCY} penstock:keys penstock:audit penstock:audit:* "
         "penstock:tenants:limits penstock:weights penstock:webhooks:* penstock:usage penstock:usage:* "
-        "penstock:scale:retries penstock:swept penstock:sqs:* penstock:dead penstock:reaped penstock:feedback "
+        "penstock:scale:retries penstock:scale:pins penstock:swept penstock:sqs:* penstock:dead "
+        "penstock:reaped penstock:feedback "
         # Operators change routing and end rollouts over HTTP.
         "penstock:routing:* penstock:models penstock:versions penstock:pools penstock:rollouts penstock:canaries "
         "penstock:canaries:*",

@@ -62,6 +62,7 @@ PROFILES: Final = "penstock:profiles"  # hash: model@version -> what its workers
 SCALE_LEADER: Final = "penstock:scale:leader"  # string with a TTL: the autoscaler that leads
 SCALE_POOLS: Final = "penstock:scale:pools"  # hash: pool -> its latest decision (JSON, `producers.store.fleet.scaling`)
 SCALE_RETRIES: Final = "penstock:scale:retries"  # hash: pool -> unix s; an operator asked for another try
+SCALE_PINS: Final = "penstock:scale:pins"  # hash: pool -> JSON; an operator set its number of workers
 SCALE_DECISIONS: Final = "penstock:scale:decisions"  # stream: decisions that changed something, the latest 10,000
 ROLLOUTS: Final = "penstock:rollouts"  # hash: model -> its rolling update (JSON, `producers.store.fleet.rollouts`)
 FEEDBACK: Final = "penstock:feedback"  # stream: scores of finished tasks (`producers.store.feedback`)

@@ -11,10 +11,10 @@ import asyncio
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from redis import Redis
 
 from producers.admin import routes
@@ -22,32 +22,13 @@ from producers.connection.connect import connect
 from producers.gateway.context import gateway_of
 from producers.gateway.http.authorization import ADMINISTERS, actor_of
 from producers.gateway.http.errors import Problem
-from producers.gateway.http.request_body import SETTINGS, documented, read_object
+from producers.gateway.http.request_body import documented, read_as, schema_of
 from producers.gateway.operations import RoutingView
 from producers.gateway.tasks.views import errors
 from producers.store.fleet.routing import DEFAULT, Routing, RoutingError, Rule
 
 T = TypeVar("T")
-B = TypeVar("B", bound=BaseModel)
 router = APIRouter(prefix="/v1", tags=["fleet"], dependencies=ADMINISTERS)
-
-
-def schema_of(kind: type[BaseModel]) -> dict[str, Any]:
-    """A model's JSON schema without references: in OpenAPI's document they would lead elsewhere."""
-    schema = kind.model_json_schema()
-    definitions = schema.pop("$defs", {})
-
-    def inlined(node: Any) -> Any:
-        if isinstance(node, list):
-            return [inlined(item) for item in node]
-        if not isinstance(node, dict):
-            return node
-        if "$ref" in node:
-            return inlined(definitions[node["$ref"].rpartition("/")[2]])
-        return {name: inlined(value) for name, value in node.items()}
-
-    result: dict[str, Any] = inlined(schema)
-    return result
 
 
 class RuleChange(BaseModel):
@@ -94,7 +75,7 @@ class _Changed(Exception):
 )
 async def change_routing(request: Request, model: str) -> RoutingView:
     """Change aliases, the split, rules and the default of new tasks, in one step."""
-    change = await read_as(request, RoutingChange)
+    change = await read_as(request, RoutingChange, gateway_of(request).settings.max_body)
     if change.aliases and DEFAULT in change.aliases:
         message = "The default is no alias: the field `default` changes it, and the model's card with it."
         raise Problem(400, message, code="invalid_value", param=f"aliases.{DEFAULT}")
@@ -139,17 +120,6 @@ def _words(change: RoutingChange) -> str:
     words += [] if change.rules is None else [f"{len(change.rules)} rules"]
     words += [] if change.default is None else [f"{DEFAULT}={change.default}"]
     return ", ".join(words)
-
-
-async def read_as(request: Request, kind: type[B]) -> B:
-    """A body's settings. Raises Problem, which names the field."""
-    body = await read_object(request, min(gateway_of(request).settings.max_body, SETTINGS))
-    try:
-        return kind.model_validate(body)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise Problem(400, f"{place}: {first['msg']}.", code="invalid_value", param=place[:100]) from None
 
 
 async def on_thread(request: Request, work: Callable[[Redis], T]) -> T:

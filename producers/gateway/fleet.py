@@ -24,7 +24,7 @@ from producers.gateway.context import gateway_of
 from producers.gateway.http.authorization import MEASURES
 from producers.gateway.samples import Reading, Samples
 from producers.store.fleet.cards import profile_field
-from producers.store.fleet.scaling import is_fresh
+from producers.store.fleet.scaling import Pin, is_fresh
 
 #: Most workers, pools and queues that one answer has.
 MAX_ROWS: Final = 1000
@@ -96,9 +96,13 @@ class DecisionView(BaseModel):
     reason: str
     trouble: str = Field(description="what keeps workers from coming up; empty if nothing does")
     current: bool = Field(description="whether it counts still: false once nobody decides")
+    pinned: int | None = Field(description="the number that an operator set; null: the policy decides")
+    pinned_by: str | None
+    pinned_until: float | None = Field(description="unix seconds; null: until it is removed")
 
     @classmethod
     def of(cls, state: Mapping[str, Any], now: float) -> Self:
+        pin = Pin.of(state.get("pin"))
         return cls(
             at=sane(state.get("at")),
             by=text(state.get("by") or ""),
@@ -107,6 +111,9 @@ class DecisionView(BaseModel):
             reason=text(state.get("reason") or ""),
             trouble=text(state.get("trouble") or ""),
             current=is_fresh(state.get("at"), now),
+            pinned=None if pin is None else pin.workers,
+            pinned_by=None if pin is None else text(pin.by),
+            pinned_until=None if pin is None else pin.until,
         )
 
 

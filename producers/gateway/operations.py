@@ -1,6 +1,6 @@
 """What operators look up and do beside keys, dead letters and the fleet: scaling, rollouts, webhooks' deliveries.
 
-    /v1/scaling              decisions of the autoscaler; another try to start workers
+    /v1/scaling              decisions of the autoscaler; another try to start workers; a number of workers
     /v1/workers              tell one to drain
     /v1/routing              which versions new tasks go to
     /v1/shadows/{name}       copies of tasks for another version, compared
@@ -20,7 +20,7 @@ from dataclasses import asdict
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from redis.asyncio import Redis
 
 from producers.connection.script import aexecute_many, arun, seconds
@@ -32,6 +32,7 @@ from producers.gateway.context import gateway_of
 from producers.gateway.fleet import MAX_ROWS, DecisionView, text
 from producers.gateway.http.authorization import ADMINISTERS, ANYBODY, MEASURES, actor_of, principal_of
 from producers.gateway.http.errors import ONCE, Problem
+from producers.gateway.http.request_body import documented, read_as
 from producers.gateway.tasks.views import errors
 from producers.release import release
 from producers.store import outbox, shadows
@@ -139,15 +140,71 @@ async def decisions(
 )
 async def retry(request: Request, pool: str) -> ScalingRetried:
     """Try at once to start workers of a pool whose starts failed; the failures so far are forgotten."""
-    store = gateway_of(request).client.store
+    store = _store(request)
+    state, now = await _scaled(store, pool)
+    await scaling.retry(store, pool)
+    await audit.append(store, actor_of(request).did("scaling.retry", pool))
+    return ScalingRetried(pool=text(pool), at_once=scaling.is_fresh(state.get("at"), now))
+
+
+class ScalingPin(BaseModel):
+    """A number of workers, in place of the policy's."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    workers: int = Field(ge=0, le=10**6, description="at most the pool's `max`")
+    for_s: float | None = Field(None, gt=0, le=366 * 86_400, description="how long (s); null: until it is removed")
+
+
+class ScalingPinned(BaseModel):
+    object: Literal["scaling.pinned"] = "scaling.pinned"
+    pool: str
+    workers: int | None = Field(description="null: the policy decides")
+    until: float | None = Field(description="unix seconds; null: until it is removed")
+    current: bool = Field(description="false: no autoscaler leads; the next one goes by it")
+
+
+@router.post(
+    "/scaling/{pool:path}/pin",
+    dependencies=ADMINISTERS,
+    response_model=ScalingPinned,
+    responses=errors(404, 413, 415),
+    openapi_extra=documented(ScalingPin.model_json_schema()),
+)
+async def pin(request: Request, pool: str) -> ScalingPinned:
+    """Set a pool's number of workers, in place of the autoscaler's policy, for a time or until it is removed."""
+    wanted = await read_as(request, ScalingPin, gateway_of(request).settings.max_body)
+    store, actor = _store(request), actor_of(request)
+    state, now = await _scaled(store, pool)
+    try:
+        scaling.checked_pin(state, wanted.workers)
+    except ValueError as error:
+        raise Problem(400, f"{error}.", code="invalid_value", param="workers") from None
+    until = None if wanted.for_s is None else now + wanted.for_s
+    change = actor.did("scaling.pin", f"{pool}: {wanted.workers}")
+    await scaling.pin(store, pool, scaling.Pin(wanted.workers, actor.by, now, until), change)
+    current = scaling.is_fresh(state.get("at"), now)
+    return ScalingPinned(pool=text(pool), workers=wanted.workers, until=until, current=current)
+
+
+@router.delete(
+    "/scaling/{pool:path}/pin", dependencies=ADMINISTERS, response_model=ScalingPinned, responses=errors(404)
+)
+async def unpin(request: Request, pool: str) -> ScalingPinned:
+    """Let the autoscaler's policy decide a pool's number of workers again."""
+    store = _store(request)
+    state, now = await _scaled(store, pool)
+    await scaling.unpin(store, pool, actor_of(request).did("scaling.unpin", pool))
+    return ScalingPinned(pool=text(pool), workers=None, until=None, current=scaling.is_fresh(state.get("at"), now))
+
+
+async def _scaled(store: Redis, pool: str) -> tuple[dict[str, Any], float]:
+    """A pool's state, and the store's clock. Raises Problem for one that nobody scales."""
     states = await scaling.states(store)
     if pool not in states:
         message = f"Nobody scales a pool {shown(pool)}: GET /v1/fleet lists the pools."
         raise Problem(404, message, code="pool_not_found")
-    now = seconds(await store.time())
-    await scaling.retry(store, pool)
-    await audit.append(store, actor_of(request).did("scaling.retry", pool))
-    return ScalingRetried(pool=text(pool), at_once=scaling.is_fresh(states[pool].get("at"), now))
+    return states[pool], seconds(await store.time())
 
 
 # ---- workers -------------------------------------------------------------------------------------------------------

@@ -24,12 +24,12 @@ from redis.exceptions import NoPermissionError
 from producers.contract import keys
 from producers.contract.profile import sane
 from producers.errors import shown
-from producers.gateway.changes import on_thread, read_as, refused, schema_of
+from producers.gateway.changes import on_thread, refused
 from producers.gateway.context import gateway_of
 from producers.gateway.fleet import MAX_ROWS, text
 from producers.gateway.http.authorization import ADMINISTERS, MEASURES, actor_of
 from producers.gateway.http.errors import Problem
-from producers.gateway.http.request_body import documented
+from producers.gateway.http.request_body import documented, read_as, schema_of
 from producers.gateway.tasks.views import errors
 from producers.rollouts import operations
 from producers.rollouts.metrics import defaults
@@ -286,7 +286,7 @@ async def start_rollout(request: Request, model: str) -> JudgedRollout:
     The sweeper that leads carries it out. The version's workers come up first: start them now, unless `penstock up` or
     an autoscaler does.
     """
-    start = await read_as(request, RolloutStart)
+    start = await read_as(request, RolloutStart, gateway_of(request).settings.max_body)
     try:
         plan = start.plan()
     except RolloutError as error:

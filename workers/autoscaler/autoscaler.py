@@ -19,6 +19,8 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from redis.exceptions import NoPermissionError
+
 from producers.admin.fleet import Fleet, read_fleet
 from producers.broker.base import Broker
 from producers.client.aio import AsyncClient
@@ -92,6 +94,7 @@ class Autoscaler:
         self._acts: dict[str, asyncio.Task[None]] = {}
         self._gone: set[str] = set()
         self._well_at = time.monotonic()
+        self._pins: dict[str, scaling.Pin] = {}
         self._clock = 0.0
         """The store's clock minus ours, as last read."""
         self._trouble = ""
@@ -173,7 +176,7 @@ class Autoscaler:
     def _decided(self, control: Control, fleet: Fleet | None, at: float) -> State | None:
         """One pool's state. None if nothing is known, or deciding fails: then the pool stays as it is."""
         try:
-            return control.decide(fleet, at, self.settings.name)
+            return control.decide(fleet, at, self.settings.name, self._pins.get(control.settings.name))
         except Exception as error:  # a fault of ours in one pool must not end the scaling of the others
             log.exception("no decision could be made of %s, which stays as it is", control.settings.name)
             self._faulty, self._trouble = True, f"{control.settings.name}: {type(error).__name__}: {error}"
@@ -184,12 +187,19 @@ class Autoscaler:
         try:
             async with asyncio.timeout(LIMIT_S):
                 fleet = await read_fleet(self._client.store, self._client.broker)
+                self._pins = await self._read_pins()
         except FAILURES as error:
             self._trouble = f"the store or the broker cannot be read: {error_text(error)}"
             warn_throttled(log, "holds what there is, since store or broker cannot be read: %s", error)
             return None
         self._clock = fleet.at - time.time()
         return fleet
+
+    async def _read_pins(self) -> dict[str, scaling.Pin]:
+        try:
+            return await scaling.pins(self._client.store)
+        except NoPermissionError:  # users of the server as an earlier release made them
+            return {}
 
     def _take(self, scaled: list[Scaled]) -> None:
         """Begins with new pools and drops those that are gone."""
@@ -229,6 +239,8 @@ class Autoscaler:
         try:
             async with asyncio.timeout(LIMIT_S):
                 answers = await asyncio.gather(*(arun(self._client.store, call) for call in calls))
+                for name in self._gone & self._pins.keys():
+                    await scaling.unpin(self._client.store, name)
         except FAILURES as error:
             self._trouble = f"decisions cannot be kept, so they are not acted on: {error_text(error)}"
             warn_throttled(log, "cannot keep decisions, and does not act on them: %s", error)

@@ -32,7 +32,7 @@ from producers.admin.fleet import Fleet
 from producers.client.submission import SETTLED_S
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import error_text
-from producers.store.fleet.scaling import is_fresh
+from producers.store.fleet.scaling import Pin, is_fresh
 from workers.autoscaler import watch
 from workers.autoscaler.actuators import Actual, Actuator
 from workers.autoscaler.policy import STRICT, Count, Decision, Memory, Rules, Signals, decide, restored
@@ -287,12 +287,14 @@ class Control:
         self._old_since: float | None = None
         self._stranded, self._stranded_since = "", 0.0
         self._shown: tuple[Any, ...] = ()
+        self._pin: Pin | None = None
 
-    def decide(self, fleet: Fleet | None, at: float, by: str) -> dict[str, Any] | None:
+    def decide(self, fleet: Fleet | None, at: float, by: str, pin: Pin | None = None) -> dict[str, Any] | None:
         """The pool's new state (`producers.store.fleet.scaling`); None while nothing is known of it.
 
-        `fleet`: None if it could not be read; then everything stays as it is.
+        `fleet`: None if it could not be read; then everything stays as it is. `pin`: an operator's, which decides.
         """
+        self._pin = pin if pin is not None and pin.holds(at) else None
         if fleet is not None and not self._restored:
             self._restore(fleet)
         if self._memory is None:
@@ -302,7 +304,7 @@ class Control:
         self._before = self._memory
         if fleet is None:
             decision, self._memory = decide(self._rules, None, self._memory)
-            return self._state(at, decision, None, by)
+            return self._state(at, self._pinned(decision), None, by)
         self._rules, old = rules_now(fleet, self.settings)
         signals = watch.signals(fleet, self.settings)
         decision, self._memory = _decided(self._rules, signals, self._memory)
@@ -311,15 +313,29 @@ class Control:
         if settled and watch.remaining_tasks(fleet, self.settings) == 0:
             decision = Decision(0, "0: another version has replaced it, and nothing of it is left", decision.raw)
             self._memory = replace(self._memory, wanted=0)
+        decision = self._pinned(decision)
         self.target = decision.target
         self._watch_starts(fleet, signals, decision.target)
         before, self._stranded = self._stranded, watch.stranded(fleet, self.settings)
         self._stranded_since = self._stranded_since if before else at
         return self._state(at, decision, signals, by)
 
+    def _pinned(self, decision: Decision) -> Decision:
+        """The decision, or an operator's in its place, within the most that the settings allow.
+
+        The policy remembers the pinned number, so that it goes on from there when the pin ends.
+        """
+        if self._pin is None or self._memory is None:
+            return decision
+        target = min(self._pin.workers, self.settings.rules.max)
+        reason = f"{target}: pinned by {self._pin.by}; without the pin {decision.target}: {decision.reason}"
+        if target != self._memory.wanted:
+            self._memory = replace(self._memory, wanted=target, changed_at=self._memory.seen_at)
+        return Decision(target, reason, decision.raw)
+
     def changed(self, state: dict[str, Any]) -> bool:
-        """Whether the state differs from the last one in its number or its trouble. Remaining times do not count."""
-        shown = (state["wanted"], state["told"], self._starts.failures, bool(state["trouble"]))
+        """Whether the state differs from the last one in its number, pin or trouble. Remaining times do not count."""
+        shown = (state["wanted"], state["told"], self._starts.failures, bool(state["trouble"]), state["pin"])
         before, self._shown = self._shown, shown
         return before != shown
 
@@ -353,7 +369,10 @@ class Control:
             self._kept = max(0, int(kept["wanted"]))
             if is_fresh(kept["at"], fleet.at) and kept["memory"] is not None:
                 self._memory = restored(Memory, kept["memory"])
-                self._shown = (kept["wanted"], kept["told"], self._starts.failures, bool(kept["trouble"]))
+                self._shown = (
+                    *(kept["wanted"], kept["told"], self._starts.failures, bool(kept["trouble"])),
+                    kept.get("pin"),
+                )
         except (TypeError, KeyError, ValueError, AttributeError, ArithmeticError) as error:
             log.warning(
                 "the kept state of %s cannot be read (%r): it begins anew, with the workers there are", name, error
@@ -432,6 +451,7 @@ class Control:
             "actual": None if acting is None or acting.actual is None else asdict(acting.actual),
             "actuator": "" if acting is None else acting.actuator.name,
             "trouble": self._trouble(at, requested),
+            "pin": None if self._pin is None else asdict(self._pin),
             "given_up": self._starts.given_up(at, self.settings.tries),
             "by": by,
         }

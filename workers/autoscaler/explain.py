@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any, Final
 
-from producers.store.fleet.scaling import is_fresh
+from producers.store.fleet.scaling import Pin, is_fresh
 
 #: What a kept state lacks, if it is of another release or makes no sense.
 UNREADABLE: Final = "its kept state cannot be read; the autoscaler that leads writes a new one"
@@ -57,6 +57,9 @@ def _workers(number: int) -> str:
 
 def _body(state: State, now: float) -> Iterator[str]:
     yield f"why        {state['reason']}"
+    if (pin := Pin.of(state.get("pin"))) is not None:
+        until = "until it is unpinned" if pin.until is None else f"for {max(0.0, pin.until - now):.0f} s more"
+        yield f"pinned     at {pin.workers} by {pin.by} since {max(0.0, now - pin.at):.0f} s, {until}"
     if state["trouble"]:
         yield f"trouble    {state['trouble']}"
     signals, rules, memory = state["signals"], state["rules"], state["memory"]

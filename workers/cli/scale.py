@@ -1,5 +1,5 @@
-"""`penstock scale`: how many workers pools have and why, another try for one whose workers do not come up, and
-`scale simulate`, which runs a trace of arrivals through the scaling policy and through others beside it.
+"""`penstock scale`: how many workers pools have and why, another try for one whose workers do not come up, a number
+that an operator sets, and `scale simulate`, which runs a trace of arrivals through the scaling policy, beside others.
 """
 
 from __future__ import annotations
@@ -95,6 +95,55 @@ def retry(pool: Pool, broker: Broker = None, store: Store = None, data_dir: Data
                 raise Failure(_unknown(name, states))
             loop.run(scaling.retry(client.store, name))
             say(f"{name}: {'the next try is now' if scaling.is_fresh(states[name].get('at'), now) else _LATER}")
+
+
+@app.shown("penstock scale pin tiny 2 --for 2h")
+def pin(
+    pool: Pool,
+    workers: Annotated[int, typer.Argument(min=0, help="Its number of workers, at most its setting max.")],
+    time: Annotated[
+        str | None, typer.Option("--for", metavar="TIME", help="How long: 90s, 10m, 2h. Unset: until `scale unpin`.")
+    ] = None,
+    broker: Broker = None,
+    store: Store = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Set a pool's number of workers, in place of the policy, which goes on from there when the pin ends."""
+    from producers.store.access.audit import Change, operator
+    from producers.store.fleet import scaling
+    from workers.cli.rollouts import seconds
+
+    lasts = None if time is None else seconds(time)
+    with system(broker, store, data_dir) as (client, loop):
+        now, states = loop.run(_states(client))
+        names = _named(pool, states)
+        for name in names:
+            if name not in states:
+                raise Failure(_unknown(name, states))
+            with refusing(ValueError):
+                scaling.checked_pin(states[name], workers)
+        for name in names:
+            pinned = scaling.Pin(workers, operator(), now, None if lasts is None else now + lasts)
+            change = Change(operator(), "scaling.pin", f"{name}: {workers}")
+            loop.run(scaling.pin(client.store, name, pinned, change))
+            leads = scaling.is_fresh(states[name].get("at"), now)
+            until = "until it is unpinned" if time is None else f"for {time}"
+            say(f"{name}: pinned at {workers}, {until}" + ("" if leads else f"; {_LATER.partition(';')[0]} now"))
+
+
+@app.shown("penstock scale unpin tiny")
+def unpin(pool: Pool, broker: Broker = None, store: Store = None, data_dir: DataDir = None) -> None:
+    """Let the policy decide a pool's number of workers again."""
+    from producers.store.access.audit import Change, operator
+    from producers.store.fleet import scaling
+
+    with system(broker, store, data_dir) as (client, loop):
+        _, states = loop.run(_states(client))
+        for name in _named(pool, states):
+            removed = loop.run(scaling.unpin(client.store, name, Change(operator(), "scaling.unpin", name)))
+            if not removed and name not in states:
+                raise Failure(_unknown(name, states))
+            say(f"{name}: {'the policy decides again' if removed else 'it was not pinned'}")
 
 
 async def _states(client: AsyncClient) -> tuple[float, dict[str, dict[str, Any]]]:

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from fastapi import Request
+from pydantic import BaseModel, ValidationError
 
 from producers.connection.turns import OWNER
 from producers.contract.json_parts import MAX_PARTS, count_parts, count_values
@@ -35,6 +36,7 @@ from producers.gateway.http.idempotency import note_body
 from producers.gateway.http.request_state import Work, sticky_in, work_of
 
 T = TypeVar("T")
+B = TypeVar("B", bound=BaseModel)
 #: A too large body is read and discarded up to this many times the limit: a client that is cut off while it sends sees
 #: a broken connection instead of the error.
 COURTESY = 4
@@ -255,6 +257,38 @@ def _too_large(limit: int) -> Problem:
 def documented(schema: Mapping[str, Any], *, required: bool = True) -> dict[str, Any]:
     """A JSON body for OpenAPI (`openapi_extra` of an endpoint)."""
     return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
+
+
+def schema_of(kind: type[BaseModel]) -> dict[str, Any]:
+    """A model's JSON schema without references: in OpenAPI's document they would lead elsewhere."""
+    schema = kind.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def inlined(node: Any) -> Any:
+        if isinstance(node, list):
+            return [inlined(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return inlined(definitions[node["$ref"].rpartition("/")[2]])
+        return {name: inlined(value) for name, value in node.items()}
+
+    result: dict[str, Any] = inlined(schema)
+    return result
+
+
+async def read_as(request: Request, kind: type[B], limit: int) -> B:
+    """A small body as a pydantic model. `limit`: the most bytes, where it is below SETTINGS.
+
+    Raises as `read_object`, and Problem, which names a bad field.
+    """
+    body = await read_object(request, min(limit, SETTINGS))
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise Problem(400, f"{place}: {first['msg']}.", code="invalid_value", param=place[:100]) from None
 
 
 async def fields_of(

@@ -33,7 +33,7 @@ const TONES = {
   queued: "wait", in_progress: "run", completed: "ok", failed: "bad", cancelled: "dim", incomplete: "warn",
   ready: "ok", draining: "warn", unready: "bad", active: "ok", disabled: "warn", expired: "dim", revoked: "dim",
   due: "wait", delivered: "ok", dead: "bad", starting: "run", done: "ok", validating: "run", finalizing: "run",
-  cancelling: "warn", preparing: "wait", judging: "run", paused: "warn", promoted: "ok", rolled_back: "bad", aborted: "warn",
+  cancelling: "warn", pinned: "warn", preparing: "wait", judging: "run", paused: "warn", promoted: "ok", rolled_back: "bad", aborted: "warn",
   worse: "bad", "looks worse": "warn", normal: "ok", shed: "warn", shorten: "warn", priority: "bad",
 };
 export const state = (text) => h("span", { class: `state ${TONES[text] ?? "dim"}` }, plain(text ?? "unknown").replace("_", " "));

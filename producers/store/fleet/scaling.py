@@ -16,6 +16,7 @@ A pool's state, one JSON object in the hash `penstock:scale:pools` under the poo
     actual    {"wanted", "up", "failing", "failures"}: what the actuator found; null with no actuator
     actuator  its name, or "" where another program follows the exported number
     trouble   what keeps workers from coming up, in words; empty if nothing does
+    pin       {"workers", "by", "at", "until"}, an operator's, which decides instead of the policy; or null
     given_up  unix seconds of the failed start after which the next try is far off; null while starts are tried
     by        the autoscaler that decided
 
@@ -27,13 +28,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Self
 
 from redis.asyncio import Redis
 
 from producers.connection.script import Call, parsed, script, seconds, text
 from producers.contract import keys
 from producers.contract.profile import sane
+from producers.store.access.audit import Change, append
 from producers.store.protocol import PACKAGE
 
 #: Approximate number of decisions that are kept.
@@ -87,6 +90,57 @@ def is_fresh(at: Any, now: float) -> bool:
 async def retry(store: Redis, pool: str) -> None:
     """Ask for another try to start a pool's workers. Raises redis.RedisError or OSError."""
     await store.execute_command("HSET", keys.SCALE_RETRIES, pool, repr(seconds(await store.time())))
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A pool's number of workers as an operator set it: until `until` (unix s; None: until it is removed)."""
+
+    workers: int
+    by: str
+    at: float
+    until: float | None = None
+
+    @classmethod
+    def of(cls, raw: Any) -> Self | None:
+        """A stored pin; None for a missing or unreadable one."""
+        fields = raw if isinstance(raw, dict) else parsed(raw) if isinstance(raw, str | bytes) else {}
+        workers, at, until = (sane(fields.get(name)) for name in ("workers", "at", "until"))
+        if workers is None or at is None:
+            return None
+        return cls(int(min(workers, 10**6)), str(fields.get("by") or ""), at, until)
+
+    def holds(self, at: float) -> bool:
+        return self.until is None or at < self.until
+
+
+async def pins(store: Redis) -> dict[str, Pin]:
+    """Pool -> its pin. Raises redis.RedisError or OSError."""
+    raw = await store.execute_command("HGETALL", keys.SCALE_PINS)
+    return {text(pool): pin for pool, value in raw.items() if (pin := Pin.of(value)) is not None}
+
+
+def checked_pin(state: Mapping[str, Any], workers: int) -> int:
+    """The number, if the pool's settings allow it. `state`: the pool's. Raises ValueError."""
+    rules = state.get("rules")
+    most = sane(rules.get("max")) if isinstance(rules, dict) else None
+    if workers < 0 or (most is not None and workers > most):
+        raise ValueError(f"{workers} workers: the pool has 0 to {most or 0:.0f}; its setting max says so")
+    return workers
+
+
+async def pin(store: Redis, pool: str, pinned: Pin, change: Change) -> None:
+    """Set a pool's number of workers, in place of an earlier pin. Raises redis.RedisError or OSError."""
+    await store.execute_command("HSET", keys.SCALE_PINS, pool, json.dumps(asdict(pinned)))
+    await append(store, change)
+
+
+async def unpin(store: Redis, pool: str, change: Change | None = None) -> bool:
+    """Let the policy decide again. False: there was no pin. Raises redis.RedisError or OSError."""
+    removed = bool(await store.execute_command("HDEL", keys.SCALE_PINS, pool))
+    if removed and change is not None:
+        await append(store, change)
+    return removed
 
 
 async def decisions(store: Redis, pool: str, count: int) -> list[dict[str, Any]]:

@@ -87,6 +87,37 @@ def test_another_try_is_asked_for_and_audited(http: httpx.Client, valkey: Redis)
     assert len(audited(http)) == 1
 
 
+def test_a_pool_s_number_is_pinned_and_let_go_of(http: httpx.Client, valkey: Redis) -> None:
+    decide(valkey, "org/tiny@1", rules={"max": 4})
+    answer = http.post("/v1/scaling/org/tiny@1/pin", json={"workers": 2, "for_s": 60}).json()
+    assert (answer["workers"], answer["current"], 0 < answer["until"] - time.time() < 70) == (2, True, True)
+    pin = scaling.Pin.of(valkey.hget(keys.SCALE_PINS, "org/tiny@1"))
+    assert pin is not None
+    assert (pin.workers, pin.by, pin.until) == (2, "local", answer["until"])
+    for body, words in (
+        ({"workers": 5}, "0 to 4"),
+        ({"workers": -1}, "workers"),
+        ({"workers": 1, "for_s": 0}, "for_s"),
+    ):
+        refused = http.post("/v1/scaling/org/tiny@1/pin", json=body)
+        assert (refused.status_code, words in refused.text) == (400, True), refused.text
+    assert http.delete("/v1/scaling/org/tiny@1/pin").json()["workers"] is None
+    assert not valkey.exists(keys.SCALE_PINS)
+    assert code(http.post("/v1/scaling/none@1/pin", json={"workers": 1})) == (404, "pool_not_found")
+    assert audited(http) == [
+        ("local", "scaling.unpin", "org/tiny@1"),
+        ("local", "scaling.pin", "org/tiny@1: 2"),
+    ]
+
+
+def test_a_decision_tells_who_pinned_it(http: httpx.Client, valkey: Redis) -> None:
+    decide(valkey, "tiny@1", pin={"workers": 3, "by": "ops", "at": 1.0, "until": 9.5})
+    decide(valkey, "tiny@1", pin={"workers": "x"})
+    last, first = data(http, "/v1/scaling/decisions")
+    assert (first["pinned"], first["pinned_by"], first["pinned_until"]) == (3, "ops", 9.5)
+    assert (last["pinned"], last["pinned_by"]) == (None, None)
+
+
 # ---- workers --------------------------------------------------------------------------------------------------------
 
 

@@ -11,8 +11,10 @@ import pytest
 from redis import Redis
 
 from producers import AsyncClient
+from producers.admin.roles import ROLES
 from producers.contract import keys, levels
-from producers.store.fleet.scaling import retry
+from producers.store.access.audit import Change
+from producers.store.fleet.scaling import Pin, pin, retry, unpin
 from tests.producers.proxy import Proxy
 from tests.waiting import auntil as until
 from tests.workers.autoscaler.conftest import POOL, Fleet, Recorder
@@ -271,6 +273,29 @@ async def test_starts_that_fail_are_given_up_until_an_operator_asks(fleet: Fleet
         await until(lambda: hand.numbers == [1, 0, 1])
         fleet.lease("a")
         await until(lambda: not fleet.state()["trouble"])
+
+
+async def test_an_operators_number_holds_until_it_is_removed(fleet: Fleet, aclient: AsyncClient) -> None:
+    hand, change = Recorder(), Change("ops", "scaling.pin", "tiny: 3")
+    async with scaling(aclient, hand):
+        await until(fleet.state)
+        await pin(aclient.store, "tiny", Pin(3, "ops", 1.0), change)
+        await until(lambda: hand.numbers[-1:] == [3])
+        state = fleet.state()
+        assert (state["pin"]["workers"], state["reason"][:20]) == (3, "3: pinned by ops; wi")
+        assert await unpin(aclient.store, "tiny")
+        await until(lambda: hand.numbers[-1:] == [0])
+        await until(lambda: fleet.state()["pin"] is None)
+    assert [one["wanted"] for one in fleet.history() if one["pin"]] == [3]
+
+
+async def test_an_autoscaler_that_may_not_read_pins_scales_without(fleet: Fleet, valkey_url: str) -> None:
+    """Users of the server as an earlier release made them."""
+    rules = ROLES["autoscaler"].rules().replace("penstock:scale:pins", "penstock:scale:other")
+    fleet.valkey.execute_command("ACL", "SETUSER", "scales", "reset", "on", ">pw", "-@all", *rules.split())
+    async with AsyncClient(valkey_url.replace("://", "://scales:pw@")) as client, scaling(client, Recorder()):
+        await until(fleet.state)
+    fleet.valkey.acl_deluser("scales")
 
 
 async def test_old_versions_live_until_nothing_of_them_is_left(

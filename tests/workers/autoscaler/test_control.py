@@ -15,6 +15,7 @@ from prometheus_client.core import Metric
 from producers.admin.fleet import Fleet, Pool, Scaling
 from producers.connection.script import parsed
 from producers.gateway.metrics import scaling_metrics
+from producers.store.fleet.scaling import Pin
 from tests.workers.autoscaler.conftest import Recorder
 from workers.autoscaler.control import Acting, Control
 from workers.autoscaler.explain import explained, summary
@@ -87,6 +88,28 @@ def test_a_state_with_anything_in_it_makes_no_harm(data: st.DataObject, odd: Any
     assert decided is not None
     assert 1 <= decided["wanted"] <= 4, "there is a task"
     json.dumps(decided, allow_nan=False)
+
+
+def test_a_pinned_number_stands_for_the_policys_until_it_ends_also_where_nothing_can_be_read() -> None:
+    one, pin = control(), Pin(0, "ops", AT, AT + 100)
+
+    def wanted(later: float, pin: Pin | None, *, away: bool = False) -> tuple[int, str]:
+        state = one.decide(None if away else fleet(AT + later), AT + later, "one", pin)
+        assert state is not None
+        return state["wanted"], state["reason"]
+
+    assert wanted(0, None)[0] == 3
+    number, reason = wanted(1, pin)
+    assert number == 0
+    assert reason.startswith("0: pinned by ops; without the pin 3: holds 3")
+    assert wanted(2, pin, away=True)[0] == 0
+    assert wanted(3, replace(pin, workers=9))[0] == 4, "the most that the settings allow"
+    state = one.decide(fleet(AT + 4), AT + 4, "one", pin)
+    assert state is not None
+    assert "pinned     at 0 by ops since 5 s, for 95 s more" in "\n".join(explained("tiny", state, [], AT + 5))
+    number, reason = wanted(101, pin)
+    assert number >= 1, "there is a task"
+    assert "pinned" not in reason
 
 
 def test_time_that_nobody_saw_is_no_starts() -> None:

@@ -109,6 +109,22 @@ def test_a_models_name_means_the_pools_of_its_versions(operate: Run, valkey: Red
     assert sorted(valkey.hkeys(keys.SCALE_RETRIES)) == [b"tiny@v1", b"tiny@v2"]
 
 
+def test_a_number_is_pinned_for_a_time_and_unpinned(operate: Run, valkey: Redis) -> None:
+    valkey.hset(keys.SCALE_POOLS, "tiny@v1", json.dumps({"model": "tiny", "wanted": 1, "rules": {"max": 2}}))
+    assert (
+        "tiny@v1: pinned at 2, for 2h; no autoscaler leads now"
+        in operate("scale", "pin", "tiny", "2", "--for", "2h").out
+    )
+    pin = json.loads(valkey.hget(keys.SCALE_PINS, "tiny@v1") or b"{}")
+    assert (pin["workers"], pin["until"] - pin["at"]) == (2, 7200)
+    refused = operate("scale", "pin", "tiny", "3")
+    assert refused.status == 2
+    assert "3 workers: the pool has 0 to 2" in refused.err
+    assert operate("scale", "pin", "none", "1").status == 2
+    assert operate("scale", "unpin", "tiny").out == "tiny@v1: the policy decides again\n"
+    assert operate("scale", "unpin", "tiny").out == "tiny@v1: it was not pinned\n"
+
+
 def test_what_nobody_decides_any_more_is_said_and_what_cannot_be_read(operate: Run, valkey: Redis) -> None:
     assert "No pool is scaled: start `penstock autoscaler`" in operate("scale", "ls").out
     valkey.hset(keys.SCALE_POOLS, "tiny", "{")

@@ -28,7 +28,8 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """`ended`: decisions that were not the policy's, since another version had replaced the pool's."""
+    """`ended`: decisions that were not the policy's, since another version had replaced the pool's, or an operator had
+    pinned its number."""
 
     decisions: int
     ended: int
@@ -46,7 +47,7 @@ def replay(path: Path) -> Replay:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{path}, line {number}: no decision that can be computed again: {error!r}") from error
         count += 1
-        if str(kept["reason"]).startswith("0: another version"):
+        if str(kept["reason"]).startswith("0: another version") or kept.get("pin"):
             ended += 1
         elif target != was or memory != after:
             difference = f"{reason}; kept was: {kept['reason']}" if target != was else "what it remembers differs"

@@ -139,6 +139,16 @@ async def test_what_changes_something_asks_once_says_what_and_is_audited(
     await expect(page.locator("#said")).to_have_text("The next try is now.")
     assert audited(door.http)[0][1:] == ("scaling.retry", "tiny@1")
     assert await asyncio.to_thread(valkey.exists, keys.SCALE_RETRIES)
+    await page.get_by_role("button", name="Pin", exact=True).click()
+    await expect(dialog).to_contain_text("in place of the 3 that it wants now")
+    await dialog.get_by_label("Workers").fill("1")
+    await dialog.get_by_role("button", name="Pin it").click()
+    await expect(page.locator("#said")).to_have_text("It is pinned at 1.")
+    assert audited(door.http)[0][1:] == ("scaling.pin", "tiny@1: 1")
+    decide(valkey, "tiny@1", reason="1: pinned by local", pin={"workers": 1, "by": "local", "at": 1.0})
+    await page.get_by_role("button", name="Unpin").click(timeout=20_000)
+    await dialog.get_by_role("button", name="Unpin it").click()
+    await expect(page.locator("#said")).to_have_text("The policy decides again.")
 
 
 async def test_an_alias_the_split_and_a_rollout_are_changed_from_the_page(
