@@ -185,11 +185,15 @@ class StubEngine:
     def preempted(self) -> list[tuple[str, float]]:
         return []
 
+    def largest(self, count: int) -> list[Any]:
+        return []
+
     def stats(self) -> Any:
         return SimpleNamespace(
             running=len(self._running),
             waiting=len(self._inbox),
             kv_blocks_used=len(self._running),
+            kv_blocks_cached=0,
             kv_blocks_most=self.max_num_seqs,
             kv_blocks_total=self.max_num_seqs,
             steps=self._steps,

@@ -15,7 +15,7 @@ from engine.execution.pipeline import Executor, Pipeline, StepScheduler
 from engine.execution.turns import Turns
 from engine.plan import StepWork
 from engine.request import Event, Request
-from engine.scheduling.scheduler import SchedulerStats
+from engine.scheduling.scheduler import Held, SchedulerStats
 
 logger = logging.getLogger("penstock.engine")
 
@@ -128,6 +128,11 @@ class StepLoop:
         with self._state:
             stats = self._scheduler.stats()
         return stats if self._forms is None else replace(stats, waiting=stats.waiting + self._forms.waiting)
+
+    def largest(self, count: int) -> list[Held]:
+        """The running sequences that hold most KV blocks, up to `count`, the largest first."""
+        with self._state:
+            return self._scheduler.largest(count)
 
     def preempted(self) -> list[tuple[str, float]]:
         """(request id, seconds since) of preempted requests of which no choice runs."""

@@ -89,6 +89,11 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     @property
+    def cached(self) -> int:
+        """The blocks that no sequence holds, and whose contents sequences may share."""
+        return len(self._cached)
+
+    @property
     def used(self) -> int:
         return self.num_blocks - self.available
 

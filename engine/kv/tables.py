@@ -40,6 +40,10 @@ class BlockTables:
         return sum(group.pool.used for group in self.groups)
 
     @property
+    def cached(self) -> int:
+        return sum(group.pool.cached for group in self.groups)
+
+    @property
     def num_blocks(self) -> int:
         return sum(group.pool.num_blocks for group in self.groups)
 

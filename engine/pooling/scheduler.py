@@ -16,7 +16,7 @@ from engine.errors import EngineError, ErrorText, RequestError, TextError
 from engine.plan import Sampled, ScheduledSeq, StepPlan
 from engine.request import Event, Request
 from engine.scheduling.policy import TIERS, WaitingQueue
-from engine.scheduling.scheduler import SchedulerStats
+from engine.scheduling.scheduler import Held, SchedulerStats
 from engine.sequence import Sequence, Status
 
 #: Steps that go well after which halved steps are doubled; twice as many after each time that they did not fit then.
@@ -278,6 +278,7 @@ class PoolingScheduler:
             waiting=len(self._waiting),
             kv_blocks_total=0,
             kv_blocks_used=0,
+            kv_blocks_cached=0,
             kv_blocks_most=0,
             steps=self._steps,
             prompt_tokens=self._tokens,
@@ -291,6 +292,10 @@ class PoolingScheduler:
             drafted=0,
             draft_accepted=0,
         )
+
+    def largest(self, count: int) -> list[Held]:
+        """Empty: texts hold no blocks."""
+        return []
 
     def preempted(self, now: float) -> list[tuple[str, float]]:
         """Empty: no text is preempted."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from heapq import nlargest
 from itertools import chain, count
+from typing import NamedTuple
 
 from engine.errors import EngineError, ErrorText, FieldName
 from engine.grammar.matcher import Grammars
@@ -34,6 +36,8 @@ class SchedulerStats:
     kv_blocks_total: int
     kv_blocks_used: int
     """The blocks that sequences hold. Cached blocks that no sequence holds count as free."""
+    kv_blocks_cached: int
+    """The blocks that no sequence holds, and whose contents sequences may share."""
     kv_blocks_most: int
     """The most blocks held in any step."""
     steps: int
@@ -52,6 +56,18 @@ class SchedulerStats:
     """The number of draft tokens that the target model computed."""
     draft_accepted: int
     """The number of those draft tokens that were accepted."""
+
+
+class Held(NamedTuple):
+    """A running sequence and the KV blocks in its tables. Sequences may share blocks."""
+
+    request_id: str
+    choice: int
+    tier: int
+    prompt_tokens: int
+    tokens: int
+    """Of prompt and output."""
+    blocks: int
 
 
 #: Looked up once: a step asks for each of its rows.
@@ -455,6 +471,7 @@ class Scheduler:
             waiting=len(self._planner.waiting) + sum(len(group.followers) for group in self._groups.values()),
             kv_blocks_total=self._tables.num_blocks,
             kv_blocks_used=self._tables.used,
+            kv_blocks_cached=self._tables.cached,
             kv_blocks_most=self._planner.most_blocks,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
@@ -467,6 +484,24 @@ class Scheduler:
             not_finite=self._not_finite,
             drafted=0 if self.speculation is None else self.speculation.drafted,
             draft_accepted=0 if self.speculation is None else self.speculation.accepted,
+        )
+
+    def largest(self, count: int) -> list[Held]:
+        """The running sequences that hold most blocks, up to `count`, the largest first."""
+        return nlargest(
+            count,
+            (
+                Held(
+                    seq.request.id,
+                    seq.choice,
+                    seq.request.tier,
+                    seq.prompt_len,
+                    len(seq.tokens),
+                    sum(len(table.blocks) for table in seq.tables),
+                )
+                for seq in self._planner.running
+            ),
+            key=lambda held: held.blocks,
         )
 
     def preempted(self, now: float) -> list[tuple[str, float]]:

@@ -30,6 +30,8 @@ from producers.store.fleet.scaling import Pin, is_fresh
 MAX_ROWS: Final = 1000
 #: Most characters of a name or reason.
 MAX_TEXT: Final = 500
+#: Most sequences of a worker.
+MAX_SEQUENCES: Final = 64
 #: Most reasons why a worker is not ready.
 MAX_REASONS: Final = 10
 router = APIRouter(prefix="/v1/fleet", tags=["fleet"], dependencies=MEASURES)
@@ -55,6 +57,9 @@ class WorkerView(BaseModel):
     capacity: int | None = Field(description="sequences that it can generate at once")
     room: int | None = Field(description="sequences that it can still take at once")
     kv_used_ratio: float | None = Field(description="share of its KV cache that sequences hold")
+    kv_blocks_total: int | None = Field(description="blocks of its KV cache")
+    kv_blocks_used: int | None = Field(description="that sequences hold")
+    kv_blocks_cached: int | None = Field(description="that none holds, kept for prompts that begin alike")
     generated_tokens: int | None
 
     @classmethod
@@ -82,8 +87,65 @@ class WorkerView(BaseModel):
             capacity=capacity,
             room=None if capacity is None or running is None else max(0, capacity - running - (waiting or 0)),
             kv_used_ratio=min(1.0, used / blocks) if used is not None and blocks else None,
+            kv_blocks_total=count(blocks),
+            kv_blocks_used=count(used),
+            kv_blocks_cached=count(lease.get("kv_blocks_cached")),
             generated_tokens=count(lease.get("generated_tokens")),
         )
+
+
+class RunningSequence(BaseModel):
+    """A sequence that a worker generates."""
+
+    task: str | None = Field(description="the task's id; null for a key that does not see all tenants' tasks")
+    choice: int
+    tier: str
+    prompt_tokens: int
+    tokens: int = Field(description="of prompt and output so far")
+    blocks: int = Field(description="of the KV cache, also those that it shares with others")
+
+
+class WorkerDetail(WorkerView):
+    """A worker, with the sequences that hold most of its KV cache."""
+
+    object: Literal["worker"] = "worker"
+    preemptions: int | None
+    prompt_tokens: int | None
+    cached_tokens: int | None = Field(description="of the prompts' tokens, those that were in the cache")
+    gpu: dict[str, float] = Field(description="what its driver says, such as temperature_c; empty without a GPU")
+    sequences: list[RunningSequence] = Field(description="at most 16, the largest first")
+
+    @classmethod
+    def described(cls, pool: Pool, lease: Mapping[str, Any], lease_s: float | None, *, sees_all: bool) -> Self:
+        gpu, running = lease.get("gpu"), lease.get("sequences")
+        facts = {text(name): sane(value) for name, value in gpu.items()} if isinstance(gpu, dict) else {}
+        rows = [_running(row, sees_all) for row in running[:MAX_SEQUENCES]] if isinstance(running, list) else []
+        return cls(
+            **WorkerView.of(pool, lease, lease_s).model_dump(),
+            preemptions=count(lease.get("preemptions")),
+            prompt_tokens=count(lease.get("prompt_tokens")),
+            cached_tokens=count(lease.get("cached_tokens")),
+            gpu={name: value for name, value in facts.items() if value is not None},
+            sequences=[row for row in rows if row is not None],
+        )
+
+
+def _running(row: Any, sees_all: bool) -> RunningSequence | None:
+    """A sequence of a lease; None for what is none."""
+    if not isinstance(row, list) or len(row) != 6:
+        return None
+    choice, tier, prompt, tokens, blocks = map(count, row[1:])
+    tiers = tuple(keys.TIERS)
+    if choice is None or tier is None or tier >= len(tiers) or prompt is None or tokens is None or blocks is None:
+        return None
+    return RunningSequence(
+        task=text(row[0]) if sees_all else None,
+        choice=choice,
+        tier=tiers[tier],
+        prompt_tokens=prompt,
+        tokens=tokens,
+        blocks=blocks,
+    )
 
 
 class DecisionView(BaseModel):

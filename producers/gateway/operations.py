@@ -1,7 +1,7 @@
 """What operators look up and do beside keys, dead letters and the fleet: scaling, rollouts, webhooks' deliveries.
 
     /v1/scaling              decisions of the autoscaler; another try to start workers; a number of workers
-    /v1/workers              tell one to drain
+    /v1/workers              what one runs, and how its KV cache is used; tell it to drain
     /v1/routing              which versions new tasks go to
     /v1/shadows/{name}       copies of tasks for another version, compared
     /v1/sources              when schedules last fired, and replies that wait
@@ -29,7 +29,7 @@ from producers.contract import keys
 from producers.contract.profile import sane
 from producers.errors import shown
 from producers.gateway.context import gateway_of
-from producers.gateway.fleet import MAX_ROWS, DecisionView, text
+from producers.gateway.fleet import MAX_ROWS, DecisionView, WorkerDetail, text
 from producers.gateway.http.authorization import ADMINISTERS, ANYBODY, MEASURES, actor_of, principal_of
 from producers.gateway.http.errors import ONCE, Problem
 from producers.gateway.http.request_body import documented, read_as
@@ -213,6 +213,23 @@ async def _scaled(store: Redis, pool: str) -> tuple[dict[str, Any], float]:
 class WorkerDraining(BaseModel):
     id: str
     object: Literal["worker.draining"] = "worker.draining"
+
+
+@router.get("/workers/{worker:path}", dependencies=MEASURES, response_model=WorkerDetail, responses=errors(404))
+async def worker_detail(request: Request, worker: str) -> WorkerDetail:
+    """Tell what a worker runs and how its KV cache is used. `worker`: its `id` in `/v1/fleet`.
+
+    It is from its lease, as of the last reading for all who look, at most 2 s ago.
+    """
+    reading = await gateway_of(request).samples.latest(2.0)
+    for pool in reading.fleet.pools:
+        for lease in pool.workers:
+            if lease["incarnation"] == worker:
+                lasts = {listed.incarnation: listed.remaining_s for listed in reading.listed}
+                sees_all = principal_of(request).sees_all
+                return WorkerDetail.described(pool, lease, lasts.get(worker), sees_all=sees_all)
+    message = f"There is no worker {shown(worker)} (any more): GET /v1/fleet lists them by their ids."
+    raise Problem(404, message, code="worker_not_found")
 
 
 @router.post(

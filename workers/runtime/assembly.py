@@ -42,9 +42,20 @@ logger = logging.getLogger(__name__)
 
 #: CUDA's message (cudaErrorECCUncorrectable) for an uncorrectable memory error.
 ECC_ERROR = "uncorrectable ECC error"
+#: Most running sequences in the lease, which others read every second or two.
+SEQUENCES = 16
 #: Figures of the engine in the lease.
 STATS = (
-    *("running", "waiting", "kv_blocks_used", "kv_blocks_most", "kv_blocks_total", "steps", "prompt_tokens"),
+    *(
+        "running",
+        "waiting",
+        "kv_blocks_used",
+        "kv_blocks_cached",
+        "kv_blocks_most",
+        "kv_blocks_total",
+        "steps",
+        "prompt_tokens",
+    ),
     *("cached_tokens", "generated_tokens", "preemptions", "out_of_memory", "not_finite", "drafted", "draft_accepted"),
 )
 
@@ -251,6 +262,7 @@ class Runtime:
                 "unready": self.faults(),
                 "capacity": served.engine.max_num_seqs,
                 **{name: getattr(stats, name) for name in STATS},
+                "sequences": [list(held) for held in served.engine.largest(SEQUENCES) if held.request_id != probe.ID],
                 "false_takeovers": self.housekeeper.lease.false_takeovers,
                 "recomputed_tokens": self.housekeeper.lease.recomputed_tokens,
                 "waits": self.deliveries.waits(),

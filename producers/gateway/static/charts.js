@@ -105,6 +105,22 @@ export function parts(pieces, label) {
   );
 }
 
+const COLUMNS = 48, ROWS = 6;
+
+// Parts of a whole as a map of small squares, row by row: [{size, tone, label}].
+export function cells(pieces, whole, label) {
+  const all = Math.min(COLUMNS * ROWS, Math.max(whole, 1));
+  let from = 0;
+  const groups = pieces.map(({ size, tone, label: title }) => {
+    const first = Math.round((from / whole) * all);
+    from += size;
+    const last = Math.min(all, Math.round((from / whole) * all));
+    if (last <= first) return null;
+    return s("g", { class: tone }, s("title", null, title), Array.from({ length: last - first }, (_, i) => s("rect", { x: ((first + i) % COLUMNS) * 10, y: Math.floor((first + i) / COLUMNS) * 10, width: 8.6, height: 8.6, rx: 1.5 })));
+  });
+  return s("svg", { class: "cells", viewBox: `0 0 ${COLUMNS * 10} ${Math.ceil(all / COLUMNS) * 10}`, role: "img", "aria-label": label }, groups);
+}
+
 // A difference from -1 to 1: its mean within its bounds, beside nothing and what is allowed.
 export function between({ lower, mean, upper, margin }, { label }) {
   const x = (value) => (Math.max(-1, Math.min(1, value)) + 1) * 50;

@@ -1,19 +1,21 @@
-// Workers: what each runs, on what, how full it is, and why one takes nothing.
+// Workers: what each runs, on what, how full it is and with what, and why one takes nothing.
 
-import { bar } from "./charts.js";
+import { bar, cells, parts } from "./charts.js";
 import { h, name, plain } from "./dom.js";
-import { ago, count, percent, plural, seconds } from "./format.js";
-import { button, card, figure, heading, modelName, state, table, tabs } from "./parts.js";
+import { ago, amount, count, percent, plural, seconds } from "./format.js";
+import { button, card, empty, facts, figure, heading, link, modelName, pathOf, state, table, tabs, taskLink } from "./parts.js";
 
 export const workers = {
   title: "Workers",
   every: 2000,
-  async load({ api, clock }, signal) {
+  async load({ api, clock, rest }, signal) {
+    if (rest[0]) return { one: await api.get(`v1/workers/${pathOf(rest[0])}`, null, signal) };
     const fleet = await api.get("v1/fleet", { max_age: 2 }, signal);
     clock(fleet.at);
     return fleet;
   },
   draw(fleet, ctx) {
+    if (fleet.one) return worker(fleet.one, ctx);
     const { query } = ctx;
     const models = [...new Set(fleet.workers.map((worker) => worker.model))];
     const chosen = query.get("model");
@@ -31,11 +33,11 @@ export const workers = {
         card("All workers", { key: "workers" }, table(
           ["Worker", "State", "Model", ["Running", "grow"], ["KV cache", "grow"], ["Tokens made", "num"], "Device", "Release", ["Up", "num"], ["Lease", "num"], ["", "actions"]],
           shown.map((worker) => ({ key: worker.id, cells: [
-            name(worker.name, { most: 32 }),
+            h("a", { href: `#/workers/${encodeURIComponent(worker.id)}` }, name(worker.name, { most: 32 })),
             h("span", null, state(worker.state), worker.unready.length ? h("span", { class: "dim" }, " ", worker.unready.map(plain).join("; ").slice(0, 120)) : null),
             h("span", null, modelName(worker.model), h("span", { class: "dim" }, ` ${plain(worker.version ?? "").slice(0, 10)}`)),
             pair(bar(worker.capacity ? worker.running / worker.capacity : 0, { label: `${worker.running} of ${worker.capacity} sequences` }), `${count(worker.running)} of ${count(worker.capacity)}`),
-            pair(bar(worker.kv_used_ratio, { tone: worker.kv_used_ratio > 0.9 ? "warn" : "run", label: `KV cache ${percent(worker.kv_used_ratio)} full` }), percent(worker.kv_used_ratio)),
+            pair(cache(worker), percent(worker.kv_used_ratio)),
             count(worker.generated_tokens), name(worker.device, { most: 20 }), name(worker.release, { most: 14 }),
             worker.since === null ? "–" : ago(worker.since, fleet.at).replace(" ago", ""), worker.lease_s === null ? "–" : seconds(worker.lease_s), drain(worker, ctx)] })),
           { label: "Workers", none: "No worker is up. Start one: penstock worker --model MODEL." }),
@@ -44,12 +46,63 @@ export const workers = {
   },
 };
 
+// Used, cached and free blocks as one bar; used alone, where a worker of an earlier release says no more.
+function cache(worker) {
+  const { kv_blocks_total: total, kv_blocks_used: used, kv_blocks_cached: cached } = worker;
+  const tone = worker.kv_used_ratio > 0.9 ? "warn" : "run";
+  if (!total || cached === null || cached === undefined) return bar(worker.kv_used_ratio, { tone, label: `KV cache ${percent(worker.kv_used_ratio)} full` });
+  return parts([{ size: used, tone, label: "used" }, { size: cached, tone: "cached", label: "cached" }, { size: Math.max(0, total - used - cached), tone: "none", label: "free" }], `KV cache: ${percent(used / total)} used, ${percent(cached / total)} cached`);
+}
+
+function worker(one, ctx) {
+  return [
+    heading("Worker", name(one.name, { most: 40 }), state(one.state), link("#/workers", "All workers"), h("div", { class: "buttons" }, drain(one, ctx))),
+    one.unready.length ? h("p", { class: "note bad", "data-key": "why" }, one.unready.map(plain).join("; ")) : null,
+    h("div", { class: "figures", "data-key": "figures" },
+      figure(count(one.running), `of ${count(one.capacity)}`, "sequences run"), figure(count(one.waiting), null, "taken, not begun"), figure(percent(one.kv_used_ratio), null, "of the KV cache in use"),
+      figure(count(one.generated_tokens), null, "tokens made"), figure(one.prompt_tokens ? percent(one.cached_tokens / one.prompt_tokens) : "–", null, "of prompt tokens from the cache"), figure(count(one.preemptions), null, "preemptions")),
+    h("div", { class: "cards", "data-key": "cards" },
+      card("KV cache", { class: "two-thirds", key: "kv" }, map(one)),
+      card("Facts", { class: "third", key: "facts" }, facts([
+        ["Model", modelName(one.model)], ["Version", h("span", { class: "mono" }, plain(one.version ?? "–"))], ["Device", name(one.device)], one.share !== null && ["Share of the device", percent(one.share)],
+        ["Release", name(one.release)], ["Up", one.since === null ? "–" : ago(one.since, ctx.now()).replace(" ago", "")], ["Lease", one.lease_s === null ? "–" : seconds(one.lease_s)],
+        ["Incarnation", h("span", { class: "mono" }, name(one.id))], ...Object.entries(one.gpu).slice(0, 12).map(([label, value]) => [plain(label).replaceAll("_", " "), amount(value)]),
+      ])),
+      card("Sequences that run", { key: "sequences" }, table(
+        ["Task", "Choice", "Tier", ["Prompt tokens", "num"], ["Tokens so far", "num"], ["Blocks", "num"], ["Of the cache", "grow"]],
+        one.sequences.map((row, i) => ({ key: row.task === null ? `s${i}` : `${row.task} ${row.choice}`, cells: [row.task === null ? "another's" : taskLink(row.task), count(row.choice), row.tier, count(row.prompt_tokens), count(row.tokens), count(row.blocks), bar(one.kv_blocks_total ? row.blocks / one.kv_blocks_total : 0, { tone: row.tier, label: percent(row.blocks / one.kv_blocks_total) })] })),
+        { label: "Sequences", none: one.running ? "This worker does not name them: it is of an earlier release." : "None runs." }),
+      one.running > one.sequences.length && one.sequences.length ? h("p", { class: "dim" }, `The ${count(one.sequences.length)} largest of ${count(one.running)}.`) : null)),
+  ];
+}
+
+// Blocks by who holds them. Sequences that share blocks hold fewer together than each of them for itself.
+function map({ kv_blocks_total: total, kv_blocks_used: used, kv_blocks_cached: cached, sequences }) {
+  if (!total) return empty("It has no KV cache.");
+  const sum = sequences.reduce((all, { blocks }) => all + blocks, 0);
+  const scale = sum > used ? used / sum : 1;
+  const pieces = [
+    ...sequences.map(({ tier, blocks, tokens }, i) => ({ size: blocks * scale, tone: `${tier}${i % 2 ? " odd" : ""}`, label: `${tier}, ${count(tokens)} tokens: ${plural(blocks, "block")}` })),
+    { size: Math.max(0, used - sum), tone: "other", label: `other sequences: ${plural(Math.max(0, used - sum), "block")}` },
+    { size: cached ?? 0, tone: "cached", label: `cached: ${plural(cached ?? 0, "block")}` },
+    { size: Math.max(0, total - used - (cached ?? 0)), tone: "free", label: "free" },
+  ];
+  const free = Math.max(0, total - used - (cached ?? 0));
+  const key = (tone, text, blocks) => h("li", null, h("i", { class: `swatch ${tone}` }), `${text} `, h("b", null, percent(blocks / total)), ` ${plural(blocks, "block")}`);
+  const tiers = [...new Set(sequences.map(({ tier }) => tier))];
+  return [
+    cells(pieces, total, `KV cache of ${plural(total, "block")}: ${percent(used / total)} held by sequences, ${percent((cached ?? 0) / total)} cached, ${percent(free / total)} free`),
+    h("ul", { class: "legend" }, tiers.map((tier) => key(tier, tier, sequences.reduce((all, row) => all + (row.tier === tier ? row.blocks * scale : 0), 0))), used > sum ? key("other", sequences.length ? "other sequences" : "sequences", used - sum) : null, cached === null || cached === undefined ? null : key("cached", "cached", cached), key("free", "free", free)),
+    scale < 1 ? h("p", { class: "dim empty" }, "Sequences share blocks here: prompts that begin alike are kept once.") : null,
+  ];
+}
+
 function drain(worker, ctx) {
   if (!ctx.may("admin") || worker.state === "draining") return null;
   return button("Drain", () => ctx.confirm({
     title: "Drain this worker?", verb: "Drain it", danger: true,
     text: [`${plain(worker.name)} takes no more tasks, ends the ${count(worker.running ?? 0)} that it runs, and exits. What it cannot end in its drain time goes back to the queue with its tokens.`, "Whether another worker takes its place is up to what started it: penstock up leaves it stopped."],
-    run: async () => (await ctx.api.act(`v1/workers/${worker.id.split("/").map(encodeURIComponent).join("/")}/drain`), "It drains."),
+    run: async () => (await ctx.api.act(`v1/workers/${pathOf(worker.id)}/drain`), "It drains."),
   }), "quiet");
 }
 

@@ -47,6 +47,20 @@ def test_the_most_that_was_held_is_known_when_all_have_ended():
     assert (s.stats().kv_blocks_used, s.stats().kv_blocks_most) == (0, 4)
 
 
+def test_who_holds_most_blocks_is_known_and_what_is_cached_when_it_ends():
+    s = scheduler()
+    s.add(request("a", [1, 2, 3], max_tokens=2))
+    s.add(request("b", list(range(8)), max_tokens=9))
+    step(s, token=5)
+    first, second = s.largest(5)
+    assert (first.request_id, first.choice, first.prompt_tokens, first.tokens) == ("b", 0, 8, 9)
+    assert (second.request_id, second.tokens, s.largest(1)) == ("a", 4, [first])
+    assert (s.stats().kv_blocks_used, s.stats().kv_blocks_cached) == (first.blocks + second.blocks, 0)
+    step(s, token=5)
+    assert [held.request_id for held in s.largest(5)] == ["b"]
+    assert s.stats().kv_blocks_cached == 1
+
+
 def test_nothing_is_shared_across_salts():
     s = scheduler()
     s.add(request("a", list(range(8)), max_tokens=1))

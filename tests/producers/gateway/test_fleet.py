@@ -12,7 +12,8 @@ from redis import Redis
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from producers.gateway import fleet
-from tests.producers.gateway.conftest import POOL, QUEUE, Submit
+from tests.producers.gateway.conftest import POOL, QUEUE, Make, Open, Submit
+from tests.producers.gateway.test_keys import make as make  # the fixture
 from tests.producers.gateway.test_metrics import LEASE, POOL_NAME
 
 VERSION = QUEUE.removeprefix("penstock:queue:")
@@ -62,6 +63,9 @@ def test_workers_pools_and_queues_are_told(http: httpx.Client, submit: Submit, v
         "capacity": 64,
         "room": 60,
         "kv_used_ratio": 0.1,
+        "kv_blocks_total": 100,
+        "kv_blocks_used": 10,
+        "kv_blocks_cached": None,
         "generated_tokens": 70,
     }
     assert (second["state"], second["device"], second["share"]) == ("draining", "NVIDIA H200", 0.7)
@@ -83,6 +87,28 @@ def test_workers_pools_and_queues_are_told(http: httpx.Client, submit: Submit, v
         "webhooks_due": 0,
     }
     assert read(http, model="other")["totals"]["queues"] == 0
+
+
+def test_a_workers_largest_sequences_and_cache_are_told_and_tasks_only_to_who_sees_all(
+    http: httpx.Client, valkey: Redis, open_door: Open, model: str, make: Make
+) -> None:
+    odd = [None, ["t", 0, 9, 1, 1, 1], ["t", "x", 1, 1, 1, 1], ["t", 0], "x", 7]
+    rows = [["task-1", 0, 1, 20, 30, 2], ["task-2", 1, 3, 5, 9, 1], *odd]
+    gpu = {"name": "NVIDIA H200", "temperature_c": 61}
+    announce(valkey, "w/1.x", kv_blocks_cached=7, sequences=rows, gpu=gpu)
+    announce(valkey, "old.x", sequences="none")
+    answer = http.get("/v1/workers/w%2F1.x").json()
+    assert (answer["kv_blocks_used"], answer["kv_blocks_cached"], answer["kv_blocks_total"]) == (10, 7, 100)
+    assert (answer["preemptions"], answer["gpu"]) == (2, {"temperature_c": 61.0})
+    first, second = answer["sequences"]
+    assert first == {"task": "task-1", "choice": 0, "tier": "default", "prompt_tokens": 20, "tokens": 30, "blocks": 2}
+    assert (second["task"], second["tier"]) == ("task-2", "batch")
+    assert http.get("/v1/workers/old.x").json()["sequences"] == []
+    missing = http.get("/v1/workers/none")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "worker_not_found")
+    door, key = open_door(auth="keys"), make("acme", ("metrics",))
+    seen = httpx.get(f"{door.url}/v1/workers/w%2F1.x", headers={"authorization": f"Bearer {key}"}).json()
+    assert [row["task"] for row in seen["sequences"]] == [None, None]
 
 
 def test_an_old_decision_wants_nothing(http: httpx.Client, valkey: Redis) -> None:

@@ -57,7 +57,9 @@ HOSTILE = '<img src=x onerror="window.broken=1"><script>window.broken=1</script>
 @pytest.fixture
 def fleet(valkey: Redis, submit: Submit) -> str:
     """Something of everything, with names as hostile as they come. Returns the id of a task that waits."""
-    announce(valkey, "w1.x", worker=HOSTILE, release=HOSTILE, device=HOSTILE)
+    sequences = [[HOSTILE, 0, tier, 9, 20, 5] for tier in range(4)]
+    hostile = {"worker": HOSTILE, "release": HOSTILE, "device": HOSTILE, "gpu": {"name": HOSTILE, HOSTILE: 1}}
+    announce(valkey, "w1.x", **hostile, sequences=sequences, kv_blocks_used=30, kv_blocks_cached=20)
     announce(valkey, "w2.x", worker="w2", unready=[HOSTILE])
     bury(valkey, HOSTILE, reason=HOSTILE)
     decide(valkey, "tiny@1", reason=HOSTILE, trouble=HOSTILE, signals={HOSTILE: 1.0})
@@ -84,6 +86,24 @@ async def test_each_page_shows_what_others_wrote_as_text(look: Look, door: Door,
     assert await page.evaluate("window.broken") is None
     assert await page.locator("main img, main script, main iframe").count() == 0
     assert "\u202e" not in await page.locator("main").inner_text()
+
+
+async def test_a_workers_kv_cache_is_drawn_and_its_sequences_lead_to_their_tasks(
+    look: Look, door: Door, valkey: Redis, submit: Submit
+) -> None:
+    task_id = submit()
+    rows = [[task_id, 0, 1, 9, 20, 5], ["other", 0, 3, 9, 20, 2]]
+    announce(valkey, "w1.x", sequences=rows, kv_blocks_cached=40)
+    page = await look(door, "workers")
+    bar = page.get_by_role("img", name="KV cache: 10\u202f% used, 40\u202f% cached")
+    await expect(bar).to_be_visible()
+    await page.get_by_role("link", name="w1", exact=True).click()
+    picture = page.get_by_role("img", name="KV cache of 100 blocks: 10\u202f% held by sequences, 40\u202f% cached")
+    await expect(picture.locator(".default rect")).to_have_count(5)
+    await expect(picture.locator(".other rect")).to_have_count(3)
+    await expect(picture.locator(".cached rect")).to_have_count(40)
+    await page.get_by_role("region", name="Sequences").get_by_role("link", name=task_id[:6]).click()
+    await expect(page.get_by_role("heading", level=1, name="Task")).to_be_visible()
 
 
 async def test_a_task_is_followed_from_its_wait_to_its_last_token(
@@ -393,7 +413,7 @@ async def test_axe_finds_nothing_and_nothing_is_wider_than_the_screen(
     """Also a task's page. Scripts of others are let in here alone, for axe."""
     viewport = {"width": width, "height": 844}
     async with await browser.new_context(viewport=viewport, color_scheme=scheme, bypass_csp=True) as context:  # type: ignore[arg-type]
-        for where in (path, f"tasks/{fleet}") if path == "tasks" else (path,):
+        for where in (path, *{"tasks": [f"tasks/{fleet}"], "workers": ["workers/w1.x"]}.get(path, [])):
             page = await context.new_page()
             await page.goto(f"{door.url}/console#/{where}")
             await expect(page.locator("main .card").first).to_be_visible()
