@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.request import ScoredPart, TokenLogprobs
+from engine.request import ScoredPart, TextRow, TokenLogprobs
 from engine.sequence import Sequence
 
 
@@ -105,7 +105,7 @@ class Sampled:
     """Set if this row alone failed, for instance because its logits are not finite. token_id is then ignored."""
     refused: bool = False
     """Whether the request itself caused the failure, so that a retry would not help."""
-    row: list[float] | None = None
+    row: TextRow | None = None
     """The result for a text of a request with `pooling`. token_id is then ignored."""
     then: tuple[Sampled, ...] = ()
     """The tokens that follow it, one for each accepted draft token of the row."""

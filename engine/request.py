@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from engine.errors import TextError
+from engine.labels import Aggregation, Entity, TokenSpan
 from engine.params import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
@@ -106,8 +107,13 @@ class Course:
             self.preempted.append((now, why))
 
 
-#: What a model without outputs of text can make: of a text a vector or the probabilities of labels, of two a score.
-PoolingKind = Literal["embed", "classify", "rerank"]
+#: What a model without outputs of text can make: of a text a vector, the probabilities of labels or labelled parts, of
+#: two a score.
+PoolingKind = Literal["embed", "classify", "token_classify", "rerank"]
+
+
+#: The result of a text: a vector, the probabilities of labels or a score; or its labelled parts.
+TextRow = list[float] | tuple[Entity, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +131,11 @@ class Pooling:
     """The dimensions to which vectors are cut; None for all."""
     errors: Mapping[int, TextError] = field(default_factory=dict)
     """Texts that are not computed, by their numbers; they have no tokens. The others are."""
+    spans: tuple[Sequence[TokenSpan | None], ...] = ()
+    """For each text, the characters of its tokens, None for special ones; () if tokens are not labelled."""
+    aggregation: Aggregation = "simple"
+    threshold: float | None = None
+    """The least score of an entity. None for all; if a token may have several labels, 0.5."""
 
 
 class LoadedAdapter(Protocol):
@@ -196,9 +207,8 @@ class Event:
     """Whether the request itself caused `error`, so that a retry would not help."""
     param: str | None = None
     """The parameter at fault then, where it is known."""
-    rows: list[list[float] | TextError] | None = None
-    """On the only event of a request with `pooling`, for each of its texts: a vector, the probabilities of the labels,
-    or a score; or its entry in `Pooling.errors`."""
+    rows: list[TextRow | TextError] | None = None
+    """On the only event of a request with `pooling`, for each of its texts, or its entry in `Pooling.errors`."""
 
 
 @dataclass(slots=True)

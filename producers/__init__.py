@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from producers.client.aio import AsyncClient, AsyncHandle
     from producers.client.blocking import Client, Handle
     from producers.contract.record import Record
-    from producers.contract.stream import Choice, End, Event, Prompt, Result, TaskInfo, TaskPage, Token
+    from producers.contract.stream import Choice, End, Entity, Event, Prompt, Result, TaskInfo, TaskPage, Token
     from producers.contract.task import Task
     from producers.errors import (
         IdempotencyKeyReused,
@@ -42,6 +42,7 @@ __all__ = [
     "Choice",
     "Client",
     "End",
+    "Entity",
     "Event",
     "Handle",
     "IdempotencyKeyReused",
@@ -72,7 +73,7 @@ _HOME = {
     "client.aio": ("AsyncClient", "AsyncHandle"),
     "client.blocking": ("Client", "Handle"),
     "contract.record": ("Record",),
-    "contract.stream": ("Choice", "End", "Event", "Prompt", "Result", "TaskInfo", "TaskPage", "Token"),
+    "contract.stream": ("Choice", "End", "Entity", "Event", "Prompt", "Result", "TaskInfo", "TaskPage", "Token"),
     "contract.task": ("Task",),
 }
 

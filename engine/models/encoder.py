@@ -73,11 +73,14 @@ class EncoderSettings:
 
 @dataclass(frozen=True, slots=True)
 class HeadSettings:
-    """The head of a classifier: pooled rows, a dense layer with an activation and perhaps a norm, then the labels."""
+    """The head of a classifier: pooled rows, or the rows of all tokens; a dense layer with an activation and perhaps a
+    norm; then the labels."""
 
     labels: int
-    activation: str
-    """A key of ACTIVATIONS."""
+    activation: str | None
+    """A key of ACTIVATIONS. None: there is no dense layer."""
+    tokens: bool = False
+    """Whether each token has labels. Else a sequence has."""
     mean: bool = False
     """Whether rows are the means of their sequences. Else they are the first tokens'."""
     dense_bias: bool = True
@@ -197,8 +200,9 @@ class Encoder:
         )
         self._dense = self._head_norm = self._labels = None
         if self.head is not None:
-            parts = {"dense": c.hidden_size}
-            self._dense = Linear(kernels, c.hidden_size, parts, bias=self.head.dense_bias, device=device)
+            if self.head.activation is not None:
+                parts = {"dense": c.hidden_size}
+                self._dense = Linear(kernels, c.hidden_size, parts, bias=self.head.dense_bias, device=device)
             self._labels = Linear(kernels, c.hidden_size, {"labels": self.head.labels}, bias=True, device=device)
             self._head_norm = _Norm(kernels, c, device) if self.head.norm else None
 
@@ -289,13 +293,15 @@ class Encoder:
         return self._biases[distance_buckets(distances, len(self._biases))].T.contiguous()
 
     def classify(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-        """The logits of the labels, [sequences, labels], of hidden states from `forward`."""
-        assert self.head is not None
-        assert self._dense is not None
+        """The logits of the labels, [sequences, labels], of hidden states from `forward`; of a classifier of tokens
+        [tokens, labels]."""
+        head = self.head
+        assert head is not None
         assert self._labels is not None
-        rows = means(hidden, lengths) if self.head.mean else hidden[firsts(lengths, self.device)]
-        dense = ACTIVATIONS[self.head.activation](self._dense(rows))
-        return self._labels(dense if self._head_norm is None else self._head_norm(dense))
+        rows = hidden if head.tokens else means(hidden, lengths) if head.mean else hidden[firsts(lengths, self.device)]
+        if self._dense is not None and head.activation is not None:
+            rows = ACTIVATIONS[head.activation](self._dense(rows))
+        return self._labels(rows if self._head_norm is None else self._head_norm(rows))
 
 
 def distance_buckets(distances: Tensor, buckets: int) -> Tensor:

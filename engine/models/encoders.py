@@ -297,6 +297,14 @@ def _modernbert_head(config: Config) -> HeadSettings:
     return HeadSettings(len(label_names(config)), activation, mean=pooling == "mean", dense_bias=bias, norm=True)
 
 
+def _token_head(config: Config) -> HeadSettings:
+    return HeadSettings(len(label_names(config)), None, tokens=True)
+
+
+def _modernbert_token_head(config: Config) -> HeadSettings:
+    return replace(_modernbert_head(config), mean=False, tokens=True)
+
+
 def _families() -> dict[str, EncoderFamily]:
     families: dict[str, EncoderFamily] = {}
     for prefix, read, rules, head, head_rules in (
@@ -315,6 +323,9 @@ def _families() -> dict[str, EncoderFamily]:
             families[f"{prefix}{suffix}"] = headless
         classifier = EncoderFamily(read, _renaming((*rules, *head_rules), headless=False), head)
         families[f"{prefix}ForSequenceClassification"] = classifier
+        of_tokens = _modernbert_token_head if prefix == "ModernBert" else _token_head
+        renaming = _renaming((*rules, *_LABELS), headless=False)
+        families[f"{prefix}ForTokenClassification"] = EncoderFamily(read, renaming, of_tokens)
     return families
 
 

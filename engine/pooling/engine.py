@@ -23,13 +23,16 @@ from engine.execution.placement import SEQUENCES
 from engine.execution.threads import threads_for
 from engine.execution.turns import Turns
 from engine.kernels.unmasked import ACTIVATIONS
+from engine.labels import Aggregation, Entity
 from engine.memory import release
 from engine.models import load_encoder, load_model
 from engine.models.encoder import Encoder
 from engine.models.encoders import ENCODERS
-from engine.pooling.runner import AskedText, DecoderRows, Pooler, PoolingRunner
+from engine.plan import Sampled
+from engine.pooling.entities import labelled
+from engine.pooling.runner import AskedText, DecoderRows, Pooler, PoolingRunner, numbers
 from engine.pooling.scheduler import PoolingScheduler, TextLimits
-from engine.request import Event, Pooling, PoolingKind, Request
+from engine.request import Event, Pooling, PoolingKind, Request, TextRow
 from engine.text import ConfinedTemplate, ModelCard, TemplateSource, Tokenizer
 from engine.text.checkpoint import model_version
 from engine.text.config import Config, architectures, read_config
@@ -135,7 +138,7 @@ class PoolingEngine(StepLoop):
         self.card = None if self.tokenizer is None else ModelCard.from_folder(folder, tokenizer=self.tokenizer)
         self.pooling = read_pooling(folder)
         #: The labels, in the order of their probabilities; () unless it classifies.
-        self.labels = label_names(Config(values)) if self.kind == "classify" else ()
+        self.labels = label_names(Config(values)) if self.kind in ("classify", "token_classify") else ()
         self._pairs = None if self.pooling.score is None else PairTemplate(folder, self.tokenizer, self.pooling.score)
         self._model = model
         self._ids = itertools.count()
@@ -205,14 +208,16 @@ class PoolingEngine(StepLoop):
 
     def _finisher(
         self, folder: Path, model: Encoder | DecoderRows
-    ) -> tuple[Callable[[Tensor, Sequence[int], Sequence[AskedText]], list[Tensor]], int]:
+    ) -> tuple[Callable[[Tensor, Sequence[int], Sequence[AskedText]], list[Sampled]], int]:
         """The function that makes the results of a step's rows, and how many numbers each has."""
         if self.kind == "embed":
             pooler = Pooler(folder, self.pooling, model.width, model.device)
 
-            def embed(hidden: Tensor, lengths: Sequence[int], texts: Sequence[AskedText]) -> list[Tensor]:
+            def embed(hidden: Tensor, lengths: Sequence[int], texts: Sequence[AskedText]) -> list[Sampled]:
                 return [
-                    pooler(rows, request.prompt_tokens[number] if request.prompt_tokens else 0, request.dimensions)
+                    numbers(
+                        pooler(rows, request.prompt_tokens[number] if request.prompt_tokens else 0, request.dimensions)
+                    )
                     for rows, (request, number) in zip(torch.split(hidden, list(lengths)), texts, strict=True)
                 ]
 
@@ -221,16 +226,24 @@ class PoolingEngine(StepLoop):
         if isinstance(model, DecoderRows):
             return partial(_scores, model, self.pooling.score, activation), 1
         assert model.head is not None
+        several = several_labels(Config(read_config(folder)))
 
-        def classify(hidden: Tensor, lengths: Sequence[int], texts: Sequence[AskedText]) -> list[Tensor]:
-            return [activation(logits.double()) for logits in model.classify(hidden, lengths)]
+        def classify(hidden: Tensor, lengths: Sequence[int], texts: Sequence[AskedText]) -> list[Sampled]:
+            return [numbers(activation(logits.double())) for logits in model.classify(hidden, lengths)]
 
-        return classify, model.head.labels
+        def label(hidden: Tensor, lengths: Sequence[int], texts: Sequence[AskedText]) -> list[Sampled]:
+            parts = torch.split(model.classify(hidden, lengths), list(lengths))
+            return [
+                labelled(activation(logits.double()).cpu().numpy(), self.labels, several, *text)
+                for logits, text in zip(parts, texts, strict=True)
+            ]
+
+        return label if model.head.tokens else classify, model.head.labels
 
     def _probabilities(self, folder: Path) -> Callable[[Tensor], Tensor]:
         """The function that makes probabilities, or a score, of a text's logits."""
         values = read_config(folder)
-        if self.kind == "classify":
+        if self.kind != "rerank":
             several = several_labels(Config(values))
             return torch.sigmoid if several else partial(torch.softmax, dim=-1)
         name = score_activation(folder, values)
@@ -255,17 +268,31 @@ class PoolingEngine(StepLoop):
         prompt_tokens = self.prompt_tokens(before)
         tokens = tuple(prompt_tokens if isinstance(text, str) else 0 for text in texts)  # ids are taken as they are
         encoded = [self.encoded(before + text if isinstance(text, str) else text, truncate) for text in texts]
-        rows = self._wait("embed", encoded, prompt_tokens=tokens, dimensions=dimensions)
+        rows = self._vectors("embed", encoded, prompt_tokens=tokens, dimensions=dimensions)
         return np.array(rows, dtype=np.float32).reshape(len(texts), dimensions or self.dimensions)
 
     def classify(self, texts: Sequence[Text], *, truncate: bool = False) -> list[dict[str, float]]:
         """For each text, the probability of each label. Raises as `embed`."""
-        rows = self._wait("classify", [self.encoded(text, truncate) for text in texts])
+        rows = self._vectors("classify", [self.encoded(text, truncate) for text in texts])
         return [dict(zip(self.labels, row, strict=True)) for row in rows]
+
+    def classify_tokens(
+        self,
+        texts: Sequence[str],
+        *,
+        aggregation: Aggregation = "simple",
+        threshold: float | None = None,
+        truncate: bool = False,
+    ) -> list[list[Entity]]:
+        """For each text, its labelled parts in order. `threshold`: their least score; None for all, or for 0.5 where a
+        token may have several labels. Raises as `embed`."""
+        encoded = [self.encoded(text, truncate) for text in texts]
+        rows = self._wait("token_classify", encoded, aggregation=aggregation, threshold=threshold)
+        return [[*row] for row in rows if isinstance(row, tuple)]
 
     def score(self, pairs: Sequence[tuple[str, str]], *, truncate: bool = False) -> list[float]:
         """The score of each pair, a query and a document. Raises as `embed`."""
-        rows = self._wait("rerank", [self.encoded(query, truncate, document) for query, document in pairs])
+        rows = self._vectors("rerank", [self.encoded(query, truncate, document) for query, document in pairs])
         return [row[0] for row in rows]
 
     def prompt_tokens(self, prompt: str) -> int:
@@ -288,20 +315,20 @@ class PoolingEngine(StepLoop):
             return self._pairs.encode(text, second, limit)
         if self.tokenizer is None:
             raise RequestError("the model has no tokenizer.json: texts must be token ids", param="input")
+        if self.kind == "token_classify":
+            return self.tokenizer.encode_spans(text, limit)
         return self.tokenizer.encode_pair(text, second, limit)
 
-    def _wait(
-        self,
-        kind: PoolingKind,
-        texts: Sequence[EncodedText],
-        *,
-        prompt_tokens: tuple[int, ...] = (),
-        dimensions: int | None = None,
-    ) -> list[list[float]]:
+    def _vectors(self, kind: PoolingKind, texts: Sequence[EncodedText], **pooling: Any) -> list[list[float]]:
+        return [row for row in self._wait(kind, texts, **pooling) if isinstance(row, list)]
+
+    def _wait(self, kind: PoolingKind, texts: Sequence[EncodedText], **more: Any) -> list[TextRow]:
+        """The results of texts. `more`: fields of Pooling."""
         if not texts:
             return []
         seconds = tuple(text.second for text in texts if text.second is not None)
-        pooling = Pooling(kind, tuple(len(text.ids) for text in texts), seconds, prompt_tokens, dimensions)
+        spans = tuple(text.spans for text in texts) if self.kind == "token_classify" else ()
+        pooling = Pooling(kind, tuple(len(text.ids) for text in texts), seconds, spans=spans, **more)
         ids = [token for text in texts for token in text.ids]
         request = Request(f"{kind}-{next(self._ids)}", ids, pooling=pooling)
         ended, events = threading.Event(), list[Event]()
@@ -354,17 +381,17 @@ def _scores(
     hidden: Tensor,
     lengths: Sequence[int],
     texts: Sequence[AskedText],
-) -> list[Tensor]:
+) -> list[Sampled]:
     """The scores of pairs, of the logits after their last tokens."""
     assert settings is not None
     last = torch.tensor(lengths, device=hidden.device).cumsum(0) - 1
-    scores: list[Tensor] = []
+    scores: list[Sampled] = []
     for rows in torch.split(hidden[last], _ROWS_OF_LOGITS):
         logits = model.model.logits(rows).double()
         score = logits[:, settings.true_token]
         if settings.false_token is not None:
             score = score - logits[:, settings.false_token]
-        scores += activation(score).unsqueeze(1)
+        scores += map(numbers, activation(score).unsqueeze(1))
     return scores
 
 
@@ -374,6 +401,4 @@ def _kind(folder: Path, values: dict[str, object], model: Encoder | DecoderRows)
         return "rerank"
     if (kind == "embed") != (model.head is None):
         raise ModelError(f"{folder}: modules.json and the architecture in config.json do not go together")
-    if kind == "rerank":
-        return "rerank"
-    return "classify" if kind == "classify" else "embed"
+    return "embed" if kind == "generate" else kind

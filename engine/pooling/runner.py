@@ -198,11 +198,18 @@ class Rows(Protocol):
 AskedText = tuple[Pooling, int]
 
 
+def numbers(row: Tensor) -> Sampled:
+    """A text's result: a vector, the probabilities of labels, or a score."""
+    values = row.float().tolist()
+    finite = all(value - value == 0 for value in values)
+    return Sampled(-1, row=values) if finite else Sampled(-1, error=NOT_FINITE)
+
+
 class PoolingRunner:
     """An Executor (engine.execution.pipeline). Used by one thread."""
 
     def __init__(
-        self, model: Rows, finish: Callable[[Tensor, Sequence[int], Sequence[AskedText]], list[Tensor]]
+        self, model: Rows, finish: Callable[[Tensor, Sequence[int], Sequence[AskedText]], list[Sampled]]
     ) -> None:
         """`finish`: makes each text's result, of the rows of all, their lengths and what is asked of each."""
         self._model = model
@@ -220,9 +227,7 @@ class PoolingRunner:
         results = self._finish(hidden, lengths, [(_pooling(row), row.seq.choice) for row in rows])
         sampled = [Sampled(-1)] * len(rows)
         for i, result in zip(order, results, strict=True):
-            values = result.float().tolist()
-            finite = all(value - value == 0 for value in values)
-            sampled[i] = Sampled(-1, row=values) if finite else Sampled(-1, error=NOT_FINITE)
+            sampled[i] = result
         return sampled
 
     def collect(self, launched: list[Sampled]) -> list[Sampled]:

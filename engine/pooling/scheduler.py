@@ -14,7 +14,7 @@ from typing import Any, Final
 from engine.declared import shown
 from engine.errors import EngineError, ErrorText, RequestError, TextError
 from engine.plan import Sampled, ScheduledSeq, StepPlan
-from engine.request import Event, Request
+from engine.request import Event, Request, TextRow
 from engine.scheduling.policy import TIERS, WaitingQueue
 from engine.scheduling.scheduler import Held, SchedulerStats
 from engine.sequence import Sequence, Status
@@ -51,6 +51,8 @@ class TextLimits:
             raise RequestError("the texts' lengths must be above 0, and in all that of prompt_ids", param="input")
         if pooling.seconds and len(pooling.seconds) != len(pooling.lengths):
             raise RequestError("the pairs' second texts must have an index each", param="input")
+        if pooling.spans and tuple(map(len, pooling.spans)) != pooling.lengths:
+            raise RequestError("each token must have its span, or None", param="input")
         if (longest := max(pooling.lengths)) > self.max_length:
             raise RequestError(
                 f"a text has {longest} tokens; the model takes {self.max_length}; shorten it, or ask for truncation",
@@ -76,7 +78,7 @@ class _Group:
 
     request: Request
     texts: list[Sequence]
-    rows: dict[int, list[float]] = field(default_factory=dict)
+    rows: dict[int, TextRow] = field(default_factory=dict)
 
 
 class PoolingScheduler:
@@ -136,14 +138,16 @@ class PoolingScheduler:
         self._aborted += 1
         return True
 
-    def fail(self, target: Sequence | str, message: str) -> list[Event]:
-        """End the request of a text, or the one with an id, with finish_reason "error"."""
+    def fail(self, target: Sequence | str, message: str, *, refused: bool = False) -> list[Event]:
+        """End the request of a text, or the one with an id, with finish_reason "error". `refused`: see Event."""
         group = self._groups.get(target if isinstance(target, str) else target.request.id)
         if group is None:
             return []
         self._drop(group)
         prompt_tokens = len(group.request.prompt_ids)
-        return [Event(group.request.id, finish_reason="error", done=True, error=message, prompt_tokens=prompt_tokens)]
+        end = Event(group.request.id, finish_reason="error", done=True, error=message, prompt_tokens=prompt_tokens)
+        end.refused, end.param = refused, "input" if refused else None
+        return [end]
 
     def _drop(self, group: _Group) -> None:
         del self._groups[group.request.id]
@@ -214,8 +218,9 @@ class PoolingScheduler:
             if group is None or text.status is not Status.RUNNING:  # aborted, or failed, meanwhile
                 continue
             if result.row is None:
-                self._not_finite += 1
-                events += self.fail(text, result.error or "the model made nothing of this text")
+                self._not_finite += not result.refused
+                message = result.error or "the model made nothing of this text"
+                events += self.fail(text, message, refused=result.refused)
                 continue
             group.rows[text.choice] = result.row
             self._end(text)
@@ -228,7 +233,7 @@ class PoolingScheduler:
         request = group.request
         assert request.pooling is not None
         del self._groups[request.id]
-        results: dict[int, list[float] | TextError] = {**group.rows, **request.pooling.errors}
+        results: dict[int, TextRow | TextError] = {**group.rows, **request.pooling.errors}
         rows = [results[number] for number in range(len(request.pooling.lengths))]
         return Event(request.id, finish_reason="stop", done=True, prompt_tokens=len(request.prompt_ids), rows=rows)
 

@@ -9,7 +9,8 @@ fixed, one JSON object. A reader ignores keys that it does not know:
     context_length    tokens of prompt and output together
     vocab_size        rows of the embedding: token ids are below this
     parameters        numbers in the checkpoint's tensors
-       capabilities      ["generate"], and "chat" if there is a chat template; or ["embed"], ["classify"] or ["rerank"]
+       capabilities      ["generate"], and "chat" if there is a chat template; or ["embed"], ["classify"],
+                      ["token_classify"] or ["rerank"]
     eos_token_ids     list of token ids, may be empty
     bos_token_id      token id or null
     defaults          generation_config.json's own values of the parameters in `engine.params.DEFAULTS`
@@ -17,7 +18,7 @@ fixed, one JSON object. A reader ignores keys that it does not know:
     created           unix seconds
     pooling           only of a model that generates nothing: `dimensions` of a vector, `matryoshka` (those to
                       which it may be cut, or whether it may be cut to any), `prompts` by name, `default_prompt`,
-                      `labels` in order
+                      `labels` in order, and whether there may be several (`several_labels`)
 
 In the store it has more (`producers.store.fleet.cards`):
 
@@ -47,7 +48,7 @@ from engine.text.checkpoint import count_parameters, model_version
 from engine.text.config import Config, architectures, read_config
 from engine.text.files import read_files, read_object
 from engine.text.gguf import absolute, model_name
-from engine.text.pooling import PoolingSettings, label_names, purpose, read_pooling, text_length
+from engine.text.pooling import PoolingSettings, label_names, purpose, read_pooling, several_labels, text_length
 from engine.text.template import TemplateSource
 from engine.text.tokenizer import Tokenizer
 
@@ -143,8 +144,10 @@ class ModelCard:
 
 def _pooling(purpose: str, settings: PoolingSettings, config: Config) -> dict[str, Any]:
     """The card's `pooling`."""
+    if purpose == "rerank":
+        return {"labels": []}
     if purpose != "embed":
-        return {"labels": list(label_names(config)) if purpose == "classify" else []}
+        return {"labels": list(label_names(config)), "several_labels": several_labels(config)}
     width = next((config.integer(name) for name in _WIDTHS if name in config), 768)
     matryoshka = settings.matryoshka
     return {

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from engine.declared import shown
 from engine.errors import ModelError, RequestError
@@ -53,6 +53,9 @@ _LONGEST: Final = 1 << 20
 #: Beginnings of the names of architectures whose positions are counted from after the padding's.
 _AFTER_PADDING: Final = ("Roberta", "XLMRoberta", "MPNet")
 _CLASSIFIER: Final = "ForSequenceClassification"
+_PER_TOKEN: Final = "ForTokenClassification"  # noqa: S105 (no password)
+#: What a model is for.
+Purpose = Literal["generate", "embed", "classify", "token_classify", "rerank"]
 #: Endings of the names of encoders' architectures without a head that is of use.
 _HEADLESS: Final = ("Model", "ForMaskedLM", "ForPreTraining")
 
@@ -154,14 +157,17 @@ class PoolingSettings:
         )
 
 
-def purpose(folder: Path, values: Mapping[str, Any]) -> str:
-    """What a model is for: "generate", "embed", "classify", or "rerank": a classifier of pairs with one score.
+def purpose(folder: Path, values: Mapping[str, Any]) -> Purpose:
+    """What a model is for: of classifiers "token_classify" where each token has labels, "rerank" where a pair has one
+    score.
 
     `values`: its config.json. Raises ModelError for a broken one.
     """
     names = architectures(values)
     if any(name.endswith(_CLASSIFIER) for name in names):
         return "rerank" if len(label_names(Config(values))) == 1 else "classify"
+    if any(name.endswith(_PER_TOKEN) for name in names):
+        return "token_classify"
     if _listed(folder) is not None:
         return "embed" if _score(folder, _modules(folder)) is None else "rerank"
     return "embed" if names and names[0].endswith(_HEADLESS) else "generate"
@@ -182,7 +188,7 @@ def label_names(config: Config) -> tuple[str, ...]:
 
 
 def several_labels(config: Config) -> bool:
-    """Whether a text may have several labels at once: each has a probability of its own then."""
+    """Whether a text, or a token, may have several labels at once: each has a probability of its own then."""
     return bool(config.get("problem_type") == "multi_label_classification")
 
 

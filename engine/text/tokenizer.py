@@ -18,6 +18,7 @@ from typing import Any, Final
 import tokenizers
 
 from engine.errors import ModelError, RequestError
+from engine.labels import TokenSpan
 from engine.text.detokenizer import BYTE_ALPHABET, Detokenizer, byte_speller, detokenizer_factory
 from engine.text.files import read_files, read_object
 
@@ -46,6 +47,8 @@ class EncodedText:
     ids: list[int]
     second: int | None
     whole: int
+    spans: tuple[TokenSpan | None, ...] = ()
+    """The characters of each token, None for special ones; () where they were not asked for."""
 
 
 class Tokenizer:
@@ -74,6 +77,7 @@ class Tokenizer:
         except (KeyError, TypeError, AttributeError):  # parts that the library reads in another way
             self.bytes_per_token = None
         self.bos_token_id, self.eos_token_ids = self._special_ids(files)
+        self.unk_token_id = self._unknown_id(files)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -121,6 +125,33 @@ class Tokenizer:
         second_at = None if second is None else types.index(1) if 1 in types else start
         return EncodedText(list(whole.ids), second_at, tokens + special)
 
+    def encode_spans(self, text: str, limit: int | None = None) -> EncodedText:
+        """As `encode_pair` of one text, with the characters of each token.
+
+        A token goes on with a word, as transformers' token-classification pipeline has it, if the vocabulary's spelling
+        says so (`##ing`); with other vocabularies, if no white space is before it. Raises RequestError.
+        """
+        backend = self._backend
+        valid = text.encode("utf-8", "replace").decode("utf-8")
+        with _panics("the model's tokenizer fails on this text"):
+            (part,) = backend.encode_batch([valid], add_special_tokens=False)
+            tokens, special = len(part.ids), backend.num_special_tokens_to_add(False)
+            if limit is not None and tokens + special > limit:
+                _cut([part], max(0, limit - special))
+            # Post-processed twice, offsets would lose their leading spaces twice: those of the first time are right.
+            offsets = iter(part.offsets)
+            whole = backend.post_process(part)
+        marked = bool(getattr(backend.model, "continuing_subword_prefix", None))
+        spans: list[TokenSpan | None] = []
+        for token_id, token, special_mask in zip(whole.ids, whole.tokens, whole.special_tokens_mask, strict=True):
+            if special_mask:
+                spans.append(None)
+                continue
+            start, end = next(offsets)
+            continues = len(token) != end - start if marked else start > 0 and " " not in valid[start - 1 : start + 1]
+            spans.append(TokenSpan(start, end, continues and token_id != self.unk_token_id))
+        return EncodedText(list(whole.ids), None, tokens + special, tuple(spans))
+
     def fewest_tokens(self, text: str) -> int:
         """A lower bound of the tokens of a text, told from its size alone."""
         return 0 if self.bytes_per_token is None else -(-len(text.encode("utf-8", "replace")) // self.bytes_per_token)
@@ -158,6 +189,13 @@ class Tokenizer:
     def new_detokenizer(self) -> Callable[[], Detokenizer]:
         """A function that makes an incremental detokenizer for one output."""
         return self._new_detokenizer
+
+    def _unknown_id(self, files: Mapping[str, bytes]) -> int | None:
+        """The token of what the vocabulary lacks. None if there is none."""
+        named = read_object(files, "tokenizer_config.json").get("unk_token")
+        content = named.get("content") if isinstance(named, dict) else named
+        content = content if isinstance(content, str) else getattr(self._backend.model, "unk_token", None)
+        return self._backend.token_to_id(content) if isinstance(content, str) else None
 
     def _special_ids(self, files: Mapping[str, bytes]) -> tuple[int | None, tuple[int, ...]]:
         sources = [(name, read_object(files, name)) for name in ("generation_config.json", "config.json")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from array import array
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any, Self, Unpack
 from redis.asyncio import Redis
 
 from engine.errors import TextError
+from engine.labels import Entity
 from producers.broker.connect import connect_broker
 from producers.client import operations
 from producers.client.listing import Query, QueryFields, list_tasks, page_of
@@ -97,10 +99,10 @@ class AsyncClient:
         Raises SubmitFailed."""
         await self.run(submit_rest(self.directory, task, task_id, self.patience))
 
-    async def embed(self, model: str, texts: str | Sequence[Any], **fields: Any) -> list[Row]:
+    async def embed(self, model: str, texts: str | Sequence[Any], **fields: Any) -> list[array[float] | TextError]:
         """As `Client.embed`."""
         handle = await self.submit(kind="embed", model=model, input=texts, **fields)
-        return operations.rows_of_result(await handle.result())
+        return operations.vectors_of_result(await handle.result())
 
     async def rerank(self, model: str, query: str, documents: Sequence[str], **fields: Any) -> list[float | TextError]:
         """As `Client.rerank`."""
@@ -108,12 +110,19 @@ class AsyncClient:
         return operations.scored(await handle.result())
 
     async def classify(
-        self, model: str, texts: str | Sequence[Any], **fields: Any
+        self, model: str, texts: str | Sequence[Any], *, threshold: float | None = None, **fields: Any
     ) -> list[dict[str, float] | TextError]:
         """As `Client.classify`."""
         handle = await self.submit(kind="classify", model=model, input=texts, **fields)
         rows = operations.rows_of_result(await handle.result())
-        return operations.labelled((await self.version_of(await handle.status())).card, rows)
+        return operations.labelled((await self.version_of(await handle.status())).card, rows, threshold)
+
+    async def classify_tokens(
+        self, model: str, texts: str | Sequence[str], **fields: Any
+    ) -> list[list[Entity] | TextError]:
+        """As `Client.classify_tokens`."""
+        handle = await self.submit(kind="token_classify", model=model, input=texts, **fields)
+        return operations.entities_of_result(await handle.result())
 
     async def admit(
         self,

@@ -9,12 +9,14 @@ import asyncio
 import os
 import threading
 import time
+from array import array
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import CancelledError
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from engine.errors import TextError
+from engine.labels import Entity
 from producers.broker.base import Sender
 from producers.broker.connect import connect_sender, is_known
 from producers.client import operations
@@ -30,7 +32,7 @@ from producers.connection.script import Call, run
 from producers.contract import keys
 from producers.contract.message import Message
 from producers.contract.record import Record, trace_fields
-from producers.contract.stream import Event, Result, Row, TaskPage, collect
+from producers.contract.stream import Event, Result, TaskPage, collect
 from producers.contract.task import Task
 from producers.errors import PenstockError
 
@@ -95,7 +97,7 @@ class Client:
         more = {**TASK, **trace_fields(traceparent)}
         return self.get(self.run(submit_once(self.directory, task, idempotency_key, task_id, self.patience, more)))
 
-    def embed(self, model: str, texts: str | Sequence[Any], **fields: Any) -> list[Row]:
+    def embed(self, model: str, texts: str | Sequence[Any], **fields: Any) -> list[array[float] | TextError]:
         """The vectors of texts, each an array of fp32 numbers. `texts`: a text, or a list of at most 10,000, each text
         or a list of token ids. `fields`: other fields of the task, such as `dimensions` or `tier`. With
         `on_error="item"` a bad text has its TextError in place of a vector, and the others have theirs.
@@ -103,19 +105,28 @@ class Client:
         Waits for the result. Raises as `submit`, and TaskFailed.
         """
         result = self.submit(kind="embed", model=model, input=texts, **fields).result()
-        return operations.rows_of_result(result)
+        return operations.vectors_of_result(result)
 
     def rerank(self, model: str, query: str, documents: Sequence[str], **fields: Any) -> list[float | TextError]:
         """The score of each document, at most 10,000, by its relevance to a query. Raises as `embed`."""
         task = self.submit(kind="rerank", model=model, query=query, input=documents, **fields)
         return operations.scored(task.result())
 
-    def classify(self, model: str, texts: str | Sequence[Any], **fields: Any) -> list[dict[str, float] | TextError]:
-        """For each text, at most 10,000, the probability of each label. Raises as `embed`."""
+    def classify(
+        self, model: str, texts: str | Sequence[Any], *, threshold: float | None = None, **fields: Any
+    ) -> list[dict[str, float] | TextError]:
+        """For each text, at most 10,000, the probability of each label. `threshold`: without labels below it. Raises as
+        `embed`."""
         handle = self.submit(kind="classify", model=model, input=texts, **fields)
         rows = operations.rows_of_result(handle.result())
         card = self.run(operations.version_of(self.directory, handle.status(), self.patience)).card
-        return operations.labelled(card, rows)
+        return operations.labelled(card, rows, threshold)
+
+    def classify_tokens(self, model: str, texts: str | Sequence[str], **fields: Any) -> list[list[Entity] | TextError]:
+        """For each text, at most 10,000, its labelled parts in order, such as names. `fields`: such as
+        `aggregation_strategy` and `threshold`. Raises as `embed`."""
+        result = self.submit(kind="token_classify", model=model, input=texts, **fields).result()
+        return operations.entities_of_result(result)
 
     @property
     def tasks(self) -> Tasks:

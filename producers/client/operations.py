@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import uuid
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, Final
 
 from engine.errors import TextError
+from engine.labels import Entity
 from producers.client.steps import FAILURES, Read, Steps, lost, persistently
 from producers.client.submission import (
     KEPT,
@@ -71,18 +74,42 @@ def rows_of_result(result: Result) -> list[Row]:
 
 def scored(result: Result) -> list[float | TextError]:
     """The scores of a reranker's task. Raises as `rows_of_result`."""
-    return [row if isinstance(row, TextError) else row[0] for row in rows_of_result(result)]
+    return [row[0] if isinstance(row, array) else _error_of(row) for row in rows_of_result(result)]
 
 
-def labelled(card: Mapping[str, Any], rows: Sequence[Row]) -> list[dict[str, float] | TextError]:
-    """The probabilities in rows, by the labels of a model's card; by their numbers, if it has others by now."""
+def labelled(
+    card: Mapping[str, Any], rows: Sequence[Row], threshold: float | None = None
+) -> list[dict[str, float] | TextError]:
+    """The probabilities in rows, by the labels of a model's card; by their numbers, if it has others by now.
+    `threshold`: without those below it."""
     labels = (card.get("pooling") or {}).get("labels") or []
+    least = -math.inf if threshold is None else threshold
     return [
-        row
-        if isinstance(row, TextError)
-        else dict(zip(labels if len(labels) == len(row) else map(str, range(len(row))), row, strict=True))
+        {label: value for label, value in zip(_names(labels, len(row)), row, strict=True) if value >= least}
+        if isinstance(row, array)
+        else _error_of(row)
         for row in rows
     ]
+
+
+def _names(labels: Sequence[str], count: int) -> Sequence[str]:
+    return labels if len(labels) == count else [*map(str, range(count))]
+
+
+def entities_of_result(result: Result) -> list[list[Entity] | TextError]:
+    """The labelled parts of texts. Raises as `rows_of_result`."""
+    return [[*row] if isinstance(row, tuple) else _error_of(row) for row in rows_of_result(result)]
+
+
+def vectors_of_result(result: Result) -> list[array[float] | TextError]:
+    """The vectors of texts. Raises as `rows_of_result`."""
+    return [row if isinstance(row, array) else _error_of(row) for row in rows_of_result(result)]
+
+
+def _error_of(row: Row) -> TextError:
+    if not isinstance(row, TextError):
+        raise TypeError(f"the task made {type(row).__name__} of a text, which is not of its kind")
+    return row
 
 
 def version_of(directory: Directory, record: Record, patience_s: float) -> Steps[ResolvedModel]:

@@ -10,7 +10,8 @@ field `e`; its position is its entry id less one (`1-0` is position 0).
 - terminal: `{"end": status, "reasons": [...], "usage": {...}, "error": null | {...}}`; nothing follows it. Of a
   completed task that generates nothing it has `"result"` too: `{"rows": texts, "width": numbers of each, "data": ...}`,
   the data all rows' fp32 numbers, little-endian, in base64. Texts that had none have their errors by number, and no
-  numbers there: `"errors": {"7": {"code": ..., "message": ...}}`.
+  numbers there: `"errors": {"7": {"code": ..., "message": ...}}`. Of labelled parts of texts it has `"counts"`, the
+  parts of each text, and `"labels"`; a part has 4 numbers: its label's index there, its score, its start and its end.
 - any other object is of a kind that a later version adds; readers skip it.
 
 A channel message is `[position of the first entry, entry, ...]`. A process's channel has such messages of many tasks
@@ -34,6 +35,7 @@ from json.encoder import encode_basestring
 from typing import Any, Final, TypeAlias
 
 from engine.errors import TextError
+from engine.labels import Entity as Entity
 from producers.contract.record import Record, read_error
 from producers.errors import TaskFailed
 
@@ -158,18 +160,30 @@ def decode(position: int, entry: Any) -> Event | None:
     return None
 
 
-def encode_rows(rows: Sequence[Sequence[float] | TextError]) -> str:
+def encode_rows(rows: Sequence[Sequence[float] | tuple[Entity, ...] | TextError]) -> str:
     """The `result` of a terminal entry, as JSON. `rows`: of each text as many numbers, which are rounded to fp32, or
-    its error."""
-    numbers = [row for row in rows if not isinstance(row, TextError)]
-    data = base64.b64encode(_little_endian(array("f", chain.from_iterable(numbers))).tobytes()).decode()
+    its labelled parts (of all texts then), or its error."""
+    results = [row for row in rows if not isinstance(row, TextError)]
     errors = {str(at): asdict(row) for at, row in enumerate(rows) if isinstance(row, TextError)}
     shown = f',"errors":{_ENCODER.encode(errors)}' if errors else ""
-    return f'{{"rows":{len(rows)},"width":{len(numbers[0]) if numbers else 0},"data":"{data}"{shown}}}'
+    vectors = [row for row in results if not isinstance(row, tuple)]
+    if len(vectors) < len(results):
+        labels: dict[str, int] = {}
+        numbers = array("f")
+        for entity in chain.from_iterable(row for row in results if isinstance(row, tuple)):
+            numbers.extend((labels.setdefault(entity.label, len(labels)), entity.score, entity.start, entity.end))
+        width, counts = _OF_ENTITY, [0 if isinstance(row, TextError) else len(row) for row in rows]
+        shown = f',"labels":{_ENCODER.encode([*labels])},"counts":{_ENCODER.encode(counts)}{shown}'
+    else:
+        numbers, width = array("f", chain.from_iterable(vectors)), len(vectors[0]) if vectors else 0
+    data = base64.b64encode(_little_endian(numbers).tobytes()).decode()
+    return f'{{"rows":{len(rows)},"width":{width},"data":"{data}"{shown}}}'
 
 
-#: What was made of a text: numbers, or its error.
-Row: TypeAlias = "array[float] | TextError"
+#: The numbers of a labelled part.
+_OF_ENTITY: Final = 4
+#: What was made of a text: numbers, its labelled parts, or its error.
+Row: TypeAlias = "array[float] | tuple[Entity, ...] | TextError"
 
 
 def rows_of(result: Mapping[str, Any]) -> list[Row]:
@@ -179,21 +193,29 @@ def rows_of(result: Mapping[str, Any]) -> list[Row]:
     _little_endian(numbers)
     width, count = int(result["width"]), int(result["rows"])
     errors = {int(at): TextError(error["code"], error["message"]) for at, error in result.get("errors", {}).items()}
-    if len(numbers) != width * (count - len(errors)):
-        raise ValueError(f"{len(numbers)} numbers are not {count - len(errors)} rows of {width}")
-    starts = iter(range(0, len(numbers), width or 1))
+    counts, labels = result.get("counts"), result.get("labels", ())
+    sizes = [0 if at in errors else width if counts is None else width * counts[at] for at in range(count)]
+    if len(numbers) != sum(sizes):
+        raise ValueError(f"{len(numbers)} numbers are not those of {count - len(errors)} rows")
     rows: list[Row] = []
-    for at in range(count):
-        if (error := errors.get(at)) is None:
-            rows.append(numbers[(start := next(starts)) : start + width])
-        else:
-            rows.append(error)
+    start = 0
+    for at, size in enumerate(sizes):
+        row = numbers[start : start + size]
+        start += size
+        rows.append(errors.get(at) or (row if counts is None else _entities(row, labels)))
     return rows
 
 
-def row_view(row: Row) -> list[float] | dict[str, Any]:
-    """A row as callers see it: its numbers, or an object with its error."""
-    return error_view(row) if isinstance(row, TextError) else row.tolist()
+def _entities(numbers: array[float], labels: Sequence[str]) -> tuple[Entity, ...]:
+    parts = (numbers[start : start + _OF_ENTITY] for start in range(0, len(numbers), _OF_ENTITY))
+    return tuple(Entity(labels[int(label)], score, int(start), int(end)) for label, score, start, end in parts)
+
+
+def row_view(row: Row) -> list[float] | list[dict[str, Any]] | dict[str, Any]:
+    """A row as callers see it: its numbers, a list of its labelled parts, or an object with its error."""
+    if isinstance(row, TextError):
+        return error_view(row)
+    return [asdict(entity) for entity in row] if isinstance(row, tuple) else row.tolist()
 
 
 def error_view(error: TextError) -> dict[str, Any]:
@@ -293,8 +315,8 @@ class Result:
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
     """Log probabilities of the prompt's tokens; None for the first token."""
     rows: tuple[Row, ...] | None = None
-    """Of a task that generates nothing: for each text a vector, the probabilities of the labels, or a score; or its
-    error, if the task's `on_error` is `item`."""
+    """Of a task that generates nothing: for each text a vector, the probabilities of the labels, a score, or a tuple of
+    its labelled parts; or its error, if the task's `on_error` is `item`."""
 
     @property
     def text(self) -> str:

@@ -37,6 +37,7 @@ from engine.declared import Biases as BiasesBound
 from engine.declared import Text as TextBound
 from engine.errors import ErrorText, FieldName, RequestError, renamed
 from engine.grammar.schema import bounded, rules_of, to_the_letter
+from engine.labels import MAX_ENTITIES, Aggregation
 from engine.params import (
     DEFAULTS,
     FORMS,
@@ -83,7 +84,16 @@ MAX_TEXTS: Final = 10_000
 MAX_TEXTS_BYTES: Final = 16 << 20
 MAX_TEXTS_RESULT: Final = 64 << 20
 #: Fields of a task that generates nothing, beside its kind.
-OF_INPUT: Final = ("input", "query", "dimensions", "prompt_name", "truncate", "on_error")
+OF_INPUT: Final = (
+    "input",
+    "query",
+    "dimensions",
+    "prompt_name",
+    "aggregation_strategy",
+    "threshold",
+    "truncate",
+    "on_error",
+)
 #: Fields that say who asks, and how a task is treated: those of every kind.
 OF_EVERY_KIND: Final = frozenset(
     {"model", "kind", "n", "tier", "timeout", "tenant", "order_key", "metadata", "webhook", "ttl"}
@@ -94,6 +104,7 @@ _OF_KIND: Final[Mapping[str, frozenset[str]]] = {
     "embed": _OF_TEXTS | {"dimensions", "prompt_name"},
     "rerank": _OF_TEXTS | {"query"},
     "classify": _OF_TEXTS,
+    "token_classify": _OF_TEXTS | {"aggregation_strategy", "threshold"},
 }
 #: Characters of JSON, and numbers in it, above which the interpreter is given up now and then while they are read.
 LARGE_JSON: Final = 64 * 1024
@@ -199,6 +210,10 @@ def _bytes_of(item: str | Sequence[int]) -> int:
     return len(item.encode()) if isinstance(item, str) else 4 * len(item)
 
 
+def _is_default(task: Task, name: str) -> bool:
+    return bool(getattr(task, name) == Task.model_fields[name].get_default(call_default_factory=True))
+
+
 def _is_token(value: Any) -> bool:
     return type(value) is int and 0 <= value <= MAX_INT32
 
@@ -280,7 +295,7 @@ def sampling(name: str, description: str = "") -> Any:
     return Field(description=description or parameter.bound.description, **limits)
 
 
-Kind = Literal["generate", "embed", "classify", "rerank"]
+Kind = Literal["generate", "embed", "classify", "token_classify", "rerank"]
 Tier = Literal["priority", "default", "flex", "batch"]
 Count = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=_STOPS.longest)]
@@ -436,7 +451,7 @@ class Task(BaseModel):
     messages: Messages | None = Field(
         None, description="a list of messages with role and content, in place of a prompt"
     )
-    kind: Kind = Field("generate", description="generate, embed, classify or rerank")
+    kind: Kind = Field("generate", description="generate, embed, classify, token_classify or rerank")
     # Before `input`, whose check asks for it.
     on_error: Literal["request", "item"] = Field(
         "request",
@@ -459,6 +474,17 @@ class Task(BaseModel):
     )
     prompt_name: str | None = Field(
         None, min_length=1, max_length=200, description="the name of one of the model's prompts; of the kind embed"
+    )
+    aggregation_strategy: Aggregation = Field(
+        "simple",
+        description="none (each token by itself), simple (neighbours of one label together), first, average or max "
+        "(words first), as in transformers; of the kind token_classify",
+    )
+    threshold: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="a number from 0 to 1, the least score of a labelled part; of the kind token_classify",
     )
     truncate: bool = Field(
         False, description="true (texts that are too long are cut) or false; of another kind than generate"
@@ -567,12 +593,11 @@ class Task(BaseModel):
         if self.kind != "generate":
             self._check_input()
             return self
-        if misplaced := [name for name in OF_INPUT if getattr(self, name) not in ((), None, False, "request")]:
+        if misplaced := [name for name in OF_INPUT if not _is_default(self, name)]:
+            kinds = [kind for kind, fields in _OF_KIND.items() if misplaced[0] in fields]
+            listed = f"{', '.join(kinds[:-1])} or {kinds[-1]}" if len(kinds) > 1 else kinds[0]
             raise InvalidTask(
-                ErrorText.of(
-                    "{} goes with kind embed, classify or rerank, and this task's kind is generate",
-                    FieldName(misplaced[0]),
-                ),
+                ErrorText.of("{} goes with kind {}, and this task's kind is generate", FieldName(misplaced[0]), listed),
                 param=misplaced[0],
             )
         if self.messages is None and not self.prompt:
@@ -626,16 +651,17 @@ class Task(BaseModel):
                 param="input",
                 code="missing_parameter",
             )
-        if self.kind != "rerank":
+        if self.kind not in ("rerank", "token_classify"):
             return
-        if self.query is None:
+        if self.kind == "rerank" and self.query is None:
             raise InvalidTask(
                 ErrorText.of("{query} is missing: the text to rank by"), param="query", code="missing_parameter"
             )
         if not all(isinstance(item, str) for item in self.input):
-            raise InvalidTask(
-                ErrorText.of("{input} has token ids; documents to rank are texts"), param="input", code="invalid_type"
-            )
+            told = "documents to rank are texts" if self.kind == "rerank" else "parts of texts are labelled: give texts"
+            raise InvalidTask(ErrorText.of("{input} has token ids; {}", told), param="input", code="invalid_type")
+        if self.query is None:
+            return
         if (size := len(self.query.encode()) * len(self.input)) > MAX_TEXTS_BYTES:
             raise InvalidTask(
                 ErrorText.of(
@@ -819,6 +845,17 @@ class Task(BaseModel):
                 ),
                 param="prompt_name",
             )
+        if self.kind == "token_classify" and self.result_bytes(card) > MAX_TEXTS_RESULT:
+            raise InvalidTask(
+                ErrorText.of(
+                    "{input} has {} texts, whose labelled parts may take {} bytes; at most {} are taken in one request",
+                    len(self.input),
+                    self.result_bytes(card),
+                    MAX_TEXTS_RESULT,
+                ),
+                param="input",
+                code="array_above_max_length",
+            )
         if self.result_bytes(card) > MAX_TEXTS_RESULT:
             most = MAX_TEXTS_RESULT * 3 // (16 * width)
             raise InvalidTask(
@@ -839,8 +876,18 @@ class Task(BaseModel):
         return int(pooling.get("dimensions") or len(pooling.get("labels") or ()) or 1)
 
     def result_bytes(self, card: Mapping[str, Any]) -> int:
-        """The bytes of a result of the model of this card, as stored: numbers of 4 bytes in base64."""
-        return len(self.input) * (self.dimensions or self._width(card)) * 4 * 4 // 3
+        """The bytes of a result of the model of this card, as stored: numbers of 4 bytes in base64. Of labelled parts
+        the most that there may be, one a token."""
+        if self.kind != "token_classify":
+            return len(self.input) * (self.dimensions or self._width(card)) * 4 * 4 // 3
+        return sum(self._label_bytes(item, card) for item in self.input)
+
+    @staticmethod
+    def _label_bytes(item: str | tuple[int, ...], card: Mapping[str, Any]) -> int:
+        """The same of one text's labelled parts, each with 4 numbers. A token has at least one byte of text."""
+        pooling = card.get("pooling") or {}
+        labels = len(pooling.get("labels") or ()) if pooling.get("several_labels") else 1
+        return min(MAX_ENTITIES, labels * min(int(card["context_length"]), _bytes_of(item))) * 4 * 4 * 4 // 3
 
     def chunks(self, card: Mapping[str, Any]) -> list[range]:
         """The texts' numbers in chunks that a worker of this card's model takes at once: one if it takes all of them.
@@ -850,16 +897,20 @@ class Task(BaseModel):
         """
         if self.kind == "generate":
             return [range(0)]
-        limit = min(MAX_INPUTS, max(1, MAX_RESULT_BYTES * len(self.input) // self.result_bytes(card)))
+        labels = self.kind == "token_classify"
+        limit = MAX_INPUTS
+        if not labels:
+            limit = min(limit, max(1, MAX_RESULT_BYTES * len(self.input) // self.result_bytes(card)))
         if query := len((self.query or "").encode()):
             limit = min(limit, max(1, MAX_PROMPT_BYTES // query))
-        chunks, start, size = [], 0, 0
+        chunks, start, size, result = [], 0, 0, 0
         for at, item in enumerate(self.input):
-            own = _bytes_of(item)
-            if at - start == limit or (at > start and size + own > MAX_PROMPT_BYTES):
+            own, made = _bytes_of(item), self._label_bytes(item, card) if labels else 0
+            full = size + own > MAX_PROMPT_BYTES or result + made > MAX_RESULT_BYTES
+            if at - start == limit or (at > start and full):
                 chunks.append(range(start, at))
-                start, size = at, 0
-            size += own
+                start, size, result = at, 0, 0
+            size, result = size + own, result + made
         return [*chunks, range(start, len(self.input))]
 
     def check_at_once(self, card: Mapping[str, Any]) -> None:

@@ -50,6 +50,7 @@ EXAMPLES: Final[Mapping[str, dict[str, Any]]] = {
     "/v2/rerank": _RANKED,
     "/v1/score": {"model": "reranker", "text_1": "What feeds a turbine?", "text_2": _RANKED["documents"]},
     "/v1/classify": {"model": "classifier", "input": ["A fine day."]},
+    "/v1/token_classify": {"model": "tagger", "input": ["Marie Curie was born in Warsaw."]},
     "/tokenize": {"model": "tiny", "messages": _MESSAGES},
     "/detokenize": {"model": "tiny", "tokens": [262, 276]},
     "/v1/batches": {"input_file_id": "file-...", "endpoint": "/v1/completions", "completion_window": "24h"},

@@ -53,7 +53,7 @@ PREFIX: Final = "batch_"
 #: Paths that a batch's lines may be for. The first is that of a batch whose lines name none.
 ENDPOINTS: Final = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
-    *("/v1/embeddings", "/v1/rerank", "/v1/classify", "/v1/score"),
+    *("/v1/embeddings", "/v1/rerank", "/v1/classify", "/v1/token_classify", "/v1/score"),
 )
 #: Longest completion window (s), and the shortest.
 MAX_WINDOW_S: Final = 7 * 24 * 3600

@@ -7,9 +7,12 @@ import io
 import json
 import re
 import shlex
+import statistics
 import subprocess
 import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from celery import Celery
 from redis import Redis
 
 from engine import EngineConfig, PoolingEngine
+from engine.labels import Entity
 from producers import AsyncClient, Client, TextError
 from producers.contract import keys
 from producers.errors import InvalidTask
@@ -44,10 +48,13 @@ SAYS = {
     "Vectors": r"1\D+48\n|48 \[.*\n48 \[|\"index\": 1, \"embedding\": \[",
     "Rerank": r"0\.\d+ .*\n|1 0\.\d+|\"document\": \{\"text\": ",
     "Classify": r"good|bad|neither",
+    "Label parts of texts": r"(PER|LOC|DATE|SUM)\b",
     "Ten thousand texts": r"1000 48",
     "Later, or in the background": r"48|\"rows\": ?\[\[",
 }
 SHORT = TEXTS[:3]
+LABELLED = ("Vectors", "Rerank", "Classify", "Label parts of texts")
+NAMES = ("embedder", "reranker", "classifier", "tagger")
 SETTINGS = {"dtype": "float32", "threads": 1}
 
 
@@ -57,7 +64,7 @@ def close(some: object, others: object) -> bool:
 
 
 class Served:
-    """An embedder, a reranker and a classifier, each with its worker, and such engines in this process."""
+    """An embedder, a reranker and two classifiers, each with its worker, and such engines in this process."""
 
     def __init__(self, url: str, store_url: str, store: Redis, folders: dict[str, Path], files_dir: str) -> None:
         self.url, self.store_url, self.store, self.folders = url, store_url, store, folders
@@ -66,6 +73,7 @@ class Served:
         self.embedder = PoolingEngine.load(folders["embedder"], config)
         self.reranker = PoolingEngine.load(folders["reranker"], config)
         self.classifier = PoolingEngine.load(folders["classifier"], config)
+        self.tagger = PoolingEngine.load(folders["tagger"], config)
 
     def openai(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
@@ -76,7 +84,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folders = {name: tmp_path_factory.mktemp("models") / name for name in ("embedder", "reranker", "classifier")}
+    folders = {name: tmp_path_factory.mktemp("models") / name for name in NAMES}
     write_encoder_with_tokenizer(folders["embedder"], "bert", matryoshka_dimensions=[16, 32])
     kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
     modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
@@ -86,6 +94,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     write_encoder_with_tokenizer(folders["reranker"], "bert", "ForSequenceClassification", num_labels=1)
     labels = {0: "good", 1: "bad", 2: "neither"}
     write_encoder_with_tokenizer(folders["classifier"], "distilbert", "ForSequenceClassification", id2label=labels)
+    named = dict(enumerate(["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "DATE", "SUM"]))
+    write_encoder_with_tokenizer(folders["tagger"], "bert", "ForTokenClassification", id2label=named)
     with valkey() as (store_url, store):
         load = "workers.runtime.worker:load_engine"
         workers = [
@@ -101,7 +111,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             for folder in folders.values()
         ]
         folder = tmp_path_factory.mktemp("files")
-        with workers[0], workers[1], workers[2], gateway(store_url, files_dir=str(folder)) as (url, _):
+        with ExitStack() as entered:
+            for worker in workers:
+                entered.enter_context(worker)
+            url, _ = entered.enter_context(gateway(store_url, files_dir=str(folder)))
             for worker in workers:
                 worker.wait_until(lambda worker=worker: bool(worker.incarnations), 180)
             with sweeping(System(store_url, store, workers[0], url, str(folder)), folder):
@@ -151,10 +164,81 @@ def test_texts_are_classified_as_the_engine_does(served: Served) -> None:
     assert [entry["label"] for entry in answer["data"]] == [max(each, key=each.__getitem__) for each in expected]
     assert close([entry["probs"] for entry in answer["data"]], [list(each.values()) for each in expected])
     assert {entry["num_classes"] for entry in answer["data"]} == {3}
+    above = served.post("/v1/classify", model="classifier", input=SHORT, threshold=0.3).json()["data"]
+    chosen = [[(label, value) for label, value in labels.items() if value >= 0.3] for labels in expected]
+    for entry, kept in zip(above, chosen, strict=True):
+        assert [each["label"] for each in entry["labels"]] == [label for label, _ in sorted(kept, key=lambda k: -k[1])]
     with Client(served.store_url) as client:
         classified = client.classify("classifier", SHORT)
+        few = client.classify("classifier", SHORT, threshold=0.3)
     assert [list(each) for each in classified] == [["good", "bad", "neither"]] * 3
+    assert [list(each) for each in few] == [[label for label, _ in kept] for kept in chosen]
     assert close([list(each.values()) for each in classified], [list(each.values()) for each in expected])
+
+
+def test_parts_of_texts_are_labelled_as_the_engine_does(served: Served) -> None:
+    """By each way in, also in chunks; with an aggregation and a threshold; a bad text by itself."""
+    plain, words = served.tagger.classify_tokens(SHORT), served.tagger.classify_tokens(SHORT, aggregation="first")
+    middle = statistics.mean(entity.score for entities in words for entity in entities)
+    options: dict[str, Any] = {"aggregation_strategy": "first", "threshold": middle}
+    expected = [[entity for entity in entities if entity.score >= middle] for entities in words]
+    assert 0 < sum(map(len, expected)) < sum(map(len, words))
+
+    def alike(entities: Any, others: list[Entity]) -> bool:
+        told = [each if isinstance(each, Entity) else Entity(*(each[name] for name in FIELDS)) for each in entities]
+        return close([each.score for each in told], [each.score for each in others]) and [
+            replace(each, score=0) for each in told
+        ] == [replace(each, score=0) for each in others]
+
+    body = {"model": "tagger", "input": [*SHORT, ""], "on_error": "item", **options}
+    answer = served.post("/v1/token_classify", **body).json()
+    for entry, text, entities in zip(answer["data"], SHORT, expected, strict=False):
+        assert alike(entry["entities"], entities)
+        assert [each["text"] for each in entry["entities"]] == [text[e.start : e.end] for e in entities]
+    assert (answer["data"][3]["entities"], answer["data"][3]["error"]["code"]) == ([], "empty_prompt")
+    alone = served.post("/v1/token_classify", model="tagger", input=SHORT[0]).json()["data"]
+    assert alike(alone[0]["entities"], plain[0])
+    with Client(served.store_url) as client:
+        many = client.classify_tokens("tagger", SHORT * 100, **options)
+        assert len(many) == 300
+        assert all(alike(row, expected[at % 3]) for at, row in enumerate(many))
+        handle = client.submit(kind="token_classify", model="tagger", input=SHORT)
+        assert all(map(alike, handle.result(60).rows or (), plain))
+    view = httpx.get(f"{served.url}/v1/tasks/{handle.id}", timeout=60).json()
+    assert all(map(alike, view["rows"], plain))
+    chunked = served.post("/v1/token_classify", model="tagger", input=SHORT * 100, **options).json()["data"]
+    assert all(alike(entry["entities"], expected[entry["index"] % 3]) for entry in chunked)
+    for fields, message in (
+        ({"input": [[5]]}, "input"),
+        ({"aggregation_strategy": "last"}, "aggregation_strategy"),
+        ({"threshold": 1.5}, "threshold"),
+        ({"model": "classifier"}, "model"),
+    ):
+        refused = served.post("/v1/token_classify", **{"model": "tagger", "input": SHORT} | fields)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, message), refused.text
+
+
+FIELDS = ("label", "score", "start", "end")
+
+
+def test_the_commands_print_labels_and_ranks(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def printed(*arguments: str) -> list[Any]:
+        penstock().main([*arguments, "--url", served.url], standalone_mode=False)
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    for entry, labels in zip(printed("classify", "classifier", *SHORT), served.classifier.classify(SHORT), strict=True):
+        assert [each["label"] for each in entry["labels"]] == sorted(labels, key=labels.__getitem__, reverse=True)
+    assert printed("classify", "classifier", SHORT[0], "--threshold", "1")[0]["labels"] == []
+    entities = served.tagger.classify_tokens(SHORT[:1], aggregation="none")[0]
+    (entry,) = printed("classify", "tagger", "--tokens", "--aggregation-strategy", "none", SHORT[0])
+    assert [(each["start"], each["label"]) for each in entry["entities"]] == [(e.start, e.label) for e in entities]
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in SHORT)))
+    ranked = printed("rerank", "reranker", TEXTS[0], "--top-n", "2")
+    scores = served.reranker.score([(TEXTS[0], document) for document in SHORT])
+    assert [each["index"] for each in ranked] == sorted(range(3), key=lambda at: -scores[at])[:2]
+    assert ranked[0]["document"] == SHORT[ranked[0]["index"]]
 
 
 def test_the_command_prints_vectors_of_arguments_and_lines(
@@ -378,12 +462,10 @@ def test_an_example_of_the_page_runs(served: Served, tmp_path: Path, section: st
 
 def test_the_page_has_every_endpoint_in_every_language() -> None:
     has = {(each.values[0], each.values[1]) for each in EXAMPLES}
-    assert has >= {(section, language) for section in ("Vectors", "Rerank", "Classify") for language in LANGUAGES}
+    assert has >= {(section, language) for section in LABELLED for language in LANGUAGES}
 
 
-@pytest.mark.parametrize(
-    ("name", "says"), [("embedder", "embedding"), ("reranker", "results"), ("classifier", "probs")]
-)
+@pytest.mark.parametrize(("name", "says"), [*zip(NAMES, ("embedding", "results", "probs", "entities"), strict=True)])
 def test_what_up_says_to_try_first_works(
     served: Served, capsys: pytest.CaptureFixture[str], name: str, says: str
 ) -> None:
@@ -435,6 +517,14 @@ LINES: dict[str, tuple[list[dict[str, Any]], str]] = {
             {"model": "classifier", "input": LONG},
         ],
         "stream input",
+    ),
+    "/v1/token_classify": (
+        [
+            {"model": "tagger", "input": SHORT, "aggregation_strategy": "none", "threshold": 0.5},
+            {"model": "tagger", "input": [[5]]},
+            {"model": "tagger", "input": LONG},
+        ],
+        "input input",
     ),
     "/v1/score": (
         [
@@ -529,7 +619,9 @@ def test_fields_of_another_kind_are_refused(served: Served) -> None:
             ({"kind": "embed", "input": ["a"], "prompt": "b"}, "prompt does not go with kind embed"),
             ({"kind": "embed", "input": ["a"], "query": "b"}, "query does not go with kind embed"),
             ({"kind": "rerank", "input": ["a"]}, "query is missing"),
-            ({"prompt": "a", "input": ["a"]}, "input goes with kind embed, classify or rerank"),
+            ({"prompt": "a", "input": ["a"]}, "input goes with kind embed, rerank, classify or token_classify"),
+            ({"prompt": "a", "threshold": 0.5}, "threshold goes with kind token_classify"),
+            ({"kind": "token_classify", "input": [[5]]}, "input has token ids; parts of texts are labelled"),
         ):
             with pytest.raises(InvalidTask, match=message):
                 client.submit(model="embedder", **fields)

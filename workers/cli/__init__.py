@@ -35,7 +35,7 @@ MODULES: Final = {
     "up": "up url",
     "demo": "demo",
     "run": "run chat",
-    "tasks": "submit embed tail result cancel explain tasks",
+    "tasks": "submit embed classify rerank tail result cancel explain tasks",
     "batch": "batch",
     "comparison": "models",  # it adds its commands to those of `routing` and `models`
     "adapters": "adapters",

@@ -1,4 +1,5 @@
-"""Callers' commands: `penstock submit`, `embed`, `tail`, `result`, `cancel`, `explain`, `tasks`. All need a gateway."""
+"""Callers' commands: `penstock submit`, `embed`, `classify`, `rerank`, `tail`, `result`, `cancel`, `explain`, `tasks`.
+All need a gateway."""
 
 from __future__ import annotations
 
@@ -106,39 +107,105 @@ def submit(
         typer.echo(json.dumps(task) if as_json else task["id"])
 
 
+Texts = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="TEXT", help="The texts. Unset: the lines of standard input, one text each."),
+]
+Truncate = Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long.")]
+OnError = Annotated[
+    str, typer.Option(help="What a bad text fails: request, or item, which prints its error in its place.")
+]
+TextTier = Annotated[str, typer.Option(help="Service tier: priority, default or flex.")]
+
+
 @commands.shown("penstock embed minilm 'A penstock feeds a turbine.' 'another text'")
 def embed(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The name of a served model that embeds.")],
-    texts: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="TEXT", help="The texts. Unset: the lines of standard input, one text each."),
-    ] = None,
+    texts: Texts = None,
     *,
     dimensions: Annotated[
         int | None, typer.Option(help="Cut vectors to so many dimensions, where the model allows that.")
     ] = None,
     prompt_name: Annotated[str | None, typer.Option(help="The model's prompt to put before each text.")] = None,
-    truncate: Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long.")] = False,
-    on_error: Annotated[
-        str, typer.Option(help="What a bad text fails: request, or item, which prints its error in its place.")
-    ] = "request",
-    tier: Annotated[str, typer.Option(help="Service tier: priority, default or flex.")] = "default",
+    truncate: Truncate = False,
+    on_error: OnError = "request",
+    tier: TextTier = "default",
     url: Url = DEFAULT_URL,
 ) -> None:
     """Print the vectors of texts: JSON with index and embedding, one a line, in order."""
-    gateway = Gateway(url)
     body = {"model": model, "service_tier": tier, "truncate": truncate, "on_error": on_error}
     body |= {name: value for name, value in (("dimensions", dimensions), ("prompt_name", prompt_name)) if value}
-    lines = iter(texts or (line.rstrip("\r\n") for line in iter(partial(text_from, sys.stdin.readline), "")))
-    first = 0
+    for entry in _answered(url, "/v1/embeddings", body, texts):
+        part_of = "error" if "error" in entry else "embedding"
+        typer.echo(json.dumps({"index": entry["index"], part_of: entry[part_of]}))
+
+
+@commands.shown("penstock classify classifier 'It works well.' 'It broke at once.'")
+def classify(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The name of a served model that classifies.")],
+    texts: Texts = None,
+    *,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Print labelled parts of texts, such as names, of a token classifier.")
+    ] = False,
+    aggregation_strategy: Annotated[
+        str, typer.Option(help="With --tokens, how tokens become parts: none, simple, first, average or max.")
+    ] = "simple",
+    threshold: Annotated[
+        float | None, typer.Option(help="Print labels, or parts, from this probability on. Unset: all.")
+    ] = None,
+    truncate: Truncate = False,
+    on_error: OnError = "request",
+    tier: TextTier = "default",
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Print the labels of texts with their probabilities, likeliest first: JSON, one a line, in order."""
+    body: dict[str, Any] = {"model": model, "service_tier": tier, "truncate": truncate, "on_error": on_error}
+    body |= {"aggregation_strategy": aggregation_strategy} if tokens else {"threshold": 0}
+    body |= {} if threshold is None else {"threshold": threshold}
+    name = "entities" if tokens else "labels"
+    for entry in _answered(url, "/v1/token_classify" if tokens else "/v1/classify", body, texts):
+        part_of = "error" if "error" in entry else name
+        typer.echo(json.dumps({"index": entry["index"], part_of: entry[part_of]}, ensure_ascii=False))
+
+
+@commands.shown("penstock rerank reranker 'What turns a turbine?' 'Water turns a turbine.' 'rain'")
+def rerank(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The name of a served model that ranks.")],
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="The text by which documents are ranked.")],
+    documents: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="DOCUMENT", help="The documents. Unset: the lines of standard input, at most 10,000."),
+    ] = None,
+    *,
+    top_n: Annotated[int | None, typer.Option(help="Print only so many documents. Unset: all.")] = None,
+    on_error: OnError = "request",
+    tier: TextTier = "default",
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Print documents by their relevance to a query, the most relevant first: JSON, one a line."""
+    texts = documents or list(_lines())
+    body = {"model": model, "query": query, "documents": texts, "service_tier": tier, "on_error": on_error}
+    answer = Gateway(url).json("POST", "/v1/rerank", body | ({} if top_n is None else {"top_n": top_n}))
+    for result in [*answer["results"], *answer.get("errors", ())]:
+        kept = {name: result[name] for name in ("index", "relevance_score", "error") if name in result}
+        typer.echo(json.dumps(kept | {"document": texts[result["index"]]}, ensure_ascii=False))
+
+
+def _lines() -> Iterator[str]:
+    """The lines of standard input."""
+    return (line.rstrip("\r\n") for line in iter(partial(text_from, sys.stdin.readline), ""))
+
+
+def _answered(url: str, path: str, body: dict[str, Any], texts: list[str] | None) -> Iterator[dict[str, Any]]:
+    """The entries of the answers for texts, or for the lines of standard input, by their numbers. Raises Failure."""
+    gateway, lines, first = Gateway(url), iter(texts or _lines()), 0
     while part := list(islice(lines, EMBEDDED)):
         try:
-            answer = gateway.json("POST", "/v1/embeddings", {**body, "input": part})
+            answer = gateway.json("POST", path, {**body, "input": part})
         except Refused as refused:
             raise Failure(f"texts {first} to {first + len(part) - 1}: {refused}", refused.status) from None
-        for entry in answer["data"]:
-            part_of = "error" if "error" in entry else "embedding"
-            typer.echo(json.dumps({"index": first + entry["index"], part_of: entry[part_of]}))
+        yield from (entry | {"index": first + entry["index"]} for entry in answer["data"])
         first += len(part)
 
 

@@ -346,6 +346,8 @@ def first_call(url: str, model: ResolvedModel) -> str:
     made = purpose(model.folder, read_config(model.folder))
     if made == "embed":
         return f"{own_name()} embed {model.name} 'A penstock feeds a turbine.'{elsewhere}"
+    if made == "token_classify":
+        return f"{own_name()} classify {model.name} --tokens 'Marie Curie was born in Warsaw.'{elsewhere}"
     if made != "generate":
         texts = '"input": "It works well."' if made == "classify" else '"query": "rain", "documents": ["wet", "dry"]'
         body = f'{{"model": "{model.name}", {texts}}}'

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from engine.errors import ErrorText, ModelError, RequestError, TextError, renamed
@@ -364,7 +364,7 @@ def pooled(task: Task, engine: Any) -> tuple[list[int], Pooling]:
     limit: int = engine.max_model_len
     before = engine.pooling.text_before(task.prompt_name) if task.kind == "embed" else ""
     ids: list[int] = []
-    lengths, seconds, errors = [], [], {}
+    lengths, seconds, spans, errors = [], [], [], {}
     for at, item in enumerate(task.input):
         text = EncodedText([], None, 0)
         if not item:
@@ -398,10 +398,15 @@ def pooled(task: Task, engine: Any) -> tuple[list[int], Pooling]:
         ids += text.ids
         lengths.append(len(text.ids))
         seconds.append(text.second)
+        spans.append(text.spans)
     own = engine.prompt_tokens(before)
     prompt_tokens = tuple(own if isinstance(item, str) else 0 for item in task.input) if own else ()
     pairs = tuple(second or 0 for second in seconds) if any(second is not None for second in seconds) else ()
-    return ids, Pooling(kind, tuple(lengths), pairs, prompt_tokens, task.dimensions, errors)
+    pooling = Pooling(kind, tuple(lengths), pairs, prompt_tokens, task.dimensions, errors)
+    if kind != "token_classify":
+        return ids, pooling
+    aggregation, threshold = task.aggregation_strategy, task.threshold
+    return ids, replace(pooling, spans=tuple(spans), aggregation=aggregation, threshold=threshold)
 
 
 def _refusal(delivery: Delivery, exc: RequestError | InvalidTask) -> str:

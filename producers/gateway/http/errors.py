@@ -79,6 +79,7 @@ ELSEWHERE: Final = {
             "embeddings",
             "rerank",
             "classify",
+            "token_classify",
             "score",
             "batches",
             "files",

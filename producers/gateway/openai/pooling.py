@@ -1,4 +1,5 @@
-"""`/v1/embeddings`, `/v1/rerank`, `/v2/rerank`, `/v1/classify` and `/v1/score`: models that generate nothing.
+"""`/v1/embeddings`, `/v1/rerank`, `/v2/rerank`, `/v1/score`, `/v1/classify`, `/v1/token_classify`: models that generate
+nothing.
 
 body -> one task with all texts (a worker counts their tokens) -> its terminal entry, with a row for each text -> answer
                                     of a task in chunks (`producers.store.chunks`): a chunk's rows at a time ──▶ answer
@@ -14,15 +15,16 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from engine.declared import MAX_INT32
 from engine.errors import TextError
+from engine.labels import Aggregation
 from producers.contract.stream import Chunk, End, Row, error_view, rows_of
 from producers.contract.task import MAX_PROMPT_BYTES, MAX_TEXTS, Task
 from producers.errors import InvalidTask, shown
@@ -89,6 +91,12 @@ class PooledRows:
     def numbers(self) -> int:
         return sum(len(row) for row in self.rows if not isinstance(row, TextError))
 
+    def vectors(self) -> list[array[float] | TextError]:
+        """The rows, where they are numbers. Raises Problem if the task made something else."""
+        if any(isinstance(row, tuple) for row in self.rows):
+            raise Problem(500, "The task's result is not of its kind.", code="failed")
+        return [row for row in self.rows if not isinstance(row, tuple)]
+
     def listed(self, prefix: str, data: Sequence[Mapping[str, Any]]) -> bytes:
         """An answer in vLLM's form."""
         answer = {
@@ -113,6 +121,7 @@ class Endpoint:
     `schema`: of its body. `texts`: a task's field -> the body's. `answer`: the answer's body, in ASCII, of the body's
     fields and what was made. `checks`: as of `fields_of`. `cuts`: too long texts are cut, unless the body says no.
     `entries`: of an answer that has one for each text in order, in `data`: those of some rows, from this text on.
+    `options`: fields of the task that the body has under the same names.
     """
 
     kind: str
@@ -122,6 +131,7 @@ class Endpoint:
     checks: Mapping[str, Callable[[Any, str], Any]] = field(default_factory=dict)
     cuts: bool = False
     entries: Entries | None = None
+    options: Sequence[str] = ()
 
     def fields(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of a body that is read. Raises InvalidTask."""
@@ -130,9 +140,7 @@ class Endpoint:
     def task(self, fields: Mapping[str, Any], **more: Any) -> Task:
         """The task of a body's fields. `more`: fields of the task, which go first. Raises InvalidTask."""
         task_fields = {ours: fields[theirs] for ours, theirs in self.texts.items() if theirs in fields}
-        task_fields |= {
-            name: fields[name] for name in ("model", "dimensions", "prompt_name", "on_error") if name in fields
-        }
+        task_fields |= {name: fields[name] for name in ("model", "on_error", *self.options) if name in fields}
         task_fields |= {"truncate": fields.get("truncate", self.cuts), "ttl": KEPT_S}
         task_fields["tier"] = SERVICE_TIERS[fields.get("service_tier", "auto")][0]
         with self.naming():
@@ -179,7 +187,7 @@ def _embeddings(fields: Mapping[str, Any], pooled: PooledRows, first: int) -> li
         {"object": "embedding", "index": index, "embedding": "" if encoded else [], **error_view(row)}
         if isinstance(row, TextError)
         else {"object": "embedding", "index": index, "embedding": _base64(row) if encoded else row.tolist()}
-        for index, row in enumerate(pooled.rows, first)
+        for index, row in enumerate(pooled.vectors(), first)
     ]
 
 
@@ -192,8 +200,9 @@ def _ranked(version: str) -> Callable[[Mapping[str, Any], PooledRows], bytes]:
     """The answer of this version of Cohere's endpoint."""
 
     def answer(fields: Mapping[str, Any], pooled: PooledRows) -> bytes:
-        scores = {index: row[0] for index, row in enumerate(pooled.rows) if not isinstance(row, TextError)}
-        errors = [{"index": at, **error_view(row)} for at, row in enumerate(pooled.rows) if isinstance(row, TextError)]
+        rows = pooled.vectors()
+        scores = {index: row[0] for index, row in enumerate(rows) if not isinstance(row, TextError)}
+        errors = [{"index": at, **error_view(row)} for at, row in enumerate(rows) if isinstance(row, TextError)]
         documents = fields["documents"]
         order = sorted(scores, key=lambda index: -scores[index])[: fields.get("top_n")]
         returned = fields.get("return_documents", False)
@@ -217,14 +226,35 @@ def _ranked(version: str) -> Callable[[Mapping[str, Any], PooledRows], bytes]:
 def _classes(fields: Mapping[str, Any], pooled: PooledRows, first: int) -> list[dict[str, Any]]:
     labels = (pooled.card.get("pooling") or {}).get("labels") or []
     data = []
-    for index, row in enumerate(pooled.rows, first):
+    threshold = fields.get("threshold")
+    for index, row in enumerate(pooled.vectors(), first):
         if isinstance(row, TextError):
             data.append({"index": index, "label": None, "probs": [], "num_classes": 0, **error_view(row)})
             continue
-        best = max(range(len(row)), key=row.__getitem__)
-        label = labels[best] if len(labels) == len(row) else str(best)
-        data.append({"index": index, "label": label, "probs": row.tolist(), "num_classes": len(row)})
+        order = sorted(range(len(row)), key=row.__getitem__, reverse=True)
+        names = labels if len(labels) == len(row) else [*map(str, range(len(row)))]
+        entry = {"index": index, "label": names[order[0]], "probs": row.tolist(), "num_classes": len(row)}
+        if threshold is not None:
+            entry["labels"] = [{"label": names[at], "score": row[at]} for at in order if row[at] >= threshold]
+        data.append(entry)
     return data
+
+
+def _entities(fields: Mapping[str, Any], pooled: PooledRows, first: int) -> list[dict[str, Any]]:
+    texts = fields["input"]
+    data: list[dict[str, Any]] = []
+    for index, row in enumerate(pooled.rows, first):
+        if not isinstance(row, tuple):
+            data.append({"index": index, "entities": [], **(error_view(row) if isinstance(row, TextError) else {})})
+            continue
+        text = texts if isinstance(texts, str) else texts[index]
+        entities = [asdict(entity) | {"text": text[entity.start : entity.end]} for entity in row]
+        data.append({"index": index, "entities": entities})
+    return data
+
+
+def _labelled(fields: Mapping[str, Any], pooled: PooledRows) -> bytes:
+    return pooled.listed("token-classify", _entities(fields, pooled, 0))
 
 
 def _classified(fields: Mapping[str, Any], pooled: PooledRows) -> bytes:
@@ -236,7 +266,7 @@ def _scored(fields: Mapping[str, Any], pooled: PooledRows) -> bytes:
         {"index": index, "object": "score", "score": None, **error_view(row)}
         if isinstance(row, TextError)
         else {"index": index, "object": "score", "score": row[0]}
-        for index, row in enumerate(pooled.rows)
+        for index, row in enumerate(pooled.vectors())
     ]
     return pooled.listed("score", data)
 
@@ -267,7 +297,9 @@ _RERANK: Final = _schema(
 )
 _DOCUMENTS: Final = {"query": "query", "input": "documents"}
 _OF_RERANK: Final = {"documents": _documents, "top_n": _count}
+_THRESHOLD: Final = {"type": "number", "minimum": 0, "maximum": 1}
 EMBEDDINGS, RERANK, CLASSIFY, SCORE = "/v1/embeddings", "/v1/rerank", "/v1/classify", "/v1/score"
+TOKEN_CLASSIFY = "/v1/token_classify"  # noqa: S105 (a path)
 #: Path -> its endpoint.
 ENDPOINTS: Final = {
     EMBEDDINGS: Endpoint(
@@ -277,16 +309,33 @@ ENDPOINTS: Final = {
         _embedded,
         {"input": _input, "dimensions": _any},
         entries=_embeddings,
+        options=("dimensions", "prompt_name"),
     ),
     RERANK: Endpoint("rerank", _RERANK, _DOCUMENTS, _ranked("1"), _OF_RERANK, cuts=True),
     "/v2/rerank": Endpoint("rerank", _RERANK, _DOCUMENTS, _ranked("2"), _OF_RERANK, cuts=True),
     CLASSIFY: Endpoint(
         "classify",
-        _schema(["input"], input=_INPUT),
+        _schema(
+            ["input"], input=_INPUT, threshold=_THRESHOLD | {"description": "list the labels from this probability on"}
+        ),
         {"input": "input"},
         _classified,
         {"input": _input},
         entries=_classes,
+    ),
+    TOKEN_CLASSIFY: Endpoint(
+        "token_classify",
+        _schema(
+            ["input"],
+            input={"anyOf": [_TEXT, _TEXTS]},
+            aggregation_strategy={"type": "string", "enum": list(get_args(Aggregation))},
+            threshold=_THRESHOLD | {"description": "the least score of an entity"},
+        ),
+        {"input": "input"},
+        _labelled,
+        {"input": _any},
+        entries=_entities,
+        options=("aggregation_strategy", "threshold"),
     ),
     SCORE: Endpoint(
         "rerank",
@@ -414,6 +463,12 @@ async def rerank(request: Request) -> Response:
 @_post(CLASSIFY)
 async def classify(request: Request) -> Response:
     """The likeliest label of each text, with the probabilities of all, as vLLM answers."""
+    return await _answer(request)
+
+
+@_post(TOKEN_CLASSIFY)
+async def token_classify(request: Request) -> Response:
+    """The labelled parts of each text, such as names, with the numbers of their characters."""
     return await _answer(request)
 
 

@@ -150,10 +150,10 @@ class TaskView(BaseModel):
     error: dict[str, Any] | None = None
     choices: list[ChoiceView] | None = None
     prompt_logprobs: list[PromptToken] | None = None
-    rows: list[list[float] | dict[str, Any]] | None = Field(
+    rows: list[list[float] | list[dict[str, Any]] | dict[str, Any]] | None = Field(
         None,
         description="of a completed task that generates nothing, for each text: a vector, the probabilities of labels "
-        "in order, or a score",
+        "in order, a score, or a list of its labelled parts",
     )
 
     @classmethod

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.errors import TextError
+from engine.labels import Entity
 from producers.contract.stream import (
     End,
     Logprobs,
@@ -13,7 +15,10 @@ from producers.contract.stream import (
     decode,
     decode_message,
     encode_prompt,
+    encode_rows,
     encode_token,
+    row_view,
+    rows_of,
     stream_position,
 )
 
@@ -57,3 +62,17 @@ def test_a_terminal_entry_is_an_end_and_an_unknown_kind_is_nothing() -> None:
 @pytest.mark.parametrize(("name", "position"), [(b"1-0", 0), ("17-0", 16)])
 def test_positions_are_entry_ids_less_one(name: str | bytes, position: int) -> None:
     assert stream_position(name) == position
+
+
+def test_labelled_parts_come_back_as_they_were_written() -> None:
+    rows = [
+        (Entity("PER", 0.5, 0, 4), Entity("LOC", 0.25, 9, 1 << 20)),
+        TextError("a", "b"),
+        (),
+        (Entity("PER", 1, 2, 3),),
+    ]
+    assert rows_of(json.loads(encode_rows(rows))) == rows
+    assert [row_view(row) for row in rows][1:3] == [{"error": {"code": "a", "message": "b"}}, []]
+    assert rows_of(json.loads(encode_rows([(), ()]))) == [(), ()]
+    with pytest.raises(ValueError, match="not those of"):
+        rows_of(json.loads(encode_rows(rows)) | {"counts": [1, 0, 0, 0]})

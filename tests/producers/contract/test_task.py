@@ -428,3 +428,17 @@ def test_a_schema_that_would_be_too_large_is_followed_to_the_letter() -> None:
     parts = {"model": "tiny", "prompt": [1], "json_schema": texts}
     assert Task(**parts, n=64).resolved(CARD).json_schema == texts, "it has 256 parts, as many as 64 outputs may have"
     assert Task(**parts, n=63).resolved(CARD).json_schema != texts
+
+
+def test_texts_whose_parts_are_labelled_are_cut_where_their_result_would_be_too_large() -> None:
+    card = CARD | {"capabilities": ["token_classify"], "pooling": {"labels": ["O", "PER"], "several_labels": False}}
+    task = Task(model="tiny", kind="token_classify", input=["x" * 400] * 400)
+    chunks = task.chunks(card)
+    assert [at for chunk in chunks for at in chunk] == [*range(400)]
+    assert max(len(chunk) for chunk in chunks) == 122, "each of 400 tokens may be a part of four numbers"
+    assert len(task.model_copy(update={"input": ("x",) * 256}).chunks(card)) == 1
+    with pytest.raises(InvalidTask, match=r"labelled parts may take \d+ bytes") as refusal:
+        Task(model="tiny", kind="token_classify", input=["x" * 1000] * 9000).check(card)
+    assert refusal.value.code == "array_above_max_length"
+    several = card | {"pooling": {"labels": ["O", "PER"], "several_labels": True}}
+    assert task.result_bytes(several) == 2 * task.result_bytes(card)
