@@ -189,14 +189,16 @@ class Subscription:
 
 class _Channel:
     """A task's channel. `live`: messages flow. `own`: it is subscribed to, or will be; else the task is heard of on the
-    process's channel."""
+    process's channel. `entered`: the store has said since that the process follows the task. Until then, a message may
+    be the last one before an earlier reader's leave takes effect."""
 
-    __slots__ = ("live", "own", "readers")
+    __slots__ = ("entered", "live", "own", "readers")
 
-    def __init__(self) -> None:
+    def __init__(self, *, entered: bool) -> None:
         self.readers: set[Subscription] = set()
         self.live = False
         self.own = True
+        self.entered = entered
 
 
 class Hub:
@@ -245,7 +247,7 @@ class Hub:
         subscription = Subscription(name, shortcut)
         channel = self._channels.get(name)
         if channel is None:
-            channel = self._channels[name] = _Channel()
+            channel = self._channels[name] = _Channel(entered=entered)
             self._order("SUBSCRIBE", name)
             if not entered:
                 self._enter(name)
@@ -304,6 +306,8 @@ class Hub:
         if b"\n" not in task_id:  # no task that we submit, but one that a plain Celery sender made may be called so
             self._entries[task_id] = on
             self._entered.set()
+            if on:
+                self._channels[task_id].entered = False
 
     async def _run(self) -> None:
         attempt = 0
@@ -371,11 +375,16 @@ class Hub:
                 for start in range(0, len(names), MANY):
                     try:
                         async with asyncio.timeout(SILENT_S):
-                            await arun(self._store, follow(self._name, names[start : start + MANY], on=on))
+                            part = names[start : start + MANY]
+                            answers = await arun(self._store, follow(self._name, part, on=on))
                     except NotPrimary:  # so may be the server that the hub listens to
                         raise
                     except FAILURES as error:
                         warn_throttled(log, "cannot follow tasks together: %s", error)
+                        continue
+                    for name, answer in zip(part, answers, strict=True):
+                        if answer and (channel := self._channels.get(name.encode())) is not None:
+                            channel.entered = True
 
     async def _check_heard(self) -> None:
         """Raise ConnectionError if the store has no listener of this process: the connection leads to a server that was
@@ -428,7 +437,7 @@ class Hub:
             if channel is None:
                 self._enter(task_id, on=False)
                 continue
-            if channel.own and message:
+            if channel.own and channel.entered and message:
                 channel.own = False
                 self._order("UNSUBSCRIBE", task_id)
             elif not message and not channel.own:

@@ -225,6 +225,39 @@ async def test_a_message_that_is_none_ends_no_hub(a_hub: Hub, valkey: Redis) -> 
     assert await subscription.take(60) == [b"[1]"]
 
 
+async def test_a_reader_that_comes_as_another_leaves_keeps_the_tasks_channel_until_it_is_entered(
+    a_hub: Hub, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other's leave has yet to take effect: then nothing comes on the process's channel for a moment."""
+    gate, left, run = asyncio.Event(), asyncio.Event(), reader.arun
+
+    async def slow(store: Any, call: Any) -> Any:
+        if call.args[1] == 0:
+            left.set()
+            await gate.wait()
+        return await run(store, call)
+
+    valkey.hset(keys.task("t"), "status", "in_progress")
+    first = a_hub.follow("t")
+    assert await first.take(60) is None
+    await auntil(lambda: a_hub._channels[b"t"].entered)
+    monkeypatch.setattr(reader, "arun", slow)
+    a_hub.leave(first)
+    await left.wait()
+    second = a_hub.follow("t")
+    assert await second.take(60) is None
+    process = keys.process_channel(str(a_hub.follower))
+    valkey.publish(process, "t\n[0]")
+    assert await second.take(60) == [b"[0]"]
+    assert a_hub._channels[b"t"].own
+    gate.set()
+    await auntil(lambda: a_hub._channels[b"t"].entered)
+    assert valkey.hget(keys.task("t"), "followers") == str(a_hub.follower).encode()
+    valkey.publish(process, "t\n[1]")
+    assert await second.take(60) == [b"[1]"]
+    assert not a_hub._channels[b"t"].own
+
+
 async def test_a_hub_without_readers_listens_again_after_a_cut(a_hub: Hub, valkey: Redis) -> None:
     """So that the next task's reader can expect it."""
     a_hub.leave(a_hub.follow("t"))
