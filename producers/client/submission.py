@@ -29,7 +29,7 @@ from producers.release import release
 from producers.store import batches, chunks, protocol, shadows
 from producers.store.fleet import adapters
 from producers.store.fleet.cards import profile_field
-from producers.store.fleet.routing import ANY, DEFAULT, NO_HEADERS, Routing, Selection, Shadow
+from producers.store.fleet.routing import ANY, DEFAULT, NO_HEADERS, Routing, Selection, Shadow, draw_of
 from producers.store.usage.limits import Charge
 from producers.store.waiting import Room, refused
 
@@ -70,8 +70,8 @@ class ResolvedModel:
     the files by which the version makes token ids; `fingerprint`: of its version's pool, None while there is none or
     several; `clock_ms`: server time minus this process's monotonic time. `alias`: what led to it, empty where
     no alias did; `generation`: of the model's routing, 0 where it has none; `selection`: what the task said of it;
-    `shadow`: the version that gets copies of a part of the model's tasks; `drawn`: whether the split decided, or that
-    there is none, rather than the task, a rule, or another task of its request."""
+    `shadow`: the version that gets copies of a part of the model's tasks; `drawn`: the routing's `sticky`, where the
+    split decided, or that there is none; empty where the task, a rule, or another task of its request did."""
 
     card: dict[str, Any]
     queue: str
@@ -83,7 +83,7 @@ class ResolvedModel:
     generation: int = 0
     selection: Selection = ANY
     shadow: Shadow | None = None
-    drawn: bool = False
+    drawn: str = ""
 
     def of(self, selection: Selection) -> ResolvedModel:
         """The same for another task. Each submit calls it, and `replace` takes three times as long."""
@@ -207,7 +207,11 @@ class Directory:
         if routing is not None:
             alias = target if target == DEFAULT or target in routing.aliases else ""
             resolved = replace(
-                resolved, alias=alias, generation=routing.generation, shadow=routing.copied_to(), drawn=drawn
+                resolved,
+                alias=alias,
+                generation=routing.generation,
+                shadow=routing.copied_to(),
+                drawn=routing.sticky if drawn else "",
             )
         elif selection.version == DEFAULT:
             resolved = replace(resolved, alias=DEFAULT)
@@ -415,7 +419,7 @@ def record_fields(task: Task, model: ResolvedModel, *, whole: bool = True) -> di
         "encoding": model.encoding,
         **({"generation": model.generation} if model.generation else {}),
         **({"alias": model.alias} if model.alias else {}),
-        **({"drawn": 1} if model.drawn else {}),
+        **({"drawn": draw_of(model.selection, model.drawn)} if model.drawn else {}),
         "queue": levels.queue_of(model.queue, task.level),
         "tier": task.tier,
         "n": task.n,
@@ -425,6 +429,8 @@ def record_fields(task: Task, model: ResolvedModel, *, whole: bool = True) -> di
         fields["named"] = task.version
     if task.adapter is not None:
         fields["adapter"] = task.adapter
+    if task.form is not None:
+        fields["form"] = task.form
     if task.kind != "generate":
         fields["result_bytes"] = task.result_bytes(model.card)
     if task.level:

@@ -11,7 +11,9 @@
 | `adapter` | the version of the adapter that runs it, if its model is one |
 | `encoding` | digest of the tokenizer's and template's files of that version, which make its token ids |
 | `alias`, `generation` | what led to its version: an alias, and the generation of the model's routing |
-| `drawn` | 1 where the split decided between versions, or there is none: no name, rule, or other task of its request |
+| `drawn` | where the split decided between versions, or there is none: no name, rule, or other task of its request. 8 \
+hexadecimal digits of the key that was drawn by (`routing.draw_of`); 1 without one |
+| `form` | which form its outputs have, if any: `json_schema`, `regex`, `grammar`, `choice` |
 | `named` | the alias or version that it named itself, if it did; a retry and a replay name it again |
 | `version`, `fingerprint` | the version that runs it; the engine fingerprint of the pool that started it last |
 | `tenant`, `order_key` | the task's tenant and order key, if it names them |

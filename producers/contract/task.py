@@ -710,6 +710,11 @@ class Task(BaseModel):
         return self.prompt_tokens is not None or any(ids)
 
     @property
+    def form(self) -> str | None:
+        """Which of FORMS its outputs have; None for no form."""
+        return next((name for name in FORMS if getattr(self, name) not in (None, ())), None)
+
+    @property
     def width(self) -> int:
         """Number of choices that are generated, of which `n` are returned."""
         return self.best_of or self.n

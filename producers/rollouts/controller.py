@@ -9,8 +9,10 @@ Each write names what it replaces, so any number of controllers may run, and die
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -24,6 +26,7 @@ from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.levels import split
 from producers.contract.profile import sane
+from producers.rollouts import refusals
 from producers.rollouts.metrics import Evidence, Finding, Matcher, findings
 from producers.store.fleet import canaries, rollouts
 from producers.store.fleet.canaries import ALIAS, Canary
@@ -35,6 +38,8 @@ log = logging.getLogger(__name__)
 
 #: Rows of the ledger that one look takes at most; the next look goes on.
 PAGE: Final = 2000
+#: Answers of each version whose beginning is read in a look.
+ANSWERS: Final = 64
 #: A row of the log has what was compared whenever that has grown by this factor.
 NOTED: Final = 1.1
 #: Time (s) after a promotion in which `penstock up` can start the baseline again.
@@ -167,7 +172,8 @@ class Controller:
         return found, evidence.compared(state.step, copies=not state.percent)
 
     def _rows(self, state: Canary, matcher: Matcher, entries: Any) -> list[dict[str, str]]:
-        """The rows that are compared, with the time of their end and, while their record is there, finish reasons."""
+        """The rows that are compared, with the time of their end and, while their record is there, finish reasons, form
+        and, of some, whether they refused."""
         rows = [
             {**{text(name): text(value) for name, value in fields.items()}, "ended": text(entry).partition("-")[0]}
             for entry, fields in entries
@@ -175,9 +181,27 @@ class Controller:
         rows = [row for row in rows if matcher.is_candidate(row) is not None]
         with self._store.pipeline(transaction=False) as pipe:
             for row in rows:
-                pipe.hget(keys.task(row["id"]), "reasons")
-            reasons = pipe.execute()
-        return [{**row, "reasons": text(value or "")} for row, value in zip(rows, reasons, strict=True)]
+                pipe.hmget(keys.task(row["id"]), "reasons", "form", "prompt")
+            records = pipe.execute()
+        answered: tuple[list[dict[str, str]], ...] = [], []
+        for row, (reasons, form, prompt) in zip(rows, records, strict=True):
+            row |= {"reasons": text(reasons or ""), "form": text(form or "")}
+            # Where log probabilities of its prompt were asked for, they come first.
+            if reasons and row["status"] == "completed" and not prompt:
+                answered[bool(matcher.is_candidate(row))].append(row)
+        if "refused" in state.plan.metrics:
+            self._read_refusals([row for rows in answered for row in _spread(rows)], state.plan.refusals)
+        return rows
+
+    def _read_refusals(self, rows: list[dict[str, str]], phrases: tuple[str, ...]) -> None:
+        """Note of each row whether its answer begins as a refusal, unless its stream is gone or compacted."""
+        with self._store.pipeline(transaction=False) as pipe:
+            for row in rows:
+                pipe.xrange(keys.stream(row["id"]), count=refusals.TOKENS)
+            streams: list[Any] = pipe.execute()
+        for row, entries in zip(rows, streams, strict=True):
+            if (answer := beginning_of(fields[b"e"] for _, fields in entries)) is not None:
+                row["refused"] = str(int(refusals.refuses(answer, phrases)))
 
     def _lost_for(self, state: Canary, fleet: Fleet) -> float | None:
         """Seconds for which no worker of the candidate has been ready, as this controller saw it; None: one is."""
@@ -186,6 +210,20 @@ class Controller:
             return None
         now = time.monotonic()
         return now - self._lost.setdefault(state.id, now)
+
+
+def _spread(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """At most ANSWERS of the rows, at even distances."""
+    return rows[:: -(-len(rows) // ANSWERS)] if rows else rows
+
+
+def beginning_of(entries: Iterable[bytes]) -> str | None:
+    """The text of a task's first choice by its stream's first entries; None without a token of it."""
+    try:
+        tokens = [token for token in map(json.loads, entries) if isinstance(token, list) and token[0] == 0]
+        return "".join(str(token[3]) for token in tokens) if tokens else None
+    except (ValueError, IndexError):
+        return None
 
 
 def workers_of(fleet: Fleet, model: str, version: str) -> tuple[int, int]:

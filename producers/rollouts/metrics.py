@@ -2,8 +2,9 @@
 
 A candidate's task is compared with up to MATCHES tasks of the baseline that ended last before it and are like it: of
 its tier, and of its size class (prompt tokens that no cache had, by powers of four). Each task of the baseline is used
-once; where there are few for each of the candidate's, fewer are taken. So load and callers may change as they like:
-both are compared at the same time, and no two comparisons share a task.
+once; where there are few for each of the candidate's, fewer are taken. Of tasks with one key, which all go to one
+version, the first alone is compared: keys are drawn at random, their tasks are not. So load and callers may change as
+they like: both are compared at the same time, and no two comparisons share a task.
 
 | kind | difference of a comparison | the candidate is worse where its expectation is above |
 | --- | --- | --- |
@@ -41,6 +42,8 @@ BUFFERED: Final = 64
 STRATA: Final = 64
 #: Tasks of the baseline whose p95 the tail metric takes, and how many it needs.
 TAIL_KEPT, TAIL_NEEDED = 256, 40
+#: Keys that a rollout remembers; of more, the first may be compared again.
+DRAWN: Final = 2000
 #: Base of the buckets of a metric's figures: quantiles of reports are right within 5%.
 BUCKET: Final = 1.1
 #: Evidence of 10 to 1 that a candidate is worse holds a step; a rollback needs much more.
@@ -65,6 +68,11 @@ class Metric:
     lower_is_worse: bool = False
     of_time: bool = False
     """Whether it is a time, which a cold start spoils."""
+    weight: float = 1.0
+    """Its part of the error budget, beside the other metrics': more for what tells a broken candidate, which has to be
+    found within few tasks."""
+    usual: bool = True
+    """Whether it is compared unless somebody leaves it out; else only where somebody names it."""
 
 
 def _number(row: Row, name: str) -> float | None:
@@ -98,6 +106,14 @@ def _cut_off(row: Row) -> float | None:
     return float('"length"' in reasons) if _completed(row) and reasons else None
 
 
+def _refused(row: Row) -> float | None:
+    return float(row["refused"]) if _completed(row) and row.get("refused") else None
+
+
+def _invalid(row: Row) -> float | None:
+    return _cut_off(row) if row.get("form") else None
+
+
 def _longest(row: Row) -> float | None:
     return _number(row, "longest") if _completed(row) else None
 
@@ -128,12 +144,24 @@ def is_bad(pair: Pair, which: int) -> bool:
     return pair.statuses[which] == "failed" or pair.tokens[which] <= 1 or "length" in pair.reasons[which]
 
 
+#: Weight of metrics that a broken candidate is found by.
+BROKEN: Final = 4.0
 #: All metrics, in the order of reports. `penstock rollout start --metric` sets their margins and tolerances.
 METRICS: Final = (
-    Metric("failed", "tasks that failed, or whose worker died", "share", _failed, margin=0.01),
+    Metric("failed", "tasks that failed, or whose worker died", "share", _failed, margin=0.01, weight=BROKEN),
     Metric("abandoned", "tasks that were cancelled, or late", "share", _abandoned, margin=0.02),
-    Metric("empty", "answers of at most one token", "share", _empty, margin=0.01),
-    Metric("cut_off", "answers cut off at their limit (finish reason `length`)", "share", _cut_off, margin=0.02),
+    Metric("empty", "answers of at most one token", "share", _empty, margin=0.01, weight=BROKEN),
+    Metric(
+        *("cut_off", "answers cut off at their limit (finish reason `length`)", "share", _cut_off),
+        margin=0.02,
+        weight=BROKEN,
+    ),
+    Metric("refused", "answers that begin as a refusal", "share", _refused, margin=0.01, weight=BROKEN),
+    Metric(
+        *("invalid", "answers that do not come to the end of their form (JSON schema, regex, ...)", "share", _invalid),
+        margin=0.02,
+        weight=BROKEN,
+    ),
     Metric("first_token", "time to first token (s)", "rank", _first_token, tolerance=0.05, of_time=True),
     Metric("per_token", "time per output token (s)", "rank", _per_token, tolerance=0.05, of_time=True),
     Metric("end_to_end", "time from submission to end (s)", "rank", _end_to_end, tolerance=0.05, of_time=True),
@@ -169,8 +197,13 @@ def settings(canary: Canary) -> list[MetricSettings]:
 
 
 def defaults() -> dict[str, dict[str, float]]:
-    """All metrics with their usual margins and tolerances."""
-    return {metric.name: {"margin": metric.margin, "tolerance": metric.tolerance} for metric in METRICS}
+    """The metrics that are compared unless somebody says otherwise, with their usual margins and tolerances."""
+    return {metric.name: usual(metric.name) for metric in METRICS if metric.usual}
+
+
+def usual(name: str) -> dict[str, float]:
+    """A metric's usual margin and tolerance."""
+    return {"margin": BY_NAME[name].margin, "tolerance": BY_NAME[name].tolerance}
 
 
 @dataclass(slots=True)
@@ -222,6 +255,8 @@ class Evidence:
     """The last row of the feedback in it."""
     pairs: str = "0"
     """The last row of the shadow traffic in it."""
+    drawn: dict[str, None] = field(default_factory=dict)
+    """The last keys of which a task was compared, as of `routing.draw_of`; those of scores after an `s`."""
 
     @classmethod
     def of(cls, raw: str, canary: Canary) -> Evidence:
@@ -236,7 +271,9 @@ class Evidence:
             )
             steps = [_counters(step) for step in fields["steps"]]
             cursors = {name: fields[name] for name in ("cursor", "scores", "pairs")}
-            return cls(canary.id, steps=steps, candidate=candidate, baseline=baseline, noted=fields["noted"], **cursors)
+            drawn = dict.fromkeys(fields.get("drawn", ()))
+            counts = {"steps": steps, "candidate": candidate, "baseline": baseline, "noted": fields["noted"]}
+            return cls(canary.id, drawn=drawn, **counts, **cursors)
         except (KeyError, TypeError, ValueError, AttributeError):
             return fresh
 
@@ -247,7 +284,15 @@ class Evidence:
             for name, arm in (("candidate", self.candidate), ("baseline", self.baseline))
         }
         head = {name: getattr(self, name) for name in ("rollout", "cursor", "scores", "pairs", "noted")}
-        return json.dumps({**head, "steps": self.steps, **arms})
+        return json.dumps({**head, "steps": self.steps, **arms, "drawn": [*self.drawn]})
+
+    def is_first(self, key: str) -> bool:
+        """Whether nothing of a key was compared before."""
+        first = key not in self.drawn
+        self.drawn[key] = None
+        if len(self.drawn) > DRAWN:
+            del self.drawn[next(iter(self.drawn))]
+        return first
 
     def of_metric(self, name: str) -> list[Counter[int]]:
         """Its differences, by step."""
@@ -328,6 +373,8 @@ class Matcher:
         for entry in self._settings:
             if entry.metric.name in task.values and entry.metric.kind != "tail":
                 arm.enter(entry.metric, task.values[entry.metric.name])
+        if row["drawn"] != "1" and not evidence.is_first(("s" if "score" in row else "") + row["drawn"]):
+            return
         stratum = self._stratum(row)
         free = self._baseline.setdefault(stratum, deque())
         waiting = self._waiting.setdefault(stratum, deque(maxlen=BUFFERED))
@@ -455,11 +502,12 @@ class Finding:
 
 
 def findings(canary: Canary, evidence: Evidence) -> list[Finding]:
-    """All metrics, tested at alpha divided by their number."""
-    entries = settings(canary)
-    alpha, of_steps = canary.plan.alpha / max(1, len(entries)), len(canary.plan.steps)
+    """All metrics, each tested at its part of alpha, by its weight."""
+    entries, of_steps = settings(canary), len(canary.plan.steps)
+    weights = sum(entry.metric.weight for entry in entries)
     result = []
     for entry in entries:
+        alpha = canary.plan.alpha * entry.metric.weight / weights
         steps = evidence.of_metric(entry.metric.name)
         odds = math.exp(min(700.0, log_wealth(steps, of_steps, entry.margin)))
         result.append(Finding(entry, steps, of_steps, odds, 1 / alpha))

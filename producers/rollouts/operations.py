@@ -14,6 +14,7 @@ from redis import Redis
 from producers.admin import routes
 from producers.connection.script import text
 from producers.contract import keys
+from producers.rollouts import refusals
 from producers.rollouts.controller import Decision, act, decide, next_step, routed
 from producers.rollouts.metrics import BY_NAME, SHADOW, defaults
 from producers.store.access.audit import operator
@@ -46,7 +47,11 @@ def checked(plan: Plan) -> Plan:
     for name, values in metrics.items():
         if not 0 <= values["margin"] < 1 or not 0 <= values["tolerance"] <= 10:
             raise RolloutError(f"{name}: a margin is a share from 0 to below 1, a tolerance a part from 0 to 10")
-    return replace(plan, steps=tuple(steps), metrics=metrics)
+    try:
+        phrases = refusals.checked(plan.refusals)
+    except ValueError as error:
+        raise RolloutError(str(error)) from None
+    return replace(plan, steps=tuple(steps), metrics=metrics, refusals=phrases)
 
 
 def start(store: Redis, model: str, to: str, plan: Plan, reference: str = "", by: str | None = None) -> Canary:

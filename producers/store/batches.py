@@ -310,7 +310,7 @@ class Block:
 #: Fields of a line's record that may differ between lines.
 LINE_FIELDS: Final = (
     *("task", "model", "version", "queue", "tier", "n", "tokens", "prompt_tokens", "deadline", "line"),
-    *("response", "calls", "result_bytes", "adapter", "alias", "generation", "drawn", "named", "level"),
+    *("response", "calls", "result_bytes", "adapter", "alias", "generation", "drawn", "named", "level", "form"),
 )
 
 

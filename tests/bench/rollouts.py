@@ -5,7 +5,8 @@
 
 Each rollout has the usual plan. Requests come one after another; each draws its version by the step's percentage, its
 sizes and its times: lognormal, with heavy tails, and a load that wanders by a factor of 3 and slows both versions.
-The baseline fails 0.5% of its tasks, its callers leave 2%, a fifth of its answers is cut off at 256 tokens.
+The baseline fails 0.5% of its tasks, its callers leave 2%, a fifth of its answers is cut off at 256 tokens, 2%
+refuse. A quarter of the tasks has a form.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Kind:
     fails: float = 0.0
     cut_off: float = 0.0
     empty: float = 0.0
+    refuses: float = 0.0
     slow_tail: float = 0.0
     """Share of its tasks that take five times as long."""
 
@@ -48,9 +50,11 @@ KINDS: Final = {
     "5 points more fail": Kind(fails=0.05),
     "5 points are empty": Kind(empty=0.05),
     "5 points more are cut off": Kind(cut_off=0.0625),
+    "5 points more refuse": Kind(refuses=0.05),
     "5% take five times as long": Kind(slow_tail=0.05),
     "crashes": Kind(fails=1.0),
     "answers nothing": Kind(empty=1.0),
+    "refuses everything": Kind(refuses=1.0),
     "never ends by itself": Kind(cut_off=1.0),
 }
 
@@ -89,6 +93,7 @@ class Traffic:
         row |= {"first": int(created + first) if tokens and status != "failed" else "", "ended": int(self.now)}
         row |= {"alias": ALIAS if candidate else "default", "version": "b" if candidate else "a", "drawn": 1}
         row |= {"reasons": f'["{reason}"]' if status == "completed" else ""}
+        row |= {"refused": int(draw.random() < 0.02 + kind.refuses), "form": "json_schema" if prompt % 4 == 0 else ""}
         return {name: str(value) for name, value in row.items()}
 
 

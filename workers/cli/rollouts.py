@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from producers.store.fleet.canaries import Canary, Plan
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A model in the store.")]
+#: Bytes of a file of phrases.
+MAX_REFUSALS_BYTES: Final = 1 << 16
 _UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
@@ -62,12 +64,13 @@ def _steps(text: str) -> tuple[float, ...]:
 
 def _metrics(changed: Sequence[str], dropped: Sequence[str]) -> dict[str, dict[str, float]]:
     """All metrics but the dropped ones, with what is changed: NAME=MARGIN or NAME=MARGIN:TOLERANCE. Raises Failure."""
-    from producers.rollouts.metrics import defaults
+    from producers.rollouts.metrics import BY_NAME, defaults, usual
 
     metrics = defaults()
     for name in [*dropped, *(item.partition("=")[0] for item in changed)]:
-        if name not in metrics:
-            raise Failure(f"there is no metric {name!r}; there are {', '.join(metrics)}")
+        if name not in BY_NAME:
+            raise Failure(f"there is no metric {name!r}; there are {', '.join(BY_NAME)}")
+        metrics.setdefault(name, usual(name))
     for item in changed:
         match = re.fullmatch(r"(\w+)=(\d*\.?\d+)(?::(\d*\.?\d+))?", item)
         if match is None:
@@ -79,6 +82,21 @@ def _metrics(changed: Sequence[str], dropped: Sequence[str]) -> dict[str, dict[s
     if not kept:
         raise Failure("no metric is left: leave out one --without")
     return kept
+
+
+def _phrases(file: Path | None) -> tuple[str, ...]:
+    """The phrases of a file, a line each. Raises Failure."""
+    if file is None:
+        return ()
+    try:
+        with file.open("rb") as opened:
+            lines = opened.read(MAX_REFUSALS_BYTES + 1).decode("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Failure(f"--refusals: {file} cannot be read as UTF-8 text: {error}") from error
+    phrases = tuple(line for line in lines if line.strip())
+    if not phrases or sum(map(len, lines)) > MAX_REFUSALS_BYTES:
+        raise Failure(f"--refusals: {file} has no phrase, or more than {MAX_REFUSALS_BYTES:,} bytes")
+    return phrases
 
 
 @contextmanager
@@ -122,6 +140,12 @@ def start(
         typer.Option("--metric", metavar="NAME=MARGIN[:TOLERANCE]", help="How much worse a metric may become."),
     ] = None,
     without: Annotated[list[str] | None, typer.Option("--without", metavar="NAME", help="Leave a metric out.")] = None,
+    refusals: Annotated[
+        Path | None,
+        typer.Option(
+            "--refusals", metavar="FILE", help="How refusals begin, a phrase a line, instead of the usual ones."
+        ),
+    ] = None,
     broker: Broker = None,
     store: Store = None,
     data_dir: DataDir = None,
@@ -139,6 +163,7 @@ def start(
         _steps(steps),
         *(seconds(hold), min_samples, workers, seconds(timeout), seconds(lost), seconds(warm_up), alpha),
         _metrics(metric or (), without or ()),
+        _phrases(refusals),
     )
     plan = _refusing(lambda: operations.checked(plan))
     reference = ""

@@ -14,7 +14,6 @@ on the request's own span in it.
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -33,7 +32,7 @@ from producers.contract.task import Task
 from producers.gateway.http.authorization import tenant_of
 from producers.gateway.http.request_span import RequestSpan
 from producers.store.access.api_keys import Account
-from producers.store.fleet.routing import Selection
+from producers.store.fleet.routing import Selection, random_key
 from producers.store.usage.limits import Charge
 from producers.store.waiting import Room
 from producers.tracing.export import Tracer
@@ -113,7 +112,7 @@ async def resolve(
     if task.model not in resolved:
         headers = connection.headers
         sticky = headers.get(STICKY_HEADER) or connection.scope["state"].get("sticky") or headers.get("idempotency-key")
-        selection = selection_of(task, headers, sticky[:MAX_STICKY] if sticky else uuid.uuid4().hex)
+        selection = selection_of(task, headers, sticky[:MAX_STICKY] if sticky else random_key())
         resolved[task.model] = await client.resolve(task.model, selection, withdrawn=withdrawn)
     return resolved[task.model]
 
@@ -133,7 +132,7 @@ def settle(connection: HTTPConnection, model: str) -> None:
     resolved = _resolved(connection)
     if model in resolved:
         selection = Selection(version=resolved[model].card["version"])
-        resolved[model] = replace(resolved[model], selection=selection, drawn=False)
+        resolved[model] = replace(resolved[model], selection=selection, drawn="")
 
 
 def _resolved(connection: HTTPConnection) -> dict[str, ResolvedModel]:

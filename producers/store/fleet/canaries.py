@@ -55,6 +55,8 @@ class Plan:
     """Time from the first traffic whose tasks' times are not compared."""
     alpha: float = 0.01
     metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    refusals: tuple[str, ...] = ()
+    """Phrases by which refusals are told; none: the usual ones (`producers.rollouts.refusals`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,8 @@ class Canary:
         try:
             fields = json.loads(raw)
             plan = fields["plan"]
-            return cls(**{**fields, "plan": Plan(**{**plan, "steps": tuple(plan["steps"])})})
+            refusals = tuple(plan.get("refusals", ()))
+            return cls(**{**fields, "plan": Plan(**{**plan, "steps": tuple(plan["steps"]), "refusals": refusals})})
         except (TypeError, ValueError, KeyError):
             return None
 

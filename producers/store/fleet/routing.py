@@ -49,6 +49,7 @@ import math
 import re
 import time
 import uuid
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Self
@@ -79,6 +80,8 @@ RULED: Final = ("tenant", "tier", "header")
 
 
 NO_HEADERS: Final[Mapping[str, str]] = {}
+#: Begins a key that no other request has.
+ALONE: Final = "\0"
 
 
 class RoutingError(ValueError):
@@ -206,8 +209,23 @@ class Routing:
                 return rule.to
         if not self.split:
             return DEFAULT
-        key = selection.sticky if self.sticky == "caller" or not selection.tenant else f"tenant {selection.tenant}"
+        key = _key(selection, self.sticky)
         return drawn(self.split, key if key is not None else uuid.uuid4().hex)
+
+
+def random_key() -> str:
+    """A key by which the prompts of one request stay together, and nothing else."""
+    return ALONE + uuid.uuid4().hex
+
+
+def draw_of(selection: Selection, sticky: str) -> str:
+    """What tells draws apart: 8 hexadecimal digits, the same for all tasks of a key; 1 for a task without one."""
+    key = _key(selection, sticky)
+    return "1" if key is None or key.startswith(ALONE) else f"{zlib.crc32(key.encode()):08x}"
+
+
+def _key(selection: Selection, sticky: str) -> str | None:
+    return selection.sticky if sticky == "caller" or not selection.tenant else f"tenant {selection.tenant}"
 
 
 def drawn(split: Mapping[str, float], key: str) -> str:

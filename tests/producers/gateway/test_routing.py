@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -64,6 +65,7 @@ def test_the_ledger_says_which_tasks_were_drawn(routed: Redis, open_door: Open) 
     routes.set_rules(routed, "tiny", [Rule("candidate", tenant="acme")])
     door = open_door()
     sent: list[dict[str, Any]] = [{}, {"model": "tiny@candidate"}, {"version": "default"}, {"tenant": "acme"}]
+    sent += [{"sticky": "a"}, {"sticky": "a"}, {"sticky": "b"}]
     for fields in sent:
         _, task = submitted(door, **fields)
         httpx.delete(f"{door.url}/v1/tasks/{task['id']}")
@@ -73,6 +75,7 @@ def test_the_ledger_says_which_tasks_were_drawn(routed: Redis, open_door: Open) 
         (b"candidate", b""),
         (b"default", b""),
         (b"candidate", b""),
+        *((b"candidate", f"{zlib.crc32(key):08x}".encode()) for key in (b"a", b"a", b"b")),
     ]
 
 

@@ -21,9 +21,10 @@ from producers.admin.fleet import Fleet, Pool
 from producers.admin.roles import ROLES
 from producers.connection.script import text
 from producers.contract import keys
+from producers.contract.stream import encode_token
 from producers.rollouts import operations
 from producers.rollouts.controller import Controller, act
-from producers.rollouts.metrics import Evidence
+from producers.rollouts.metrics import Evidence, defaults
 from producers.rollouts.operations import RolloutError
 from producers.store.fleet import canaries, cards, rollouts, routing
 from producers.store.fleet.canaries import ALIAS, Canary, Plan
@@ -168,6 +169,44 @@ def test_one_that_only_looks_worse_is_held_and_a_paused_one_is_still_rolled_back
     operations.pause(store, "m")
     ended(store, 10, status="failed")
     assert look(store).phase == "rolled_back"
+
+
+def answered(store: Redis, count: int, text_: str) -> None:
+    """Tasks end completed, with their records and streams: the candidate's with this answer."""
+    before = store.xlen(keys.LEDGER)
+    ended(store, count)
+    rows: Any = store.xrange(keys.LEDGER)
+    for number, (entry, fields) in enumerate(rows[before:]):
+        store.xdel(keys.LEDGER, entry)
+        name = f"{text(entry)}.{number}"
+        store.xadd(keys.LEDGER, {**fields, b"id": name})
+        store.hset(keys.task(name), mapping={"reasons": '["stop"]'})
+        answer = text_ if fields[b"alias"] == ALIAS.encode() else "Here is what you want."
+        for index, word in enumerate(answer.split(" ")):
+            store.xadd(keys.stream(name), {"e": encode_token(0, index, 1, f" {word}")})
+
+
+@pytest.mark.parametrize(
+    ("answer", "phrases", "phase"),
+    [
+        ("I'm sorry, but I can't help with that.", (), "rolled_back"),
+        ("I'm sorry, but I can't help with that.", ("nope",), "judging"),
+        ("Nope.", ("nope",), "rolled_back"),
+        ("Here is more than you want.", (), "judging"),
+    ],
+)
+def test_a_candidate_that_refuses_everything_is_rolled_back(
+    store: Redis, answer: str, phrases: tuple[str, ...], phase: str
+) -> None:
+    metrics = {"refused": defaults()["refused"]}
+    started(store, replace(PLAN, min_samples=100, metrics=metrics, refusals=phrases))
+    look(store)
+    controller = Looks(store)
+    for _ in range(4):
+        answered(store, 5, answer)
+        controller.look(state_of(store), UP)
+    assert state_of(store).phase == phase
+    assert state_of(store).reason.startswith("refused: answers that begin as a refusal") == (phase == "rolled_back")
 
 
 def copied(store: Redis, count: int, task: str, copy: str) -> None:
@@ -452,6 +491,7 @@ async def test_the_sweepers_duty_needs_no_more_than_a_sweepers_rights(
         assert state_of(store).phase == "failed"
         started(store, PLAN)
         controller.look(state_of(store), UP)
+        answered(store, 1, "It reads these.")
         ended(store, 20, status="failed")
         assert await controller.sweep() == {"rollouts_decided": 1}
         started(store, PLAN)

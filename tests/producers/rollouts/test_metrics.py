@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from producers.rollouts.metrics import BUFFERED, MATCHES, METRICS, Evidence, Matcher, findings
-from producers.rollouts.operations import checked
+from producers.rollouts import refusals
+from producers.rollouts.metrics import BUFFERED, DRAWN, MATCHES, METRICS, Evidence, Matcher, findings
+from producers.rollouts.operations import RolloutError, checked
 from producers.store.fleet.canaries import ALIAS, Canary, Plan
 
 STATE = replace(
@@ -37,6 +39,8 @@ def row(arm: str, **more: Any) -> dict[str, str]:
         "deaths": 0,
         "discarded": 0,
         "reasons": '["stop"]',
+        "refused": 0,
+        "form": "regex",
     }
     fields |= {"created": 2000, "started": 2001, "first": 2100, "ended": 4000}
     return {name: str(value) for name, value in (fields | more).items()}
@@ -71,6 +75,8 @@ def test_a_candidates_task_waits_for_one_like_it() -> None:
         ("abandoned", {"status": "cancelled"}, 16),
         ("empty", {"output": 0, "longest": 0}, 16),
         ("cut_off", {"reasons": '["length"]'}, 16),
+        ("refused", {"refused": 1}, 16),
+        ("invalid", {"reasons": '["length"]'}, 16),
         ("first_token", {"first": 2106}, 16),
         ("first_token", {"first": 2104}, -16),
         ("per_token", {"ended": 4200}, 16),
@@ -109,6 +115,51 @@ def test_what_callers_chose_themselves_or_sent_before_is_not_compared() -> None:
     others += [row("baseline", model="other"), row("baseline", version="c"), row("baseline", drawn="")]
     assert compared(*others, row("candidate")) == {}
     assert compared(row("baseline"), row("candidate", drawn="")) == {}, "it named the rollout's own alias"
+
+
+def test_of_tasks_that_share_a_key_the_first_alone_is_compared() -> None:
+    """Such as the lines of a batch, or a caller's: one draw decided where all of them go."""
+    baseline, drawn = [row("baseline")] * 60, row("candidate", status="failed", drawn="0abcdef1")
+    assert compared(*baseline, drawn, drawn, {**drawn, "drawn": "00000002"})["failed"] == {16: 2}
+    keyed = [row("baseline", status="failed", drawn="0abcdef2")] * 9
+    assert compared(*keyed, row("baseline"), row("candidate"))["failed"] == {-8: 1}, "two of the baseline"
+    evidence = Evidence.of("", STATE)
+    Matcher(STATE).enter([*baseline, drawn], evidence, 0)
+    evidence = Evidence.of(evidence.to_json(), STATE)
+    Matcher(STATE).enter([*baseline, drawn], evidence, 0)
+    assert evidence.steps[0]["failed"] == {16: 1}, "whoever goes on with it"
+
+
+def test_no_more_keys_are_remembered_than_is_bounded() -> None:
+    evidence = Evidence.of("", STATE)
+    Matcher(STATE).enter((row("baseline", drawn=f"{k:08x}") for k in range(DRAWN + 5)), evidence, 0)
+    assert len(evidence.drawn) == DRAWN
+
+
+def test_a_broken_candidates_metrics_have_more_of_the_error_and_all_together_alpha() -> None:
+    limits = {finding.settings.metric.name: finding.limit for finding in findings(STATE, Evidence.of("", STATE))}
+    assert sum(1 / limit for limit in limits.values()) == pytest.approx(STATE.plan.alpha)
+    assert limits["per_token"] == pytest.approx(4 * limits["failed"])
+
+
+@pytest.mark.parametrize(
+    ("answer", "refused"),
+    [
+        ("I’m sorry, but I can’t help with that.", True),
+        ("**I cannot\n assist** with this", True),
+        ("Here is the recipe: take some flour.", False),
+        ("x" * 200 + " I can't help with that", False),
+    ],
+)
+def test_a_refusal_is_told_by_its_first_words(answer: str, refused: bool) -> None:
+    assert refusals.refuses(answer) == refused
+    assert refusals.refuses("Nope. Ask another.", refusals.checked([" NOPE.  ask "]))
+
+
+@pytest.mark.parametrize(("phrases", "message"), [(map(str, range(201)), "201 phrases"), (["x" * 101], "101 char")])
+def test_phrases_are_bounded(phrases: Iterable[str], message: str) -> None:
+    with pytest.raises(RolloutError, match=message):
+        checked(Plan(refusals=tuple(phrases)))
 
 
 def test_times_of_a_cold_start_are_not_compared_and_its_failures_are() -> None:

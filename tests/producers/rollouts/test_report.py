@@ -42,7 +42,7 @@ def test_it_has_each_decision_and_each_metrics_figures_and_bounds(store: Redis) 
     (failed,) = [metric for metric in data["metrics"] if metric["name"] == "failed"]
     assert (failed["verdict"], failed["baseline"], failed["candidate"]) == ("worse", {"share": 0.0}, {"share": 1.0})
     assert -1 <= failed["lower"] < failed["mean"] == 1 <= failed["upper"]
-    assert failed["odds"] >= failed["limit"] == 1100
+    assert failed["odds"] >= failed["limit"] == 700
     assert [row["metrics"]["failed"]["n"] for row in data["seen"]] == [3, 6, 18]
     (first_token,) = [metric for metric in data["metrics"] if metric["name"] == "first_token"]
     assert (first_token["n"], first_token["candidate"]) == (0, {"p50": None, "p95": None})
