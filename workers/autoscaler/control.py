@@ -285,6 +285,7 @@ class Control:
         self._rules, self._kept = scaled.settings.rules, before
         self._fewer_since: float | None = None
         self._old_since: float | None = None
+        self._default_at: float | None = None
         self._stranded, self._stranded_since = "", 0.0
         self._shown: tuple[Any, ...] = ()
         self._pin: Pin | None = None
@@ -305,7 +306,7 @@ class Control:
         if fleet is None:
             decision, self._memory = decide(self._rules, None, self._memory)
             return self._state(at, self._pinned(decision), None, by)
-        self._rules, old = rules_now(fleet, self.settings)
+        self._rules, old = rules_now(fleet, self.settings, warm=self._is_warm(fleet, at))
         signals = watch.signals(fleet, self.settings)
         decision, self._memory = _decided(self._rules, signals, self._memory)
         self._old_since = (self._old_since or at) if old else None
@@ -332,6 +333,15 @@ class Control:
         if target != self._memory.wanted:
             self._memory = replace(self._memory, wanted=target, changed_at=self._memory.seen_at)
         return Decision(target, reason, decision.raw)
+
+    def _is_warm(self, fleet: Fleet, at: float) -> bool:
+        """Whether the version keeps its workers because it was the default lately. A rollout takes their room."""
+        model, version = self.settings.model, self.settings.version
+        if version is not None and fleet.versions.get(model) == version:
+            self._default_at = at
+        lately = self._default_at is not None and 0 <= at - self._default_at < self.settings.keep_warm
+        starting = fleet.scaling.rollouts.get(model, {}).get("phase") == "starting"
+        return lately and not starting and self._memory is not None and self._memory.wanted > 0
 
     def changed(self, state: dict[str, Any]) -> bool:
         """Whether the state differs from the last one in its number, pin or trouble. Remaining times do not count."""
@@ -367,6 +377,7 @@ class Control:
             if not is_fresh(kept["at"], fleet.at):  # nobody has looked since: that time is no start's
                 self._starts = replace(self._starts, since=None)
             self._kept = max(0, int(kept["wanted"]))
+            self._default_at = None if kept.get("default_at") is None else float(kept["default_at"])
             if is_fresh(kept["at"], fleet.at) and kept["memory"] is not None:
                 self._memory = restored(Memory, kept["memory"])
                 self._shown = (
@@ -448,6 +459,7 @@ class Control:
             "memory": _written(self._memory),
             "rules": asdict(self._rules),
             "starts": asdict(self._starts),
+            "default_at": self._default_at,
             "actual": None if acting is None or acting.actual is None else asdict(acting.actual),
             "actuator": "" if acting is None else acting.actuator.name,
             "trouble": self._trouble(at, requested),
@@ -457,11 +469,11 @@ class Control:
         }
 
 
-def rules_now(fleet: Fleet | None, pool: PoolSettings) -> tuple[Rules, bool]:
+def rules_now(fleet: Fleet | None, pool: PoolSettings, *, warm: bool = False) -> tuple[Rules, bool]:
     """The pool's rules at this moment, and whether its version is an old one, which is to end.
 
     A version that is being rolled out keeps the workers that its rollout waits for. A version that is not the card's
-    keeps workers only while something of it is left.
+    keeps workers only while something of it is left, or, at least one, while it is `warm`.
     """
     current = None if fleet is None else fleet.versions.get(pool.model)
     if fleet is None or pool.version is None or current is None or current == pool.version:
@@ -470,6 +482,9 @@ def rules_now(fleet: Fleet | None, pool: PoolSettings) -> tuple[Rules, bool]:
     if rollout.get("phase") == "starting" and rollout.get("version") == pool.version:
         workers = rollout.get("workers")
         least = max(pool.rules.min, workers if isinstance(workers, int) else 1)
+        return replace(pool.rules, min=least, max=max(pool.rules.max, least)), False
+    if warm:
+        least = max(1, pool.rules.min)
         return replace(pool.rules, min=least, max=max(pool.rules.max, least)), False
     return replace(pool.rules, min=0), True
 

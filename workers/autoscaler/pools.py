@@ -39,6 +39,10 @@ _RULES: Final = {
 }
 
 
+#: Time (s) for which workers of a version are kept that has just been the default: who goes back to it finds them.
+KEEP_WARM_S: Final = 600.0
+
+
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
     """Settings of one pool. Times are seconds."""
@@ -55,6 +59,8 @@ class PoolSettings:
     """Longest start of a worker; a longer one has failed. None: 120 s, or four measured cold starts if longer."""
     reference: str | None = None
     """The model's reference for workers; None: its name."""
+    keep_warm: float = KEEP_WARM_S
+    """Time for which a version that was the default keeps workers, at least one, though another one has replaced it."""
 
     @property
     def name(self) -> str:
@@ -93,6 +99,7 @@ class _Pool(BaseModel):
     actuator: str = EXPORT
     tries: int = Field(5, ge=1)
     start_limit: float | None = Field(None, gt=0)
+    keep_warm: float = Field(KEEP_WARM_S, ge=0)
 
 
 #: All keys of a pool, with their kinds.
@@ -141,7 +148,8 @@ def parse(values: Mapping[str, Any]) -> PoolSettings:
     except ValueError as error:
         raise BadScaling(str(error)) from None
     return PoolSettings(
-        name_of(table.model), table.version, rules, table.actuator, table.tries, table.start_limit, table.model
+        *(name_of(table.model), table.version, rules, table.actuator, table.tries, table.start_limit, table.model),
+        keep_warm=table.keep_warm,
     )
 
 

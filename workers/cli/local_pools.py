@@ -20,7 +20,7 @@ from producers.admin.fleet import Fleet
 from producers.connection.connect import is_redis
 from workers.autoscaler.actuators.local import Local, Slots
 from workers.autoscaler.policy import Rules
-from workers.autoscaler.pools import PoolSettings, Scaled
+from workers.autoscaler.pools import KEEP_WARM_S, PoolSettings, Scaled
 from workers.cli.gpus import Chosen
 from workers.library import ResolvedModel
 from workers.processes import PENSTOCK
@@ -58,6 +58,8 @@ class Plan:
     """The configuration of event sources; None: there are none."""
     shares: tuple[float, ...] = ()
     """Each model's share of the device; empty: each takes what it wants."""
+    keep_warm_s: float = KEEP_WARM_S
+    """Time for which a version keeps workers that another one has replaced."""
     turns: Path | None = None
     """The folder by which the models' workers take turns, each with all cores; None: they compute when they like."""
 
@@ -169,7 +171,8 @@ class _Model:
         return self._plan.rules.min == self._plan.rules.max and self.versions[version].stopped_by_others
 
     def _pool(self, version: str) -> Scaled:
-        return Scaled(PoolSettings(self.name, version, self._plan.rules), self.versions[version])
+        settings = PoolSettings(self.name, version, self._plan.rules, keep_warm=self._plan.keep_warm_s)
+        return Scaled(settings, self.versions[version])
 
     def _local(self, reference: str) -> Local:
         pools, plan = self._pools, self._plan

@@ -129,6 +129,14 @@ def up(
             callback=finite, help="Seconds for which fewer workers must have been enough before one ends. Unset: 300."
         ),
     ] = None,
+    keep_warm: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            callback=finite,
+            help="Seconds for which a version that was the default keeps its workers: who goes back finds them.",
+        ),
+    ] = 600.0,
     patience: Annotated[
         float | None,
         typer.Option(
@@ -254,6 +262,7 @@ def up(
         files_dir=files_dir,
         sources=sources,
         shares=tuple(shares) if share or in_turns else (),
+        keep_warm_s=keep_warm,
     )
 
     os.umask(UMASK)  # not before: other users may serve a model that was pulled

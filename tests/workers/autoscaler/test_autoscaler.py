@@ -305,7 +305,8 @@ async def test_old_versions_live_until_nothing_of_them_is_left(
     new = keys.Pool("tiny", "v2", "cafe")
     old_hand, new_hand = Recorder(2), Recorder()
     rules = Rules(min=1, max=4, cool_down=60.0)
-    pools = fixed([Scaled(PoolSettings("tiny", v, rules), h) for v, h in (("v1", old_hand), ("v2", new_hand))])
+    hands = (("v1", old_hand), ("v2", new_hand))
+    pools = fixed([Scaled(PoolSettings("tiny", v, rules, keep_warm=0.0), h) for v, h in hands])
     fleet.lease("a")
     fleet.fill(1)
     fleet.valkey.hset(
@@ -321,6 +322,30 @@ async def test_old_versions_live_until_nothing_of_them_is_left(
         fleet.empty()
         await until(lambda: old_hand.numbers == [0])
     assert new_hand.numbers[-1] >= 1
+
+
+async def test_a_version_that_was_the_default_keeps_a_worker_for_a_time_unless_another_rollout_needs_its_room(
+    fleet: Fleet, aclient: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a new leader. What was never the default ends at once."""
+    monkeypatch.setattr(control, "SETTLED_S", 0.2)
+    hands = {"v1": Recorder(2), "v2": Recorder(1), "v3": Recorder(1)}
+    rules = Rules(min=0, max=4, cool_down=0.1)
+    pools = fixed([Scaled(PoolSettings("tiny", v, rules, keep_warm=9e9), hand) for v, hand in hands.items()])
+    fleet.lease("a")
+    async with scaling(aclient, pools):
+        await until(lambda: fleet.state("tiny@v1").get("default_at"))
+        fleet.card("v2")
+        await until(lambda: fleet.state("tiny@v1")["rules"]["min"] == 1)
+        await until(lambda: hands["v3"].numbers == [0])
+        await until(lambda: hands["v1"].numbers[-1:] == [1])
+    async with scaling(aclient, pools):
+        seen = fleet.state("tiny@v1")["at"]
+        await until(lambda: fleet.state("tiny@v1")["at"] > seen)
+        assert fleet.state("tiny@v1")["rules"]["min"] == 1
+        rollout = {"model": "tiny", "version": "v3", "workers": 1, "phase": "starting"}
+        fleet.valkey.hset(keys.ROLLOUTS, "tiny", json.dumps(rollout))
+        await until(lambda: hands["v1"].numbers[-1:] == [0])
 
 
 async def test_a_store_that_has_lost_all_takes_no_worker_away(fleet: Fleet, aclient: AsyncClient) -> None:
