@@ -3,7 +3,8 @@
 A real Valkey and two gateway processes, to which connections POST tasks of token ids without a pause. The model has two
 versions with one tokenizer. Measured: the part of the tasks that a split of 20% gives away; the time from a change of
 the default until each gateway's last task of the version before, and its first of the other; whether anything was
-refused; and a gateway's processor time a submit without a routing and with one, in blocks by turns.
+refused; and a gateway's processor time a submit of a model without a routing and of one with a split, in blocks by
+turns: the median of the differences between two blocks, one after the other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import Any
 from redis import Redis
 
 from producers.admin import routes
-from producers.contract import keys
 from producers.store.fleet import cards
 from tests.bench.gateways import GATEWAY, cpu_s, gateway, serving
 from tests.processes import free_port, valkey
@@ -31,12 +31,15 @@ TASK = {"model": "stub", "prompt": [1, 2, 3], "max_tokens": 1, "ttl": 60}
 TENANTS = 100
 CONNECTIONS = 4
 SHARE = 20.0
+#: The model that has a split while its cost is measured; submits of a block, and first blocks that are not counted.
+SPLIT, BLOCK, SLOWER = "split", 64, 8
 
 
 class Load:
     """Submits to one gateway until `over`. `seen`: when each answer came (monotonic), and the version that it names."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, model: str = "stub") -> None:
+        self._task = {**TASK, "model": model}
         self._connections = Connections(f"http://127.0.0.1:{port}")
         self.seen: list[tuple[float, str]] = []
         self.statuses: Counter[int] = Counter()
@@ -44,7 +47,7 @@ class Load:
     async def run(self, requests: int | None, over: asyncio.Event | None = None) -> None:
         async def some(count: int | None) -> None:
             while (count is None or count > 0) and not (over is not None and over.is_set()):
-                task = {**TASK, "tenant": f"t{len(self.seen) % TENANTS}"}
+                task = {**self._task, "tenant": f"t{len(self.seen) % TENANTS}"}
                 async with self._connections.request("POST", "/v1/tasks", task) as answer:
                     said = await answer.whole()
                 self.statuses[answer.status] += 1
@@ -86,21 +89,27 @@ async def _changes(store: Redis, ports: list[int], versions: list[str], times: i
     }
 
 
-async def _cost(store: Redis, port: int, pid: int, version: str, requests: int, rounds: int) -> dict[str, Any]:
-    costs: dict[str, list[float]] = {"without": [], "with": []}
-    for number in range(2 * rounds):
-        kind = ("without", "with")[(number + number // 2) % 2]
-        store.unlink(keys.routing("stub"))
-        if kind == "with":
-            routes.set_split(store, "stub", {version: SHARE})
-        await asyncio.sleep(1.0)
-        before = cpu_s(pid)
-        await Load(port).run(requests)
-        costs[kind].append((cpu_s(pid) - before) / requests * 1e6)
-    return {f"us_{kind}_a_routing": round(median(values)) for kind, values in costs.items()}
+async def _cost(port: int, pid: int, blocks: int) -> dict[str, Any]:
+    """Of `stub`, which has no routing, and SPLIT, which has one."""
+    loads = [Load(port, model) for model in ("stub", SPLIT)]
+    costs: list[list[float]] = [[], []]
+    for number in range(blocks + SLOWER):
+        for which in (0, 1) if number % 2 else (1, 0):
+            before = cpu_s(pid)
+            await loads[which].run(BLOCK)
+            costs[which].append((cpu_s(pid) - before) / BLOCK * 1e6)
+    without, split = (values[SLOWER:] for values in costs)
+    differences = sorted(b - a for a, b in zip(without, split, strict=True))
+    return {
+        "us_without_a_routing": round(median(without), 1),
+        "us_with_a_split": round(median(split), 1),
+        "us_difference": round(median(differences), 1),
+        "us_difference_quartiles": [round(differences[len(differences) * k // 4], 1) for k in (1, 3)],
+        "percent": round(100 * median(differences) / median(without), 2),
+    }
 
 
-def measure(tasks: int, changes: int, rounds: int) -> dict[str, Any]:
+def measure(tasks: int, changes: int, blocks: int) -> dict[str, Any]:
     with ExitStack() as stack:
         url, store = stack.enter_context(valkey())
         port, pid = stack.enter_context(gateway(url))
@@ -113,9 +122,12 @@ def measure(tasks: int, changes: int, rounds: int) -> dict[str, Any]:
         cards.publish(store, card, {})
         cards.add_version(store, candidate, {})
         versions = [str(card["version"]), str(candidate["version"])]
+        cards.publish(store, {**card, "name": SPLIT}, {})
+        cards.add_version(store, {**candidate, "name": SPLIT}, {})
+        routes.set_split(store, SPLIT, {versions[1]: SHARE})
 
         async def run() -> dict[str, Any]:
-            cost = await _cost(store, port, pid, versions[1], max(tasks // 10, CONNECTIONS), rounds)
+            cost = await _cost(port, pid, blocks)
             routes.set_split(store, "stub", {versions[1]: SHARE})
             await asyncio.sleep(1.0)
             load = Load(port)
@@ -132,9 +144,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=10_000)
     parser.add_argument("--changes", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--blocks", type=int, default=200, help="blocks of each model by which the cost is measured")
     arguments = parser.parse_args()
-    print(json.dumps(measure(arguments.tasks, arguments.changes, arguments.rounds)))
+    print(json.dumps(measure(arguments.tasks, arguments.changes, arguments.blocks)))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import re
 import time
 import uuid
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final, cast
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -239,11 +240,17 @@ def _one_line(text: str) -> bytes:
 def routed(state: Mapping[str, Any]) -> Iterator[tuple[bytes, bytes]]:
     """Yields the headers that tell which version of its model a request's tasks went to, and why."""
     for resolved in state.get("models", {}).values():  # one: a request has one model
-        yield b"penstock-version", str(resolved.card["version"]).encode()
-        if resolved.alias:
-            yield b"penstock-alias", resolved.alias.encode("ascii", "replace")
-        if resolved.generation:
-            yield b"penstock-generation", b"%d" % resolved.generation
+        yield from _routed(str(resolved.card["version"]), resolved.alias, resolved.generation)
+
+
+@lru_cache(maxsize=1024)
+def _routed(version: str, alias: str, generation: int) -> tuple[tuple[bytes, bytes], ...]:
+    headers = [(b"penstock-version", version.encode())]
+    if alias:
+        headers.append((b"penstock-alias", alias.encode("ascii", "replace")))
+    if generation:
+        headers.append((b"penstock-generation", b"%d" % generation))
+    return tuple(headers)
 
 
 def overload(state: Mapping[str, Any]) -> Iterator[tuple[bytes, bytes]]:

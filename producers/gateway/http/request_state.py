@@ -32,7 +32,7 @@ from producers.contract.task import Task
 from producers.gateway.http.authorization import tenant_of
 from producers.gateway.http.request_span import RequestSpan
 from producers.store.access.api_keys import Account
-from producers.store.fleet.routing import Selection, random_key
+from producers.store.fleet.routing import Selection
 from producers.store.usage.limits import Charge
 from producers.store.waiting import Room
 from producers.tracing.export import Tracer
@@ -112,7 +112,7 @@ async def resolve(
     if task.model not in resolved:
         headers = connection.headers
         sticky = headers.get(STICKY_HEADER) or connection.scope["state"].get("sticky") or headers.get("idempotency-key")
-        selection = selection_of(task, headers, sticky[:MAX_STICKY] if sticky else random_key())
+        selection = selection_of(task, headers, sticky[:MAX_STICKY] if sticky else None)
         resolved[task.model] = await client.resolve(task.model, selection, withdrawn=withdrawn)
     return resolved[task.model]
 

@@ -24,7 +24,7 @@ A **target** is an alias or a version. What decides, in this order: the alias or
 The split is by rendezvous hashing: each target draws a number from the key and its own name, weighted by its percent,
 and the least wins. So a key stays with its target, and a change of a target's percentage moves as many keys to or from
 it, and few between others: none where the split has one target.
-A task without a key draws by a random one. CLAIM draws by the task's id for plain Celery messages, which their senders
+A task without a key is drawn at random. CLAIM draws by the task's id for plain Celery messages, which their senders
 address to the model alone.
 
 Stages stand here, so that no change of a stage and of a target can pass each other. An archived version gets no new
@@ -46,9 +46,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import random
 import re
 import time
-import uuid
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -80,8 +80,6 @@ RULED: Final = ("tenant", "tier", "header")
 
 
 NO_HEADERS: Final[Mapping[str, str]] = {}
-#: Begins a key that no other request has.
-ALONE: Final = "\0"
 
 
 class RoutingError(ValueError):
@@ -210,22 +208,26 @@ class Routing:
         if not self.split:
             return DEFAULT
         key = _key(selection, self.sticky)
-        return drawn(self.split, key if key is not None else uuid.uuid4().hex)
-
-
-def random_key() -> str:
-    """A key by which the prompts of one request stay together, and nothing else."""
-    return ALONE + uuid.uuid4().hex
+        return _alone(self.split) if key is None else drawn(self.split, key)
 
 
 def draw_of(selection: Selection, sticky: str) -> str:
     """What tells draws apart: 8 hexadecimal digits, the same for all tasks of a key; 1 for a task without one."""
     key = _key(selection, sticky)
-    return "1" if key is None or key.startswith(ALONE) else f"{zlib.crc32(key.encode()):08x}"
+    return "1" if key is None else f"{zlib.crc32(key.encode()):08x}"
 
 
 def _key(selection: Selection, sticky: str) -> str | None:
     return selection.sticky if sticky == "caller" or not selection.tenant else f"tenant {selection.tenant}"
+
+
+def _alone(split: Mapping[str, float]) -> str:
+    """The target of a task without a key."""
+    remaining = random.random() * 100  # noqa: S311 - nothing secret
+    for target, percent in split.items():
+        if (remaining := remaining - percent) < 0:
+            return target
+    return DEFAULT
 
 
 def drawn(split: Mapping[str, float], key: str) -> str:
