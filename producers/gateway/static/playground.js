@@ -36,7 +36,7 @@ export const playground = {
 
     const request = () => {
       if (mode === "vectors") return ["v1/embeddings", { model: typed.model, input: typed.texts.split("\n").filter((line) => line.trim()).slice(0, 64) }];
-      const messages = [...(mode !== "json" && typed.system.trim() ? [{ role: "system", content: typed.system }] : []), ...(mode === "json" ? [] : conversation), { role: "user", content: typed.prompt || "Name a country and its capital." }];
+      const messages = [...(mode !== "json" && typed.system.trim() ? [{ role: "system", content: typed.system }] : []), ...(mode === "json" ? [] : conversation.map(({ role, content }) => ({ role, content }))), { role: "user", content: typed.prompt || "Name a country and its capital." }];
       const body = { model: typed.model, messages, max_completion_tokens: Number(typed.tokens) || 300, temperature: Number(typed.temperature), service_tier: typed.tier, stream: true, stream_options: { include_usage: true } };
       if (mode === "json") {
         let schema = SCHEMA;
@@ -60,6 +60,13 @@ export const playground = {
       talk.append(box);
       box.scrollIntoView({ block: "nearest" });
       return box;
+    }
+
+    // What a model thought before it answered: read by who opens it, and not sent back.
+    function thoughts(text, open) {
+      const shown = h("pre", null, plain(text));
+      talk.append(h("details", { class: "reasoning", open }, h("summary", null, "Reasoning"), shown));
+      return shown;
     }
 
     async function send() {
@@ -93,11 +100,13 @@ export const playground = {
       const [path, body] = request();
       if (mode === "json") talk.replaceChildren();
       bubble("user", typed.prompt);
-      const box = bubble("assistant", "");
-      box.classList.add("caret");
-      box.setAttribute("aria-busy", "true");
       const began = performance.now();
-      let text = "", first = null, used = null, why = null;
+      let box = null, thinking = null, text = "", reasoning = "", first = null, used = null, why = null;
+      const answer = () => {
+        box = bubble("assistant", "");
+        box.classList.add("caret");
+        box.setAttribute("aria-busy", "true");
+      };
       try {
         for await (const { data, comment } of ctx.api.events(path, { body, signal: running.signal })) {
           if (comment && comment !== "still here" && !text) about.textContent = plain(comment);
@@ -107,27 +116,31 @@ export const playground = {
           used = chunk.usage ?? used;
           const choice = chunk.choices?.[0];
           why = choice?.finish_reason ?? why;
-          if (choice?.delta?.reasoning_content && !text) {
+          if (choice?.delta?.reasoning_content) {
             first ??= performance.now();
-            about.textContent = "the model reasons";
+            thinking ??= thoughts("", true);
+            reasoning += choice.delta.reasoning_content;
+            thinking.textContent = plain(reasoning);
+            thinking.scrollIntoView({ block: "nearest" });
           }
           if (choice?.delta?.content) {
             first ??= performance.now();
+            if (box === null) answer();
             text += choice.delta.content;
             box.textContent = plain(text);
             box.scrollIntoView({ block: "nearest" });
           }
         }
       } finally {
-        box.classList.remove("caret");
-        box.removeAttribute("aria-busy");
-        if (!text) box.remove();
+        box?.classList.remove("caret");
+        box?.removeAttribute("aria-busy");
+        if (thinking && text) thinking.parentElement.open = false;
       }
-      if (mode !== "json") conversation.push({ role: "user", content: typed.prompt }, { role: "assistant", content: text });
+      if (mode !== "json") conversation.push({ role: "user", content: typed.prompt }, { role: "assistant", content: text, reasoning });
       const took = (performance.now() - began) / 1000;
       const wait = first === null ? null : (first - began) / 1000;
       const rate = used && first !== null && used.completion_tokens > 1 ? (used.completion_tokens - 1) / Math.max(took - wait, 1e-3) : null;
-      about.textContent = [wait !== null && `first token after ${seconds(wait)}`, used && `${plural(used.completion_tokens, "token")} in ${seconds(took)}`, rate && `${amount(rate)} tokens/s`, used && `prompt ${count(used.prompt_tokens)} tokens${used.prompt_tokens_details?.cached_tokens ? `, ${count(used.prompt_tokens_details.cached_tokens)} cached` : ""}`, why === "length" && "cut at the limit of tokens"].filter(Boolean).join(" · ");
+      about.textContent = [wait !== null && `first token after ${seconds(wait)}`, used && `${plural(used.completion_tokens, "token")} in ${seconds(took)}`, used?.completion_tokens_details?.reasoning_tokens && `${count(used.completion_tokens_details.reasoning_tokens)} of them reasoning`, rate && `${amount(rate)} tokens/s`, used && `prompt ${count(used.prompt_tokens)} tokens${used.prompt_tokens_details?.cached_tokens ? `, ${count(used.prompt_tokens_details.cached_tokens)} cached` : ""}`, why === "length" && "cut at the limit of tokens"].filter(Boolean).join(" · ");
       typed.prompt = prompt.value = "";
       prompt.focus();
     }
@@ -145,7 +158,10 @@ export const playground = {
       about.textContent = `${plural(vectors.length, "vector")} of ${count(vectors[0]?.length)} numbers in ${seconds((performance.now() - began) / 1000)} · ${count(answer.usage?.prompt_tokens)} tokens`;
     }
 
-    if (mode === "") for (const { role, content } of conversation) bubble(role, content);
+    if (mode === "") for (const { role, content, reasoning } of conversation) {
+      if (reasoning) thoughts(reasoning, false);
+      if (content) bubble(role, content);
+    }
     const settings = h("div", { class: "filters" }, field("Model", model),
       mode === "vectors" ? null : [
         field("Most tokens", h("input", { id: "pg-tokens", type: "number", min: "1", max: "8192", value: typed.tokens, on: { input: keep("tokens") } })),

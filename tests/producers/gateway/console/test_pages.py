@@ -7,6 +7,7 @@ another host.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from dataclasses import dataclass, replace
@@ -361,6 +362,39 @@ async def test_the_playground_streams_a_chat(look: Look, door: Door, answering: 
     await expect(page.locator(".talk .assistant")).to_have_text("Hello <i>there</i>")
     await expect(page.get_by_role("status").filter(has_text="tokens")).to_contain_text("first token after")
     assert answering.records[0].task["max_tokens"] == 300
+
+
+async def test_the_playground_shows_reasoning_apart_and_makes_json_and_vectors(
+    look: Look, door: Door, answering: Answering
+) -> None:
+    deltas = [{"reasoning_content": "<b>Hm"}, {"reasoning_content": ", a fox."}, {"content": "A fox"}]
+    chunks = [json.dumps({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}) for delta in deltas]
+    body = "".join(f"data: {chunk}\n\n" for chunk in [*chunks, "[DONE]"])
+    page = await look(door, "playground")
+    await page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    await page.get_by_label("Message", exact=True).fill("Who?")
+    await page.keyboard.press("Control+Enter")
+    await expect(page.locator(".talk .assistant")).to_have_text("A fox")
+    thoughts = page.locator(".talk details")
+    await expect(thoughts.locator("pre")).to_be_hidden()
+    await thoughts.locator("summary").click()
+    await expect(thoughts.locator("pre")).to_have_text("<b>Hm, a fox.")
+    await expect(page.locator(".code pre")).to_contain_text('"content": "A fox"')
+    await expect(page.locator(".code pre")).not_to_contain_text("Hm")
+    await page.unroute("**/v1/chat/completions")
+    answering.scripts = [says('{"a"', ": 1}")]
+    await page.get_by_role("link", name="Structured output").click()
+    await page.get_by_label("JSON schema").fill('{"type": "object"}')
+    await expect(page.locator(".code pre")).to_contain_text('"json_schema"')
+    await page.get_by_label("Message", exact=True).fill("Say it.")
+    await page.get_by_role("button", name="Send").click()
+    await expect(page.locator(".talk .assistant")).to_have_text('{"a": 1}')
+    vectors = {"data": [{"embedding": [1, 0]}, {"embedding": [1, 1]}], "usage": {"prompt_tokens": 7}}
+    await page.route("**/v1/embeddings", lambda route: route.fulfill(json=vectors))
+    await page.get_by_role("link", name="Embeddings").click()
+    await page.get_by_label("Texts, one a line").fill("one\ntwo")
+    await page.get_by_role("button", name="Make vectors").click()
+    await expect(page.get_by_role("region", name="Similarities")).to_contain_text("0.707")
 
 
 async def test_what_is_selected_and_focused_stays_while_the_page_goes_on(
