@@ -95,6 +95,8 @@ class Course:
     """Steps that computed some of its prompt."""
     engine_s: float = 0.0
     """Its part of the time (s) of steps, which is split by the tokens that each sequence had computed."""
+    joules: float = 0.0
+    """The same part of what the device drew in these steps, where a meter tells its power."""
 
     def admit(self, now: float, cached_tokens: int) -> None:
         if self.began_at is None:

@@ -178,6 +178,9 @@ class StubEngine:
         """Long, while there is the file that STUB_NEIGHBOUR names."""
         return 100.0 if os.path.exists(os.environ.get("STUB_NEIGHBOUR", "")) else 0.0
 
+    def draws(self, watts: float) -> None:
+        """Its steps take too little time to tell of energy."""
+
     def stepping(self) -> tuple[float, set[str]]:
         since = self._since
         return (0.0, set()) if since is None else (time.monotonic() - since, set(self._running))

@@ -52,7 +52,7 @@ import secrets
 import threading
 import time
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
@@ -68,6 +68,8 @@ from producers.contract import keys
 from producers.contract.profile import Profile
 from producers.store.fleet.cards import keep_profile, profile_field
 from producers.store.measurements import (
+    ALL,
+    ENERGY,
     ENGINE_COUNTERS,
     INTER_TOKEN,
     PROCESSOR_TIME,
@@ -80,6 +82,7 @@ from producers.store.measurements import (
     measure,
 )
 from workers.connect import LOST
+from workers.energy import EnergyAccount
 from workers.state.delivery import Delivery
 from workers.state.served import Served
 from workers.task_times import TaskTimesMeter
@@ -289,36 +292,48 @@ Start = Callable[[], tuple[float, float] | None]
 
 
 class WorkerTimes:
-    """A worker's time by state, and the processor time of its process. Together the states are the time since its
-    process began, but for the step under way. Not thread-safe. `start`: idle time begins with its end."""
+    """A worker's time and energy by state, and the processor time of its process. Together the states are the time
+    since its process began, but for the step under way. Not thread-safe. `start`: idle time begins with its end."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, energy: EnergyAccount | None = None) -> None:
         self._start = start
+        self.energy = energy
         self.busy = 0.0
         """Seconds of all steps."""
-        #: Counter's labels -> microseconds that were added to a tally.
-        self._added: dict[str, int] = dict.fromkeys((*WORKER_STATES, PROCESSOR_TIME), 0)
+        #: Counter and its label -> microseconds, or microjoules, that were added to a tally.
+        self._added: Counter[tuple[str, str]] = Counter()
+
+    def read_meter(self, stepping: float) -> None:
+        """Read the energy meter, which takes longer than a step should wait."""
+        if self.energy is not None:
+            started = self._start()
+            self.energy.update(self.busy, stepping, None if started is None else started[1])
 
     def add_to(self, tally: Tally, now: float, stepping: float) -> None:
         """Add what has come since. `now`: monotonic. `stepping`: seconds that the present step has run. Idle time alone
         waits until it is IDLE_S."""
         starting, ready_at = self._start() or (0.0, now)
         idle = max(0.0, now - ready_at - self.busy - stepping)
-        values = {"busy": self.busy, "idle": idle, "starting": starting, PROCESSOR_TIME: time.process_time()}
-        new = {name: max(0, round(1e6 * seconds) - self._added[name]) for name, seconds in values.items()}
-        if not tally and not new["busy"] and not new["starting"] and new["idle"] < 1e6 * IDLE_S:
+        times = {"busy": self.busy, "idle": idle, "starting": starting}
+        values = {(WORKER_TIME, state): seconds for state, seconds in times.items()}
+        values[PROCESSOR_TIME, ALL] = time.process_time()
+        if self.energy is not None:
+            values |= {(ENERGY, state): getattr(self.energy, state) for state in WORKER_STATES}
+        new = {name: max(0, round(1e6 * value) - self._added[name]) for name, value in values.items()}
+        busy, idle_us, starting_us = (new[WORKER_TIME, state] for state in WORKER_STATES)
+        if not tally and not busy and not starting_us and idle_us < 1e6 * IDLE_S:
             return
-        for name, microseconds in new.items():
-            self._added[name] += microseconds
-            tally.add(
-                *((PROCESSOR_TIME, microseconds) if name == PROCESSOR_TIME else (WORKER_TIME, microseconds, name))
-            )
+        for (counter, label), more in new.items():
+            self._added[counter, label] += more
+            tally.add(counter, more, label)
 
 
 class Increments:
     """`model`: the name that tasks ask for; `engine`: its statistics are counted on from zero. Any thread."""
 
-    def __init__(self, model: str, engine: Any, start: Start = lambda: None) -> None:
+    def __init__(
+        self, model: str, engine: Any, start: Start = lambda: None, energy: EnergyAccount | None = None
+    ) -> None:
         self._model = model
         self._engine = engine
         self._source = secrets.token_hex(8)
@@ -328,7 +343,7 @@ class Increments:
         self._sequence = 0
         self._unacknowledged: Tally | None = None
         self._statistics = dict.fromkeys((statistic for *_, statistic in ENGINE_COUNTERS), 0)
-        self._times = WorkerTimes(start)
+        self._times = WorkerTimes(start, energy)
 
     def on_step(self, work: StepWork) -> None:
         """Enter an engine's step."""
@@ -352,6 +367,9 @@ class Increments:
                     self._call(store, self._unacknowledged)
                 self._add_statistics()
                 stepping, _ = self._engine.stepping()
+                self._times.read_meter(stepping)
+                if self._times.energy is not None:
+                    self._engine.draws(self._times.energy.watts)
                 with self._lock:
                     self._times.add_to(self._tally, time.monotonic(), stepping)
                     tally, self._tally = self._tally, Tally()
@@ -462,7 +480,8 @@ class FirstTokens:
 
 class Measured:
     """`first_token` is called with the time of each task's claim (monotonic) when its first token is published, `work`
-    with each step's work on the engine's thread. `model`: the name that tasks ask for. `start`: see `Start`."""
+    with each step's work on the engine's thread. `model`: the name that tasks ask for. `start`: see `Start`. `energy`:
+    None without a meter."""
 
     def __init__(
         self,
@@ -471,11 +490,12 @@ class Measured:
         first_token: Callable[[float], None] = lambda claimed_at: None,
         work: Callable[[StepWork], None] = lambda work: None,
         start: Start = lambda: None,
+        energy: EnergyAccount | None = None,
     ) -> None:
         self._engine = engine
         self._first_token = first_token
         self._work = work
-        self.increments = Increments(model, engine, start)
+        self.increments = Increments(model, engine, start, energy)
         self._steps = StepTimes()
         self._tasks = TaskSizes()
         self._ttft = FirstTokens()

@@ -37,6 +37,8 @@ class WorkerSettings:
     """Time for which running tasks may go on after SIGTERM, before they are handed back with their tokens."""
     step_limit: float = 180.0
     """Longest engine step. A longer one counts as hung: tasks are handed back, the process exits. 0: no limit."""
+    core_watts: float | None = None
+    """Power of a busy core, for the energy of tasks on CPUs whose counters cannot be read; None: no energy is told."""
     breaker: bool = True
     """Take no tasks while the engine fails them, or is far slower than its peers' (docs/how/breaker.md)."""
     health_port: int | None = None

@@ -156,6 +156,10 @@ class StepLoop:
         lock."""
         return self._pipeline.last_work
 
+    def draws(self, watts: float) -> None:
+        """Say what power the device draws in steps, from the next one on: requests get their part of its energy."""
+        self._pipeline.watts = watts
+
     def look(self) -> None:
         """Check the device now, also while there is no work: it may be lost."""
         with self._wake:

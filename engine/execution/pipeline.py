@@ -147,6 +147,8 @@ class Pipeline:
         self.last_step_s = 0.0
         #: The last step that went well; another object after each.
         self.last_work: StepWork | None = None
+        #: Power (W) that the device draws in steps; whoever has a meter sets it.
+        self.watts = 0.0
         # When the last step was entered, unless the loop has rested since.
         self._at_work_since: float | None = None
         # The sequences of a step that failed when it was collected, with their lengths at that time.
@@ -262,9 +264,12 @@ class Pipeline:
         plan, since = flight.plan, self._at_work_since
         seconds = now - (flight.began if since is None else since)
         decodes, context, each = len(plan.rows) - plan.prompts, 0, seconds / plan.num_tokens
+        energy = each * self.watts
         for row in plan.rows:
             context += row.start + row.count
-            row.seq.request.course.engine_s += each * row.count
+            course = row.seq.request.course
+            course.engine_s += each * row.count
+            course.joules += energy * row.count
         for row in plan.rows if plan.prompts else ():
             row.seq.request.course.chunks += row.start < len(row.seq.request.prompt_ids)
         counts = plan.prompt_tokens, generated, plan.num_tokens, context, plan.prompts

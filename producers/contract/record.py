@@ -129,11 +129,19 @@ class Run:
     """How many tokens this start had made, of all choices, and when: at its first, and then about whenever they were
     four times as many."""
     engine_us: int = 0
-    """The engine's time (microseconds) for it: its part of that of each step, by tokens. Scripts read this last one."""
+    """The engine's time (microseconds) for it: its part of that of each step, by tokens."""
+    energy_uj: int = 0
+    """The same part of what the device drew in these steps (microjoules); 0 where no meter tells."""
 
     def script_argument(self, start: int) -> str:
-        """The scripts' arguments: the start's number from 1, and the field's JSON. Empty for a start past MOST."""
-        return f"{start} {_ENCODER.encode([getattr(self, name) for name in _RUN])}" if 1 <= start <= MAX_RUNS else ""
+        """The scripts' arguments: the start's number from 1, and the field's JSON. Empty for a start past MOST.
+
+        Releases without `energy_uj` read `engine_us`: scripts as the last number, programs as the tenth. So it stands
+        on both sides of `energy_uj`."""
+        if not 1 <= start <= MAX_RUNS:
+            return ""
+        values = [getattr(self, name) for name in _RUN]
+        return f"{start} {_ENCODER.encode([*values, self.engine_us] if self.energy_uj else values[:-1])}"
 
     @classmethod
     def parse(cls, raw: str) -> Run:
@@ -141,14 +149,15 @@ class Run:
         owner, began, step, last, cached, preemptions, preempted, *remainder = json.loads(raw)
         # Earlier releases: nothing, or `engine_us` alone.
         chunks, raw_marks, engine_us = (0, [], *remainder, 0)[:3] if len(remainder) < 2 else remainder[:3]
+        energy_uj = remainder[3] if len(remainder) == 5 else 0
         step, last = (None if at is None else int(at) for at in (step, last))
         preemption_list = [(int(at), str(why)) for at, why in preempted]
         marks = [(int(tokens), int(at)) for tokens, at in raw_marks]
-        numbers = [began, step or 0, last or 0, cached, preemptions, chunks, engine_us]
+        numbers = [began, step or 0, last or 0, cached, preemptions, chunks, engine_us, energy_uj]
         numbers += [at for at, _ in preemption_list] + [number for mark in marks for number in mark]
         if any(abs(int(number)) > 2**53 for number in numbers):
             raise ValueError("a number is too large")
-        counts = int(cached), int(preemptions), preemption_list, int(chunks), marks, int(engine_us)
+        counts = int(cached), int(preemptions), preemption_list, int(chunks), marks, int(engine_us), int(energy_uj)
         return cls(str(owner), int(began), step, last, *counts)
 
 
@@ -289,6 +298,11 @@ class Record:
         """The engine's time for it, s, as far as its workers wrote it; None if none did."""
         runs = self.runs
         return sum(run.engine_us for run in runs.values()) / 1e6 if runs else None
+
+    @property
+    def joules(self) -> float | None:
+        """What devices drew for it, as far as its workers measured and wrote it; None if none did."""
+        return sum(run.energy_uj for run in self.runs.values()) / 1e6 or None
 
     @property
     def last_token(self) -> int | None:

@@ -40,6 +40,7 @@ from producers.store.fleet.cards import profile_field
 from producers.store.fleet.scaling import is_fresh
 from producers.store.measurements import (
     ALL,
+    ENERGY,
     ENGINE_COUNTERS,
     HISTOGRAMS,
     MICRO,
@@ -127,6 +128,7 @@ GPU_FIGURES: Final = (
     ("temperature_celsius", "Temperature of a worker's GPU.", "temperature_celsius", False),
     ("power_watts", "Power that a worker's GPU draws.", "power_watts", False),
     ("power_limit_watts", "Power that a worker's GPU may draw.", "power_limit_watts", False),
+    ("energy_joules", "Energy that a worker's GPU drew since the driver was loaded.", "energy_joules", True),
     ("sm_clock_hertz", "Clock of the processors of a worker's GPU.", "sm_clock_hertz", False),
     ("memory_clock_hertz", "Clock of the memory of a worker's GPU.", "memory_clock_hertz", False),
     ("ecc_corrected_errors", "Memory errors that were corrected, since the driver was loaded.", "ecc_corrected", True),
@@ -328,6 +330,14 @@ def measured_metrics(models: Mapping[str, Mapping[str, int]]) -> Iterator[Metric
     ]
     text = "Time of all workers: of steps, in which tasks have a share each; without work; until they took tasks."
     yield family("model_worker_seconds", text, (*MODEL, "state"), times, grows=True)
+    text = "Energy that workers' devices drew, by the same states, as far as workers have a meter."
+    energy = [
+        ((model, state), joules / MICRO)
+        for model, fields in models.items()
+        for state in WORKER_STATES
+        if (joules := fields.get(f"{ENERGY} {state} n")) is not None
+    ]
+    yield family("model_energy_joules", text, (*MODEL, "state"), energy, grows=True)
     text = "Processor time of all workers' processes."
     seconds = [((model,), fields.get(f"{PROCESSOR_TIME} {ALL} n", 0) / MICRO) for model, fields in models.items()]
     yield family("model_processor_seconds", text, MODEL, seconds, grows=True)

@@ -121,6 +121,8 @@ TASKS: Final = "tasks"
 #: `idle` and `starting` (a cold start, until it takes tasks) are nobody's.
 WORKER_TIME: Final = "model_worker_us"
 WORKER_STATES: Final = ("busy", "idle", "starting")
+#: The counter of what workers' devices drew (microjoules), by the same states, where they have a meter.
+ENERGY: Final = "model_energy_uj"
 #: The counter of workers' processor time (microseconds), of all threads of their processes.
 PROCESSOR_TIME: Final = "model_processor_us"
 #: (name, help, statistic of a worker's engine): counters that workers add to.

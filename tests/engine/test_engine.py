@@ -174,6 +174,7 @@ def test_each_step_tells_what_it_has_computed(load: Load, overlap: int) -> None:
             works.append(work)
 
     engine.on_step = on_step
+    engine.draws(50.0)
     began = time.monotonic()
     requests = [Request("short", [1, 2, 3], GREEDY), Request("long", list(range(20, 60)), GREEDY)]
     events: list[Event] = []
@@ -189,6 +190,7 @@ def test_each_step_tells_what_it_has_computed(load: Load, overlap: int) -> None:
     short, long = (request.course.engine_s for request in requests)
     assert long > short > 0
     assert short + long == pytest.approx(sum(work.seconds for work in works)), "each step's time is somebody's"
+    assert [request.course.joules for request in requests] == pytest.approx([50 * short, 50 * long])
     assert sum(work.tokens for work in works) == 43 + sum(work.decodes for work in works)
     assert works[0].context == works[0].tokens
     assert all(work.context > work.tokens for work in works if not work.prompt_tokens)

@@ -68,6 +68,7 @@ _COLUMNS = {
     "idle_seconds": "idle s",
     "starting_seconds": "starting s",
     "joules": "joules",
+    "overhead_joules": "overhead J",
     "device_cost": "device",
     "overhead_cost": "overhead",
     "cost": "cost",

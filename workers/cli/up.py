@@ -60,6 +60,7 @@ OF_WORKERS: Final = (
     "max_worker_deaths",
     "max_step_seconds",
     "no_breaker",
+    "core_watts",
     "require_signature",
     "spot_provider",
     "spot_metadata_url",

@@ -109,6 +109,15 @@ def worker(
             help="Take tasks also while the engine fails them, or is far slower than other workers' are.",
         ),
     ] = False,
+    core_watts: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            callback=finite,
+            help="Power (W) of a busy core, for the energy of tasks on a CPU whose own counters (RAPL) cannot be read. "
+            "Unset: no energy is told there.",
+        ),
+    ] = None,
     require_signature: RequireSignature = None,
     health_port: Annotated[
         int | None,
@@ -170,6 +179,7 @@ def worker(
         max_deaths=max_worker_deaths,
         step_limit=max_step_seconds,
         breaker=not no_breaker,
+        core_watts=core_watts,
         health_port=health_port,
         spot_notice=spot_provider,
         spot_endpoint=spot_metadata_url,

@@ -19,6 +19,7 @@ from producers.contract import levels
 from producers.contract.profile import Profile
 from producers.release import release
 from workers.breaker import Breaker, Window, kind_of
+from workers.energy import EnergyAccount, open_meter
 from workers.flow import probe
 from workers.flow.adapters import AdapterLoader
 from workers.flow.celery_side import CelerySide
@@ -76,8 +77,11 @@ class Runtime:
         self.window = Window(kind_of(device))
         send_probe = partial(probe.send_timed, engine)
         self.breaker = Breaker(self.window, clock, send_probe, self._break_down, enabled=settings.breaker)
+        self.gpu = GpuFacts(device)
+        meter = open_meter(device, self.gpu.reading, settings.core_watts)
+        energy = None if meter is None else EnergyAccount(meter, shared=settings.engine.get("share") is not None)
         self.measured = Measured(
-            engine, served.model, COLD_START.first_token, self.window.on_step, lambda: COLD_START.ready_at
+            engine, served.model, COLD_START.first_token, self.window.on_step, lambda: COLD_START.ready_at, energy
         )
         self.keeper = Keeper(served, self.measured, self.profile)
         self.publisher = Publisher(
@@ -101,7 +105,6 @@ class Runtime:
         #: Where Celery's transport is plugged in; `celery` is what its pool knows.
         self.link = Link(self.intake, self.celery, served.connect_sender(), served.control_url)
         self.housekeeper = Housekeeper(served, *shared, self.describe, announce, self.keeper, self.breaker)
-        self.gpu = GpuFacts(device)
         self.watchdog = Watchdog(
             served, self.gpu, self.publisher, self.intake, self.give_up, self.housekeeper.renew_soon
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -38,6 +39,13 @@ class GpuFacts(threading.Thread):
         self._device = device
         self._stopping = threading.Event()
         self.latest: Facts | None = None
+        self.read_at = 0.0
+        """When `latest` was read (monotonic)."""
+
+    def reading(self) -> tuple[float, Facts] | None:
+        """The last result and when it was read. Any thread."""
+        at, facts = self.read_at, self.latest
+        return None if facts is None else (at, facts)
 
     def run(self) -> None:
         if not self._device.startswith("cuda"):
@@ -46,7 +54,8 @@ class GpuFacts(threading.Thread):
         failing = False
         while look is not None and not self._stopping.is_set():
             try:
-                self.latest, failing = look(), False
+                facts = look()
+                self.latest, self.read_at, failing = facts, time.monotonic(), False
             except Exception as error:  # noqa: BLE001  # a driver in trouble is told of, and asked again
                 self.latest = None
                 if not failing:
@@ -105,6 +114,7 @@ FACTS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "utilization_ratio": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
     "temperature_celsius": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
     "power_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+    "energy_joules": lambda nvml, gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1000,
     "power_limit_watts": lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
     "sm_clock_hertz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM) * 1_000_000,
     "memory_clock_hertz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM) * 1_000_000,

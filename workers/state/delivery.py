@@ -239,8 +239,9 @@ class Delivery:
         step, last = (None if at is None else ms(at) for at in (course.began_at, self.last_at))
         preempted = [(ms(at), why) for at, why in course.preempted]
         marks = [(tokens, ms(at)) for tokens, at in self.marks]
-        counts = course.cached_tokens, course.preemptions, preempted, course.chunks, marks, round(1e6 * course.engine_s)
-        return Run(self.incarnation.id, self.began, step, last, *counts).script_argument(self.start)
+        counts = course.cached_tokens, course.preemptions, preempted, course.chunks, marks
+        shares = round(1e6 * course.engine_s), round(1e6 * course.joules)
+        return Run(self.incarnation.id, self.began, step, last, *counts, *shares).script_argument(self.start)
 
     @property
     def waits(self) -> str | None:

@@ -71,6 +71,7 @@ function particulars(record, ctx) {
     record.usage && ["Prompt", `${count(used.prompt_tokens)} tokens${used.cached_tokens ? `, ${count(used.cached_tokens)} of them cached` : ""}`],
     record.usage && ["Output", `${count(used.completion_tokens ?? used.output_tokens)} tokens`],
     record.engine_seconds !== null && record.engine_seconds !== undefined && ["Engine time", seconds(record.engine_seconds)],
+    record.joules && ["Energy", `${amount(record.joules)} J`],
     record.cost && ["Cost of its tokens", `${amount(Number(record.cost))} ${plain(record.currency)}`],
     record.shortened_to && ["Shortened by overload to", `${count(record.shortened_to)} tokens`],
     record.retried_from && ["Repeats", taskLink(record.retried_from)],

@@ -143,6 +143,9 @@ class TaskView(BaseModel):
     engine_seconds: float | None = Field(
         None, description="the engine's time for it, of all its starts, as far as workers have noted it; null in lists"
     )
+    joules: float | None = Field(
+        None, description="what devices drew for it in that time; null where workers have no meter, and in lists"
+    )
     cost: str | None = Field(
         None, description="of its tokens, by the gateway's prices of today; null without one, and in lists"
     )
@@ -191,6 +194,7 @@ class TaskView(BaseModel):
             trace_id=trace_id(record.fields.get("traceparent")),
             usage=record.json("usage"),
             engine_seconds=record.engine_seconds,
+            joules=record.joules,
             error=record.json("error"),
         )
 

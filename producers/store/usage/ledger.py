@@ -16,6 +16,7 @@ count once |
 | `attempts`, `deaths` | starts; workers that died holding it |
 | `ms` | from its first start to its end; 0 for what never started |
 | `engine` | the engine's time for it (microseconds), of all starts, as far as workers have noted it (`Run`) |
+| `energy` | what the device drew in that time (microjoules), where workers have a meter |
 | `created`, `started`, `first` | when it was submitted (empty for a plain Celery task), first claimed, and had its \
 first token (ms); empty where it did not |
 | `longest` | tokens of its longest choice |
@@ -23,8 +24,8 @@ first token (ms); empty where it did not |
 | `drawn` | as in the record; of a task in chunks, in the row of the first one; else empty |
 
 Each minute OVERHEAD adds rows that are no task's: what workers of a model were idle, and what they took to start
-(microseconds, in `engine`), with that state as the `tier` and everything else empty. A reader of an earlier release
-counts them as engine time without a tenant.
+(microseconds, in `engine`; microjoules, in `energy`), with that state as the `tier` and everything else empty. A reader
+of an earlier release counts them as engine time without a tenant.
 
 FOLD adds rows to the sums of their hours, ROLL hours to days (UTC). Each adds and removes in one script, so that a task
 is counted once, as a row or in a sum, whoever dies when. `penstock:usage:sums:hour:<unix s>:<tenant>` and
@@ -48,7 +49,19 @@ from producers.store.protocol import PACKAGE
 
 #: The counts of a sum, in its order: tasks by how they ended; then the fields of rows.
 STATUSES: Final = ("completed", "failed", "cancelled", "incomplete")
-COUNTS: Final = (*STATUSES, "prompt", "cached", "output", "discarded", "again", "attempts", "deaths", "ms", "engine")
+COUNTS: Final = (
+    *STATUSES,
+    "prompt",
+    "cached",
+    "output",
+    "discarded",
+    "again",
+    "attempts",
+    "deaths",
+    "ms",
+    "engine",
+    "energy",
+)
 #: What a row without a task counts, in place of its tier: workers' time that no task has a share in.
 OVERHEAD: Final = ("idle", "starting")
 #: Rows, or sums, that one script takes: a few ms of the server's time.

@@ -35,6 +35,7 @@ NAMES: Final = {
 #: The latest time (unix s) that a row may have, the end of the year 9999.
 _LATEST: Final = 253_402_300_800
 _ENGINE: Final = COUNTS.index("engine")
+_ENERGY: Final = COUNTS.index("energy")
 #: Count -> how many of it are a second.
 _SECOND: Final = {"ms": 1000, "engine": 1_000_000}
 
@@ -77,8 +78,9 @@ class BadSpan(ValueError):
 
 @dataclass(slots=True)
 class Line:
-    """One line of a report. `cost`: of what has a price; `unpriced`: tasks without one. `device_cost`, `joules`: of the
-    engine's time, where the table says what its device costs and draws; `overhead_cost`: of the overhead."""
+    """One line of a report. `cost`: of what has a price; `unpriced`: tasks without one. `device_cost`: of the engine's
+    time, where the table has the device's price; `overhead_cost`, `overhead_joules`: of the overhead. `joules`: what
+    workers measured, else the watts of the table in the engine's time."""
 
     counts: list[int] = field(default_factory=lambda: [0] * len(COUNTS))
     cost: Decimal = Decimal(0)
@@ -88,6 +90,7 @@ class Line:
     overhead: dict[str, Decimal] = field(default_factory=lambda: dict.fromkeys(OVERHEAD, Decimal(0)))
     """Its share of workers' time without tasks, by state (microseconds)."""
     overhead_cost: Decimal = Decimal(0)
+    overhead_joules: Decimal = Decimal(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +123,16 @@ class Report:
 
     def _numbers(self, line: Line) -> dict[str, Any]:
         numbers: dict[str, Any] = {"tasks": sum(line.counts[: len(STATUSES)])}
-        numbers |= {NAMES.get(name, name): count for name, count in zip(COUNTS, line.counts, strict=True)}
+        counts = zip(COUNTS, line.counts, strict=True)
+        numbers |= {NAMES.get(name, name): count for name, count in counts if name != "energy"}
         numbers |= {NAMES[name]: line.counts[COUNTS.index(name)] / per_second for name, per_second in _SECOND.items()}
         if self.overhead:
             numbers |= {f"{state}_seconds": round(float(us) / 1e6, 6) for state, us in line.overhead.items()}
+        if self.overhead and (self.devices or any(each.joules or each.overhead_joules for each in self.lines.values())):
+            numbers["joules"] = round(float(line.joules), 3)
+            numbers["overhead_joules"] = round(float(line.overhead_joules), 3)
         if self.devices:
-            numbers |= {"device_cost": _plain(line.device_cost), "joules": round(float(line.joules), 3)}
-            numbers |= {"overhead_cost": _plain(line.overhead_cost)}
+            numbers |= {"device_cost": _plain(line.device_cost), "overhead_cost": _plain(line.overhead_cost)}
         if self.currency is not None:
             numbers |= {"cost": _plain(line.cost), "currency": self.currency}
             numbers["unpriced_tasks"] = line.unpriced
@@ -161,7 +167,7 @@ async def report(
         if group.tier in OVERHEAD:
             if tenant is None:
                 without = tuple(values[part] if part in ("day", "model") else "" for part in by)
-                shares.overhead(day, group, counts[_ENGINE], without)
+                shares.overhead(day, group, (counts[_ENGINE], counts[_ENERGY]), without)
             continue
         shares.engine(day, group.model, name, counts[_ENGINE])
         line = lines.setdefault(name, Line())
@@ -170,9 +176,11 @@ async def report(
         line.cost += cost or 0
         line.unpriced += sum(counts[: len(STATUSES)]) if cost is None else 0
         if prices is not None:
-            engine_us = counts[_ENGINE]
-            line.device_cost += prices.device_cost(group.model, engine_us) or 0
-            line.joules += prices.joules(group.model, engine_us) or 0
+            line.device_cost += prices.device_cost(group.model, counts[_ENGINE]) or 0
+        if energy_uj := counts[_ENERGY]:
+            line.joules += Decimal(energy_uj) / 1_000_000
+        elif prices is not None:
+            line.joules += prices.joules(group.model, counts[_ENGINE]) or 0
     shares.add_to(lines, prices)
     devices = prices is not None and bool(prices.devices) and tenant is None
     currency = None if prices is None else prices.currency
@@ -186,25 +194,27 @@ class _Shares:
     def __init__(self) -> None:
         #: Day (empty: all), model -> line -> engine time (us).
         self._engine: dict[tuple[str, str], dict[tuple[str, ...], int]] = {}
-        #: The same, and the state -> time (us), and the line where nobody used the model.
-        self._overhead: dict[tuple[str, str, str], tuple[int, tuple[str, ...]]] = {}
+        #: The same, and the state -> time (us), energy (uJ), and the line where nobody used the model.
+        self._overhead: dict[tuple[str, str, str], tuple[int, int, tuple[str, ...]]] = {}
 
     def engine(self, day: str, model: str, line: tuple[str, ...], us: int) -> None:
         used = self._engine.setdefault((day, model), {})
         used[line] = used.get(line, 0) + us
 
-    def overhead(self, day: str, group: Group, us: int, line: tuple[str, ...]) -> None:
-        had, _ = self._overhead.get((day, group.model, group.tier), (0, line))
-        self._overhead[day, group.model, group.tier] = had + us, line
+    def overhead(self, day: str, group: Group, more: tuple[int, int], line: tuple[str, ...]) -> None:
+        """`more`: time (us) and energy (uJ)."""
+        us, uj, _ = self._overhead.get((day, group.model, group.tier), (0, 0, line))
+        self._overhead[day, group.model, group.tier] = us + more[0], uj + more[1], line
 
     def add_to(self, lines: dict[tuple[str, ...], Line], prices: Prices | None) -> None:
-        for (day, model, state), (us, alone) in self._overhead.items():
+        for (day, model, state), (us, uj, alone) in self._overhead.items():
             used = self._engine.get((day, model), {})
             whole = sum(used.values())
             for name, engine in used.items() if whole else [(alone, 1)]:
                 share = Decimal(us) * engine / (whole or 1)
                 line = lines.setdefault(name, Line())
                 line.overhead[state] += share
+                line.overhead_joules += Decimal(uj) * engine / (whole or 1) / 1_000_000
                 line.overhead_cost += (None if prices is None else prices.device_cost(model, share)) or 0
 
 

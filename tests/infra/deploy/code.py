@@ -20,7 +20,7 @@ from producers.connection.storage import Storage
 from producers.contract import keys
 from producers.contract.profile import Profile
 from producers.gateway.metrics import GPU_FIGURES, WORKER_FIGURES, Metrics
-from producers.store.measurements import ALL, HISTOGRAMS, Tally
+from producers.store.measurements import ALL, ENERGY, HISTOGRAMS, Tally
 from producers.store.outbox import Backlog, Due
 from producers.store.waiting import Pressure
 from tests.in_process import app
@@ -115,6 +115,7 @@ def _measured() -> dict[str, int]:
     tally = Tally()
     for histogram in HISTOGRAMS:
         tally.observe(histogram, 1.0, "default" if histogram.by_tier else ALL)
+    tally.add(ENERGY, 1, "busy")
     return tally.fields()
 
 

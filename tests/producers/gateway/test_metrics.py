@@ -17,7 +17,7 @@ from producers.admin.roles import ROLES
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from producers.store.fleet.adapters import StoredAdapter
-from producers.store.measurements import INTER_TOKEN, Tally
+from producers.store.measurements import ENERGY, INTER_TOKEN, Tally
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import POOL, QUEUE, Door, Open, Submit, until
 from tests.producers.gateway.http.test_connection import busy
@@ -331,6 +331,7 @@ def test_histograms_of_a_model_are_the_same_at_each_gateway(open_door: Open, mod
         tally.observe(INTER_TOKEN, seconds, "flex", count)
     tally.add("tasks", 2, "flex", "completed")
     tally.add("model_generated_tokens", 70)
+    tally.add(ENERGY, 2_500_000, "busy")
     fields = tally.fields() | {"of_a_later_release all n": 1, "tasks flex lost n": 1, "inter_token_seconds x sum": 5}
     valkey.hset(keys.metrics("tiny"), mapping=fields)
     of_worker = figures(doors[0].http)
@@ -348,6 +349,8 @@ def test_histograms_of_a_model_are_the_same_at_each_gateway(open_door: Open, mod
         assert got[f"{name}_sum", "tiny", "flex"] == pytest.approx(7200.086)
         assert got["penstock_tasks_total", "tiny", "completed", "flex"] == 2
         assert got["penstock_model_generated_tokens_total", "tiny"] == 70
+        energy = {names[2]: joules for names, joules in got.items() if names[0] == "penstock_model_energy_joules_total"}
+        assert energy == {"busy": 2.5}
         assert not [names for names in got if "lost" in names or "later_release" in names[0]]
 
 

@@ -106,9 +106,17 @@ def test_neither_prompt_nor_output_is_read() -> None:
 
 @pytest.mark.parametrize(
     ("tail", "expected"),
-    [([], (0, [], 0)), ([1500], (0, [], 1500)), ([2, [[1, 5]], 1500], (2, [(1, 5)], 1500))],
-    ids=["before the engine's time", "0.2", "now"],
+    [
+        ([], (0, [], 0, 0)),
+        ([1500], (0, [], 1500, 0)),
+        ([2, [[1, 5]], 1500], (2, [(1, 5)], 1500, 0)),
+        ([2, [[1, 5]], 1500, 70, 1500], (2, [(1, 5)], 1500, 70)),
+    ],
+    ids=["before the engine's time", "0.2", "no meter", "with energy"],
 )
-def test_starts_as_releases_wrote_them(tail: list[Any], expected: tuple[int, list[tuple[int, int]], int]) -> None:
-    run = Run.parse(json.dumps(["w", 1, 2, 3, 0, 0, [], *tail]))
-    assert (run.chunks, run.marks, run.engine_us) == expected
+def test_starts_as_releases_wrote_them(tail: list[Any], expected: tuple[Any, ...]) -> None:
+    raw = ["w", 1, 2, 3, 0, 0, [], *tail]
+    run = Run.parse(json.dumps(raw))
+    assert (run.chunks, run.marks, run.engine_us, run.energy_uj) == expected
+    if len(tail) > 1:
+        assert json.loads(run.script_argument(3).removeprefix("3 ")) == raw

@@ -13,6 +13,7 @@ from engine.plan import StepWork
 from producers.contract import keys
 from producers.store.measurements import Tally
 from workers import measure
+from workers.energy import EnergyAccount
 from workers.measure import IDLE_S, Increments, WorkerTimes
 
 STATISTICS = dict.fromkeys(
@@ -77,9 +78,33 @@ def test_nothing_is_lost_or_counted_twice(valkey: Redis, monkeypatch: pytest.Mon
         "model_generated_tokens all n": 9,
     }
     assert fields() == first | changed
+    assert not [name for name in fields() if "energy" in name], "there is no meter"
     again = Increments("tiny", engine)  # the same worker, started again
     again.send(valkey)
     assert fields()["model_generated_tokens all n"] == 18
+
+
+def test_energy_is_added_by_state_and_the_engine_hears_the_power_of_its_steps(valkey: Redis) -> None:
+    """It is told with what else there is to tell."""
+    readings = iter([(10.0, 50.0), (12.0, 200.0), (14.0, 350.0), (16.0, 500.0), (18.0, 650.0)])
+    charged: list[float] = []
+    engine = SimpleNamespace(stats=lambda: SimpleNamespace(**STATISTICS), stepping=lambda: (0.0, set()))
+    engine.draws = charged.append
+    account = EnergyAccount(SimpleNamespace(read=lambda: next(readings)))
+    worker = Increments("tiny", engine, lambda: (4.0, 13.0) if len(charged) >= 2 else None, account)
+    for _ in range(5):
+        if len(charged) >= 2:
+            worker.on_step(StepWork(0.0, 1.0, 1, 0, 1, 1))
+        worker.send(valkey)
+    counts = {name.decode(): int(n) for name, n in valkey.hgetall(keys.metrics("tiny")).items()}
+    energy = {name: n for name, n in counts.items() if name.startswith("model_energy_uj")}
+    assert energy == {
+        "model_energy_uj starting n": 200_000_000,
+        "model_energy_uj busy n": 225_000_000,
+        "model_energy_uj idle n": 225_000_000,
+    }
+    assert charged[:2] == [0.0, 0.0]
+    assert charged[2] > 75.0, "the step before was charged with nothing"
 
 
 def test_a_workers_time_is_busy_idle_or_starting_and_its_states_add_up_to_its_age() -> None:

@@ -24,6 +24,7 @@ ANSWERS: dict[str, Any] = {
     "nvmlDeviceGetUtilizationRates": {"gpu": 97},
     "nvmlDeviceGetTemperature": {"value": 61},
     "nvmlDeviceGetPowerUsage": {"value": 654_321},
+    "nvmlDeviceGetTotalEnergyConsumption": {"value": 987_654_321},
     "nvmlDeviceGetEnforcedPowerLimit": {"value": 700_000},
     "nvmlDeviceGetClockInfo": lambda kind: {"value": {1: 1830, 2: 3201}[kind.value]},
     "nvmlDeviceGetCurrentClocksEventReasons": {"value": 0x1 | 0x4 | 0x40},  # idle (no fault), power cap, too hot
@@ -76,6 +77,7 @@ WHOLE = {
     "utilization_ratio": 0.97,
     "temperature_celsius": 61,
     "power_watts": 654.321,
+    "energy_joules": 987_654.321,
     "power_limit_watts": 700.0,
     "sm_clock_hertz": 1_830_000_000,
     "memory_clock_hertz": 3_201_000_000,

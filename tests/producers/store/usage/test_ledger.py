@@ -18,7 +18,7 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.record import Run
 from producers.store import protocol
-from producers.store.measurements import WORKER_TIME, Tally, measure
+from producers.store.measurements import ENERGY, WORKER_TIME, Tally, measure
 from producers.store.usage.ledger import (
     COUNTS,
     STATUSES,
@@ -65,7 +65,7 @@ def test_a_row_says_who_used_what_and_outlives_its_record(valkey: Redis, client:
     other = FakeWorker(valkey, "other")
     other.claim(handle.id)
     other.append(handle.id, 2, ["c"], finish_reason="stop")
-    noted = Run("w", 1, 2, 3, 0, 1, [(5, "kv_room")], engine_us=1500).script_argument(1).partition(" ")[2]
+    noted = Run("w", 1, 2, 3, 0, 1, [(5, "kv_room")], engine_us=1500, energy_uj=70).script_argument(1).partition(" ")[2]
     earlier = '["other",4,5,6,0,0,[]]'  # as a release wrote it that did not measure
     valkey.hset(keys.task(handle.id), mapping={"run:1": noted, "run:2": earlier})
     other.finish(handle.id, [3])
@@ -83,6 +83,7 @@ def test_a_row_says_who_used_what_and_outlives_its_record(valkey: Redis, client:
         "discarded": "0",
         "again": "5",
         "engine": "1500",
+        "energy": "70",
         "longest": "3",
         "alias": "",
         "generation": "",
@@ -234,10 +235,11 @@ async def test_old_days_go_and_nothing_else_does(valkey: Redis, valkey_url: str)
 
 
 def worked(valkey: Redis, mark: int, model: str, **seconds: int) -> None:
-    """As a worker adds to its model's counters."""
+    """As a worker adds to its model's counters, whose device draws 2 W."""
     tally = Tally()
     for state, its in seconds.items():
         tally.add(WORKER_TIME, 1_000_000 * its, state)
+        tally.add(ENERGY, 2_000_000 * its, state)
     run(valkey, measure("worker", str(mark), {model: tally}))
 
 
@@ -265,15 +267,16 @@ def test_workers_time_without_tasks_is_shared_by_who_used_the_model(valkey: Redi
     worked(valkey, 3, "unused", idle=11)
     for tenant, seconds in (("a", 30), ("b", 10)):
         row: dict[Any, Any] = dict.fromkeys(COUNTS[4:], 0) | {"engine": 1_000_000 * seconds, "status": "completed"}
+        row["energy"] = 2 * row["engine"]
         valkey.xadd(keys.LEDGER, row | {"key": "k", "tenant": tenant, "model": "used", "version": "1", "tier": "flex"})
     assert entered() == 3
-    times = ("engine_seconds", "idle_seconds", "starting_seconds")
-    expected = {"a": (30, 67.5, 2.25), "b": (10, 22.5, 0.75), "": (0, 11, 0)}
+    times = ("engine_seconds", "idle_seconds", "starting_seconds", "joules", "overhead_joules")
+    expected = {"a": (30, 67.5, 2.25, 60, 139.5), "b": (10, 22.5, 0.75, 20, 46.5), "": (0, 11, 0, 0, 22)}
     assert {line["tenant"]: tuple(line[name] for name in times) for line in lines("tenant")} == expected
     by_model = {line["model"]: tuple(line[name] for name in times) for line in lines("model")}
-    assert by_model == {"used": (40, 90, 3), "unused": (0, 11, 0)}
+    assert by_model == {"used": (40, 90, 3, 80, 186), "unused": (0, 11, 0, 0, 22)}
     assert [line["tasks"] for line in lines()] == [2]
-    assert "idle_seconds" not in lines("tenant", tenant="a")[0]
+    assert not {"idle_seconds", "joules", "overhead_joules"} & lines("tenant", tenant="a")[0].keys()
     run(valkey, fold(-1000))
     assert {line["tenant"]: tuple(line[name] for name in times) for line in lines("tenant")} == expected
     valkey.delete(keys.metrics("used"))
