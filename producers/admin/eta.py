@@ -10,8 +10,10 @@ how long a sequence's slot is taken for each token of need (`producers.contract.
 slots clears S / per_need tokens a second, and the task starts once what is before it is cleared, less what free slots
 take at once. The work depends on counts, never on how many tasks wait.
 
-The p90 adds the errors that these forecasts had, and the length that nine of ten outputs do not exceed. Tasks of better
-tiers that come later are not foreseen. Whatever was not measured makes the forecast None: nothing is assumed.
+Tasks that come later may go first, too: of better tiers, and of tenants who have been served less. They are taken to
+come as they did in the last seconds, for a part of the time (GO_ON) for which tasks have waited already: nobody knows
+when a rush ends. The p90 adds the errors that these forecasts had, and the length that nine of ten outputs do not
+exceed. Whatever was not measured makes the forecast None: nothing is assumed.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
-from producers.admin.observation import Lease, Observation, look
+from producers.admin.observation import Arrivals, Lease, Observation, look
 from producers.client.aio import AsyncClient
 from producers.client.blocking import Client
 from producers.contract import keys
@@ -36,6 +38,12 @@ TOGETHER, COMMON = 8, 0.5
 KNEE_SHARE: Final = 0.85
 #: Times measured with fewer sequences than this share of a worker's slots say little of a full one.
 LOADED: Final = 0.75
+#: Tasks go on coming for so many times the time for which some have waited: as likely as not, and in one of ten cases.
+GO_ON, GO_ON_P90 = 0.4, 4.0
+#: The part of other tenants' tasks, of those that come meanwhile, that have the turn before it: the same.
+TURNS, TURNS_P90 = 0.5, 1.0
+#: Halvings of the time in which a wait is looked for that tasks who come meanwhile make longer.
+HALVINGS: Final = 24
 #: No wait that is longer is told (s).
 LONGEST_S: Final = 30 * 24 * 3600.0
 
@@ -179,22 +187,60 @@ def _rank(observed: Observation) -> int:
 
 
 def _start(observed: Observation, likely: list[_Worker], late: list[_Worker]) -> Eta | None:
-    delay, count, tokens = 0.0, 0, 0.0
+    delay, count, tokens, later = 0.0, 0, 0.0, Arrivals()
     position, mean = observed.queue_position, likely[0].times.task / likely[0].times.per_need
     if position is not None:
         delay = position.due_s or 0.0
         count = observed.better + observed.later + position.ahead
         tokens = position.ahead * mean if position.tokens is None else float(position.tokens)
         tokens += observed.tokens_before(mean)
+        later = observed.arrivals
     elif not observed.fetched and not observed.orphaned:
         return None  # the broker tells no order
-    middle = max(delay, _cleared(likely, count, tokens))
+    likely_wait = _wait(likely, count, tokens, _Later.of(later, mean, tokens, GO_ON, TURNS))
+    middle = max(delay, likely_wait)
     if count == 0 and likely[0].at == 0 and likely[0].free >= 1:
         return _eta(middle, middle)
     error = likely[0].times.need_error * max(COMMON, (TOGETHER / max(count, 1)) ** 0.5)
     slot = max(worker.times.task / worker.slots for worker in likely)
-    longest = _cleared(late, count, tokens * (1 + TO_P90 * error))
+    long_tokens = tokens * (1 + TO_P90 * error)
+    longest = _wait(late, count, long_tokens, _Later.of(later, mean, tokens, GO_ON_P90, TURNS_P90))
     return _eta(middle, max(middle, delay, longest) + (TO_P90 * slot if count else 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """Tokens of need that go before a task though they come after it. `rate`, `turns_rate`: a second, of better tiers
+    and of other tenants; they come for `for_s` seconds. `turns`: the most of other tenants, who get about as much as
+    its own tenant in that time."""
+
+    rate: float
+    turns_rate: float
+    turns: float
+    for_s: float
+
+    @classmethod
+    def of(cls, arrivals: Arrivals, need: float, before: float, go_on: float, turns: float) -> _Later:
+        """`need`: of a task; `before`: tokens of need that go before it now."""
+        return cls(arrivals.better * need, turns * arrivals.beside * need, turns * before, go_on * arrivals.for_s)
+
+    def tokens(self, seconds: float) -> float:
+        """Those that come within a time."""
+        within = min(seconds, self.for_s)
+        return self.rate * within + min(self.turns, self.turns_rate * within)
+
+
+def _wait(workers: list[_Worker], count: int, tokens: float, later: _Later) -> float:
+    """Seconds until so many tasks have begun, and those that go before while they wait."""
+    least = _cleared(workers, count, tokens)
+    most = _cleared(workers, count, tokens + later.tokens(later.for_s)) if least else least
+    for _ in range(HALVINGS if most > least else 0):
+        middle = (least + most) / 2
+        if _cleared(workers, count, tokens + later.tokens(middle)) > middle:
+            least = middle
+        else:
+            most = middle
+    return most
 
 
 def _cleared(workers: list[_Worker], count: int, tokens: float) -> float:

@@ -1,22 +1,26 @@
 """Observes a task: its record, its place in the queue, the workers that may run it.
 
     record ─▶ look: fleet, place in the queue, the tenants that wait ─▶ Observation ─▶ `producers.admin.explain`
+    last rows of the ledger ─▶ tasks that ended lately; with those that wait: how many come ─▶ Arrivals
 
-A broker's list shows many tenants only by samples, so the store's counts of their waiting tasks are read, too.
+A broker's list shows many tenants only by samples, so the store's counts of their waiting tasks are read, too. All of
+it is a number of commands that does not grow with tasks or tenants.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError
 
 from producers.admin.fleet import Fleet, Pool, read_fleet
 from producers.broker.base import Broker
 from producers.broker.values import NO_COUNTS, QueuePosition, TenantCounts
-from producers.connection.script import aexecute_many, text
+from producers.connection.script import aexecute, aexecute_many, text
 from producers.connection.storage import read_storage
 from producers.contract import keys, levels
 from producers.contract.keys import takes_from
@@ -31,6 +35,9 @@ MAX_TENANTS: Final = 4000
 LISTED_SHARE: Final = 0.9
 #: The tenant's tasks whose tokens are looked up: in so many places of its list, so many at each.
 SAMPLE_OFFSETS, SAMPLE_SIZE = 16, 16
+#: Rows of the ledger by which arrivals are counted, and how long ago (s) the tasks came that count.
+ENDED_ROWS: Final = 200
+ARRIVED_S: Final = 6.0
 #: A worker's lease, as `workers.runtime.assembly` writes it, with its incarnation under `worker`.
 Lease = Mapping[str, Any]
 
@@ -67,6 +74,44 @@ def _look_up(index: str, first: int, count: int) -> Iterator[tuple[str | int, ..
 
 
 @dataclass(frozen=True, slots=True)
+class EndedTask:
+    """A row of the ledger. `created`: unix s; None where nobody knows. `ended`: unix s."""
+
+    model: str
+    version: str
+    tier: str
+    created: float | None
+    ended: float
+
+
+async def read_ended(store: Redis) -> list[EndedTask]:
+    """The tasks that ended last, ENDED_ROWS at most, the last one first; none where the server's user may not read
+    them. Raises redis.exceptions.RedisError or OSError."""
+    try:
+        rows: Any = await aexecute(store, "XREVRANGE", keys.LEDGER, "+", "-", "COUNT", ENDED_ROWS)
+    except NoPermissionError:
+        return []
+    tasks = []
+    for entry, fields in rows:
+        row = dict(zip(fields[::2], fields[1::2], strict=True))
+        names = (b"model", b"version", b"tier", b"created")
+        model, version, tier, created = (row.get(name, b"").decode(errors="replace") for name in names)
+        came = int(created) / 1000 if created.isdecimal() and len(created) < 16 else None
+        tasks.append(EndedTask(model, version, tier, came, int(text(entry).partition("-")[0]) / 1000))
+    return tasks
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Tasks that came in the last seconds, and may go before a waiting one if more come. `better`: tasks a second of
+    better tiers; `beside`: of other tenants of its own tier. `for_s`: for how long there have been tasks that wait."""
+
+    better: float = 0.0
+    beside: float = 0.0
+    for_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Observation:
     """The data of an explanation."""
 
@@ -98,6 +143,7 @@ class Observation:
     """The share of the store's `maxmemory` that is in use; 0 without a bound."""
     sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """`<tier> <queue>` -> tasks that wait there as the store counts them, and the KV tokens that they may need."""
+    arrivals: Arrivals = Arrivals()
 
     @property
     def ready(self) -> list[Lease]:
@@ -144,6 +190,32 @@ class Observation:
             total += count * (tokens / tasks if tasks else mean)
         return total
 
+    def arriving(self, ended: Sequence[EndedTask], tenants: Mapping[str, int]) -> Arrivals:
+        """Tasks of its version that have come lately: those that ended, and those that wait. `ended`: see `read_ended`;
+        `tenants`: tenant -> waiting tasks."""
+        now, version = self.now_ms / 1000, self.record.fields.get("version", "")
+        window = ARRIVED_S if len(ended) < ENDED_ROWS else min(ARRIVED_S, max(1.0, now - ended[-1].ended))
+        counts = Counter(
+            task.tier
+            for task in ended
+            if (task.model, task.version) == (self.record.model, version) and now - window <= (task.created or 0.0)
+        )
+        pools = [self.pool, *self.others.values()]
+        for pool in pools:
+            for tier, waiting in pool.queued.items():
+                # Tasks of a tier begin in the order in which they came, more or less, so those that wait came last.
+                since = pool.oldest_s.get(tier)
+                if since is not None:
+                    counts[tier] += round(waiting * min(1.0, window / max(since, 1e-3)))
+        own = self.record.tier
+        rank = keys.TIERS.get(own, keys.TIERS["default"])[0]
+        mine, known = tenants.get(self.record.fields.get("tenant", ""), 0), sum(tenants.values())
+        return Arrivals(
+            sum(count for tier, count in counts.items() if tier in keys.TIERS and keys.TIERS[tier][0] < rank) / window,
+            counts[own] / window * (1 - mine / known if known else 0.0),
+            max((since for pool in pools for since in pool.oldest_s.values()), default=0.0),
+        )
+
     @property
     def _common_level(self) -> int:
         """The highest level from which all that may take it take tasks; another worker may come to it at once."""
@@ -158,16 +230,24 @@ class Observation:
         return self.better + self.later + self.queue_position.ahead
 
 
-async def look(store: Redis, broker: Broker, record: Record, fleet: Fleet | None = None) -> Observation:
-    """Observe a task. `fleet`: a reading some seconds old will do. Raises redis.exceptions.RedisError or OSError."""
+async def look(
+    store: Redis,
+    broker: Broker,
+    record: Record,
+    fleet: Fleet | None = None,
+    ended: Sequence[EndedTask] | None = None,
+) -> Observation:
+    """Observe a task. `fleet`, `ended`: readings some seconds old will do. Raises redis.exceptions.RedisError or
+    OSError."""
     if fleet is None:
         fleet = await read_fleet(store, broker)
     observed, message = observed_in(fleet, record), _message(record)
-    position = None
+    position, arrivals = None, Arrivals()
     if message is not None:
         since = fleet.at - observed.pool.oldest_s.get(record.tier, fleet.at)
         counted = await count_tenants(store, message, since)
         position = await _queue_position(broker, record, message, counted)
+        arrivals = observed.arriving(await read_ended(store) if ended is None else ended, counted.tenants)
     return replace(
         observed,
         queue_position=position,
@@ -175,6 +255,7 @@ async def look(store: Redis, broker: Broker, record: Record, fleet: Fleet | None
         orphaned=await _orphaned(store, record),
         used=(await read_storage(store)).ratio,
         sizes=await _sizes(store, [observed.pool, *observed.others.values()]),
+        arrivals=arrivals,
     )
 
 

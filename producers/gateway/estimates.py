@@ -1,7 +1,8 @@
 """Tells when a task ends, to those who get it (`producers.admin.eta`), at a bounded cost to the store.
 
     GET /v1/tasks/{id} ─▶ the task's last estimate, up to KEPT_S old
-                       └▶ the fleet's last reading, the place in the queue ─▶ forecast     at most PER_S a second
+                       └▶ the fleet's last reading, the last ends of tasks,
+                          the place in the queue ─▶ forecast                               at most PER_S a second
 
 A place in a queue takes the store milliseconds, and callers poll. So a gateway looks for few places a second; what
 comes beyond that gets its last estimate, or none.
@@ -15,7 +16,7 @@ from collections import OrderedDict
 from typing import Final
 
 from producers.admin.eta import Eta, forecast
-from producers.admin.observation import look
+from producers.admin.observation import EndedTask, look, read_ended
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
 from producers.contract.record import Record
@@ -24,6 +25,8 @@ from producers.gateway.wait_reasons import WaitReasons
 
 #: Age (s) up to which an estimate is told again; places that are looked for a second; the longest look (s).
 KEPT_S, PER_S, LIMIT_S = 2.0, 20.0, 0.5
+#: Age (s) up to which the last ends of tasks will do.
+ENDED_KEPT_S: Final = 1.0
 #: The most tasks whose estimates are remembered.
 MAX_TASKS: Final = 1000
 
@@ -36,6 +39,8 @@ class Estimates:
         self._waits = waits
         #: Task, status -> when it was looked for (monotonic s), and what was forecast.
         self._last: OrderedDict[tuple[str, str], tuple[float, Eta | None]] = OrderedDict()
+        #: When the last ends of tasks were read (monotonic s), and they.
+        self._ended: tuple[float, list[EndedTask]] = (float("-inf"), [])
         self._allowed, self._at = PER_S, time.monotonic()
 
     async def eta(self, record: Record) -> Eta | None:
@@ -66,6 +71,9 @@ class Estimates:
                 reading = await self._waits.fleet()
                 if reading is None:
                     return None
-                return forecast(await look(self._client.store, self._client.broker, record, reading[0])).ends
+                store, broker = self._client.store, self._client.broker
+                if time.monotonic() - self._ended[0] > ENDED_KEPT_S:
+                    self._ended = time.monotonic(), await read_ended(store)
+                return forecast(await look(store, broker, record, reading[0], self._ended[1])).ends
         except (TimeoutError, BrokenRecord, *FAILURES):
             return None
