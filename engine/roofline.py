@@ -43,6 +43,9 @@ class Gpu:
     tflops: float
     fp8_tflops: float | None
     source: str
+    link_gb_per_s: float = 32.0
+    """What it sends to other GPUs of its machine, each way, in units of 10^9 bytes a second, by the same documents:
+    NVLink's, or 32 of PCIe 4 and 64 of PCIe 5."""
     torch_name: str = ""
     """Words of torch's name of it; "": the engine was never measured there."""
 
@@ -62,6 +65,8 @@ class Gpu:
 #: of 3.35 on the H100, 780 of 989 TFLOP/s on both (docs/notes/gpu-limits.md).
 READ_SHARE: Final = 4.3 / 4.8
 MULTIPLY_SHARE: Final = 780 / 989
+#: The seconds of a sum of few rows over the GPUs of a machine: a guess, as no machine with several has run it.
+SUM_S: Final = 10e-6
 
 #: GPUs from compute capability 8.0 on. Sources are NVIDIA's documents of these names, as of 2026-11. Data sheets that
 #: give rates with sparsity have twice these numbers. The consumer cards' rates are those with sums in fp32.
@@ -72,14 +77,14 @@ GPUS: Final = tuple(
         ("RTX 4090", 24, 1.008, 165.2, 330.3, "Ada GPU Architecture whitepaper v2"),
         ("A10", 24, 0.600, 125, None, "A10 Tensor Core GPU data sheet"),
         ("L4", 24, 0.300, 121, 242, "L4 Tensor Core GPU data sheet"),
-        ("A100 40GB", 40, 1.555, 312, None, "A100 Tensor Core GPU data sheet (40 GB)"),
+        ("A100 40GB", 40, 1.555, 312, None, "A100 Tensor Core GPU data sheet (40 GB)", 300),
         ("L40S", 48, 0.864, 362, 733, "L40S GPU data sheet"),
         ("A100 80GB", 80, 1.935, 312, None, "A100 Tensor Core GPU data sheet (80 GB PCIe)"),
-        ("H100 PCIe", 80, 2.0, 756, 1513, "H100 Tensor Core GPU data sheet (PCIe)"),
-        ("H100", 80, 3.35, 989, 1979, "H100 Tensor Core GPU data sheet (SXM)", "H100 80GB HBM3"),
-        ("H100 NVL", 94, 3.9, 835, 1671, "H100 Tensor Core GPU data sheet (NVL)"),
-        ("H200", 141, 4.8, 989, 1979, "H200 Tensor Core GPU data sheet (SXM)", "H200"),
-        ("B200", 180, 8.0, 2250, 4500, "DGX B200 data sheet, an eighth"),
+        ("H100 PCIe", 80, 2.0, 756, 1513, "H100 Tensor Core GPU data sheet (PCIe)", 64),
+        ("H100", 80, 3.35, 989, 1979, "H100 Tensor Core GPU data sheet (SXM)", 450, "H100 80GB HBM3"),
+        ("H100 NVL", 94, 3.9, 835, 1671, "H100 Tensor Core GPU data sheet (NVL)", 300),
+        ("H200", 141, 4.8, 989, 1979, "H200 Tensor Core GPU data sheet (SXM)", 450, "H200"),
+        ("B200", 180, 8.0, 2250, 4500, "DGX B200 data sheet, an eighth", 900),
     )
 )
 
@@ -110,6 +115,10 @@ class Work:
     """Of the data that one kernel writes and another reads, for each row."""
     weight_bytes: float = 2.0
     """Bytes of an element of these matrices."""
+    sums: int = 0
+    """Of a step's rows over the ranks of a model, where several compute it."""
+    width: int = 0
+    """Of a row."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Work:
@@ -148,6 +157,8 @@ class Work:
             kv=groups,
             passed=2 * (c.layers * between + c.vocab_size),
             weight_bytes=weight_bytes,
+            sums=2 * c.layers,
+            width=c.hidden_size,
         )
 
     @property
@@ -178,6 +189,16 @@ class Work:
             batch * self._attention_flops(context) / speed.flops_per_s,
         )
         return dense + attention + batch * self._passed_bytes() / speed.bytes_per_s
+
+    def step_of_ranks_s(self, gpu: Gpu, ranks: int, batch: float, context: float, *, fp8: bool = False) -> float:
+        """The least seconds of a step that `ranks` GPUs of one machine compute together, each its part of every matrix.
+
+        A sum over all ranks, two in each layer, takes as long as a ring needs to pass the rows, and at least SUM_S.
+        """
+        if ranks == 1:
+            return self.step_s(gpu.speed(fp8=fp8), batch, context)
+        passed = 2 * (ranks - 1) / ranks * batch * self.width * 2 / (gpu.link_gb_per_s * 1e9)
+        return self.step_s(gpu.speed(fp8=fp8), batch, context) / ranks + self.sums * (SUM_S + passed)
 
     def prefill_tokens_per_s(self, speed: Speed, length: float) -> float:
         """The most prompt tokens a second, with prompts of `length`. Each token sees half of its prompt on average."""

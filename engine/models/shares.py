@@ -40,20 +40,24 @@ def check_ranks(folder: Path, c: DecoderSettings, ranks: int, stages: int = 1) -
                 *(folder, stages, c.layers),
             )
         )
-    inside = c.intermediate_size if c.experts is None else min(c.intermediate_size, c.experts.width)
-
-    def possible(count: int) -> bool:
-        whole = c.heads % count == 0 and (c.kv_heads % count == 0 or count % c.kv_heads == 0)
-        return whole and count <= min(inside, c.vocab_size)
-
-    if not possible(ranks):
-        counts = ", ".join(str(count) for count in range(1, min(c.heads, MOST_RANKS) + 1) if possible(count))
+    if ranks not in (counts := possible_ranks(c)):
         raise ModelError(
             ErrorText.of(
                 "{}: {tensor_parallel}={} does not divide its {} heads and {} KV heads; possible are {}",
-                *(folder, ranks, c.heads, c.kv_heads, counts),
+                *(folder, ranks, c.heads, c.kv_heads, ", ".join(map(str, counts))),
             )
         )
+
+
+def possible_ranks(c: DecoderSettings) -> list[int]:
+    """The numbers of ranks among which the model's matrices can be divided."""
+    inside = c.intermediate_size if c.experts is None else min(c.intermediate_size, c.experts.width)
+    most = min(c.heads, MOST_RANKS, inside, c.vocab_size)
+    return [
+        count
+        for count in range(1, most + 1)
+        if c.heads % count == 0 and (c.kv_heads % count == 0 or count % c.kv_heads == 0)
+    ]
 
 
 def files_of(folder: Path) -> str:

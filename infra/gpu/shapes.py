@@ -29,6 +29,16 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "head_dim": 128,
         "tie_word_embeddings": False,
     },
+    "llama-70b": _LLAMA
+    | {
+        "num_hidden_layers": 80,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
     "llama-1b": _LLAMA
     | {
         "num_hidden_layers": 16,

@@ -33,6 +33,8 @@ _HEADS: Final = (
     *("GPU", "memory", "below", "needed", "at once", "knee", "first token", "a token", "tokens/s", "1,000 cost"),
 )
 _GB: Final = 1e9
+#: Sequences at once of a step of several GPUs, as `workers.trials.plan.TOGETHER`.
+_TOGETHER: Final = (1, 16, 64)
 
 app = Commands("Operations", OPERATOR_STATUS)
 
@@ -237,7 +239,7 @@ def _on(
 ) -> dict[str, Any]:
     """A GPU's row, with `rates` as an object yet; None where the model does not fit."""
     from engine.execution.placement import SEQUENCES
-    from workers.trials.plan import rates_on
+    from workers.trials.plan import divided, ranks_needed, rates_on
 
     room = need.room(gpu, load, margins)
     sequences = concurrency or min(room, SEQUENCES["cuda"])
@@ -251,6 +253,9 @@ def _on(
         "room": room,
         "short": sequences > room,
         "fits": fits,
+        "ranks": ranks_needed(gpu, need, load, margins),
+        # Where one GPU is enough, several are no question.
+        "divided": [] if room else [asdict(each) for each in divided(gpu, need, load, margins)],
         "price": prices.get(gpu.name, prices.get("")),
         "rates": rates_on(gpu, need, load, sequences, 60.0 if cold_start is None else cold_start) if fits else None,
     }
@@ -322,6 +327,7 @@ def _print(report: dict[str, Any]) -> None:
         ]
         _show([heads, *(_gpu_row(row) for row in report["gpus"])])
         say("Estimates by the roofline; measured on an H200 and an H100 alone. 1,000 output tokens, at full load.")
+        _divided(report["gpus"])
     if (measured := report["profile"]) is not None:
         say(f"\n{measured['version']}, as its workers measured:")
         heads = ["", "at once", "first token", "a token", "tokens/s", "1,000 cost"]
@@ -335,11 +341,28 @@ def _gpu_row(row: dict[str, Any]) -> list[str]:
     if row["rates"] is None:
         return [
             *cells,
-            "does not fit" if not row["fits"] and row["room"] < 1 else f"room for {row['room']}",
+            _lack(row) if not row["fits"] and row["room"] < 1 else f"room for {row['room']}",
             *["-"] * 5,
         ]
     at_once, *rest = _rate_cells(row)
     return [*cells, at_once, str(row["rates"]["knee"]), *rest]
+
+
+def _lack(row: dict[str, Any]) -> str:
+    return "does not fit" if row["ranks"] is None else f"takes {row['ranks']}"
+
+
+def _divided(rows: list[dict[str, Any]]) -> None:
+    """Steps of several GPUs together, where one does not hold the model."""
+    table = [["GPUs", "at once", *(f"a step of {batch}" for batch in _TOGETHER)]]
+    for row in rows:
+        for each in row["divided"]:
+            steps = [each["step_s"].get(batch) for batch in _TOGETHER]
+            cells = ["-" if step is None else f"{step * 1e3:,.2f} ms" for step in steps]
+            table.append([f"{each['ranks']} x {row['gpu']}", str(each["room"]), *cells])
+    if len(table) > 1:
+        say("\nSeveral GPUs of one machine together, which no worker serves yet (estimates, never measured):")
+        _show(table)
 
 
 def _rate_cells(row: dict[str, Any]) -> list[str]:

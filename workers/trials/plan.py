@@ -19,6 +19,7 @@ from typing import Final
 
 from engine.kernels.reference import stored_width
 from engine.models import Size
+from engine.models.shares import possible_ranks
 from engine.roofline import Gpu, Work
 from producers.contract.profile import Profile
 from workers.autoscaler.policy import Rules
@@ -67,6 +68,8 @@ class Need:
     weight_bytes: float
     work: Work
     form: str
+    possible: tuple[int, ...] = (1,)
+    """The numbers of GPUs among which its matrices can be divided."""
 
     @classmethod
     def of(cls, size: Size, weights: str = "auto", kv_cache_dtype: str = "auto") -> Need:
@@ -76,19 +79,20 @@ class Need:
         kv_width = width if kv_cache_dtype == "auto" else stored_width(head_dim, kv_cache_dtype) / head_dim
         work = Work.of_settings(size.settings, width, kv_width)
         matrices = work.layers + work.experts + work.head
+        possible = tuple(possible_ranks(size.settings))
         if size.stored_bytes is not None:
             if weights != "auto":
                 raise ValueError(f"the checkpoint is quantised already; leave --weights {weights} out")
             small = size.stored_bytes / size.elements
             form = "int4" if small < 0.8 else "int8"
-            return cls(float(size.stored_bytes), work.with_weights(small), form)
+            return cls(float(size.stored_bytes), work.with_weights(small), form, possible)
         if weights == "auto":
-            return cls(size.elements * width, work, "")
+            return cls(size.elements * width, work, "", possible)
         # The head stays as it is: quantisation leaves it out.
         layers = work.layers + work.experts
         kept = layers * WEIGHTS[weights] + (size.elements - layers) * width
         read = (layers * WEIGHTS[weights] + work.head * width) / matrices
-        return cls(kept, work.with_weights(read), weights)
+        return cls(kept, work.with_weights(read), weights, possible)
 
     def kv_bytes(self, load: Load) -> float:
         """Bytes of the KV cache of one task at its end."""
@@ -98,10 +102,48 @@ class Need:
         """Bytes of weights and so many whole tasks, with the overhead."""
         return (self.weight_bytes + sequences * self.kv_bytes(load)) * (1 + margins.overhead)
 
-    def room(self, gpu: Gpu, load: Load, margins: Margins) -> int:
-        """The whole tasks at once that keep a GPU below the line; 0: the model does not fit."""
-        free = gpu.memory_bytes * margins.line / (1 + margins.overhead) - self.weight_bytes
+    def room(self, gpu: Gpu, load: Load, margins: Margins, ranks: int = 1) -> int:
+        """The whole tasks at once that keep so many GPUs below the line; 0: the model does not fit."""
+        free = ranks * gpu.memory_bytes * margins.line / (1 + margins.overhead) - self.weight_bytes
         return max(0, int(free / self.kv_bytes(load)))
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """A model on several GPUs of one machine: an estimate that nobody has checked. `step_s`: by sequences at once."""
+
+    ranks: int
+    room: int
+    step_s: dict[int, float]
+
+
+#: Sequences at once for which a step of several GPUs is estimated.
+TOGETHER: Final = (1, 16, 64)
+
+
+def ranks_needed(gpu: Gpu, need: Need, load: Load, margins: Margins) -> int | None:
+    """The fewest GPUs of one kind that hold the model and a task. None if no possible number does."""
+    return next((ranks for ranks in need.possible if need.room(gpu, load, margins, ranks)), None)
+
+
+def divided(gpu: Gpu, need: Need, load: Load, margins: Margins, most: int = 8) -> list[Divided]:
+    """The model on each possible number of GPUs that holds it, from two to `most`."""
+    share, fp8, context = SHARES[need.form], need.form == "fp8", load.prompt + load.output / 2
+    return [
+        Divided(
+            ranks,
+            room,
+            {
+                batch: max(
+                    need.work.step_of_ranks_s(gpu, ranks, batch, context, fp8=fp8) / share, HOST_S + HOST_ROW_S * batch
+                )
+                for batch in TOGETHER
+                if batch <= room
+            },
+        )
+        for ranks in need.possible
+        if 1 < ranks <= most and (room := need.room(gpu, load, margins, ranks))
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,7 @@ def test_a_plan_in_words_and_as_json(run: Run, tmp_path: Path) -> None:
     ran = run(*asked, "--reserved-price", "2")
     assert (ran.status, ran.err) == (0, "")
     assert "8,030,261,248 weights in bfloat16, 16.1 GB; KV cache 131,072 bytes a token" in ran.out
-    assert "does not fit" in ran.out
+    assert "takes 2" in ran.out
     assert re.search(r"H200: below [\d.,]+ tasks an hour, scale-to-zero costs less than one worker that is", ran.out)
     report = json.loads(run(*asked, "--json").out)
     h200 = report["gpus"][0]
@@ -161,6 +161,21 @@ def test_a_plan_in_words_and_as_json(run: Run, tmp_path: Path) -> None:
     (row,) = report["load"]["workers"]
     assert row["holds"]
     assert row["always_up"]["cost"] == pytest.approx(4 * row["always_up"]["worker_hours"])
+
+
+def test_a_model_larger_than_a_gpu_says_how_many_it_takes(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["llama-70b"]))
+    asked = ["plan", str(tmp_path), "--gpu", "H100", "--gpu", "L4"]
+    report = {row["gpu"]: row for row in json.loads(run(*asked, "--json").out)["gpus"]}
+    assert [report[name]["ranks"] for name in ("H100", "L4")] == [4, 16]
+    four, eight = report["H100"]["divided"]
+    assert (four["ranks"], eight["ranks"]) == (4, 8)
+    # By hand: 141 GB less the embedding, read by four at 3.0 TB/s, at 0.8 of the roofline; 160 sums of at least 10 us.
+    assert four["step_s"]["1"] == pytest.approx((139e9 / 4 / 3.0e12 + 160 * 10e-6) / 0.8, rel=0.01)
+    assert four["step_s"]["1"] / 2 < eight["step_s"]["1"] < four["step_s"]["1"]
+    text = run(*asked).out
+    assert "takes 4" in text
+    assert re.search(r"estimates, never measured.*\n.*\n4 x H100 ", text)
 
 
 def test_a_plan_by_what_real_workers_measured(run: Run, valkey: Redis, valkey_url: str, tmp_path: Path) -> None:
