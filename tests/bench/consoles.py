@@ -3,7 +3,9 @@
 Some workers' leases say that each generates ten sequences. Consoles follow the overview's events, or with `--ask` ask
 for it every two seconds; what gateway and store use of a core with them, less what they use without, is theirs. With
 `--browser`
-Chromium shows the workers, and tells what its page's main thread worked (Chrome DevTools Protocol, Performance).
+Chromium shows the workers, and tells what its page's main thread worked (Chrome DevTools Protocol, Performance). It
+also visits the overview for the first time, several times with nothing kept, and tells when it first painted something
+and when the tiles stood there, by its own clock from the start of the visit, and what it loaded.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import asyncio
 import json
 import threading
 import time
+from statistics import median
 from typing import Any
 
 import httpx
-from playwright.async_api import async_playwright
+from playwright.async_api import Browser, async_playwright
 from redis import Redis
 
 from producers.broker.redis import keys as broker_keys
@@ -29,6 +32,8 @@ from tests.producers.gateway.test_metrics import LEASE
 
 #: Seconds between two questions of a page.
 EVERY_S = 2.0
+#: First visits.
+VISITS = 9
 ASKED = ("/v1/overview", "/v1/fleet?max_age=2")
 
 
@@ -71,10 +76,28 @@ def looking(url: str, ended: threading.Event, ask: bool) -> None:
                 http.get(path).raise_for_status()
 
 
+async def visited(browser: Browser, url: str) -> tuple[float, float, int]:
+    """Milliseconds until the first paint and until the overview's tiles, and bytes loaded, of a first visit."""
+    context = await browser.new_context(viewport={"width": 1440, "height": 900})
+    page = await context.new_page()
+    await page.goto(f"{url}/console")
+    await page.wait_for_selector(".tile")
+    drawn = float(await page.evaluate("performance.now()"))
+    painted = float(await page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
+    sizes = "performance.getEntries().filter((entry) => entry.name.includes('/console'))"
+    loaded = int(await page.evaluate(f"{sizes}.reduce((sum, entry) => sum + (entry.transferSize ?? 0), 0)"))
+    await context.close()
+    return painted, drawn, loaded
+
+
 async def browsing(url: str, seconds: float) -> float:
-    """The share of a core that the main thread of the workers' page works."""
+    """The share of a core that the main thread of the workers' page works; prints what first visits took."""
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=chromium(), args=list(FLAGS))
+        visits = [await visited(browser, url) for _ in range(VISITS)]
+        for name, times in (("first paint", [visit[0] for visit in visits]), ("tiles", [visit[1] for visit in visits])):
+            print(f"first visit, {name}: median {median(times):.0f} ms, worst of {VISITS} {max(times):.0f} ms")
+        print(f"first visit: {max(visit[2] for visit in visits) / 1000:.0f} KB loaded")
         page = await browser.new_page(viewport={"width": 1440, "height": 900})
         await page.goto(f"{url}/console#/workers")
         await page.wait_for_selector("tbody tr")

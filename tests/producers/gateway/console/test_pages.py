@@ -33,6 +33,7 @@ from tests.producers.gateway.test_keys import make as make
 from tests.producers.gateway.test_operations import audited, decide, put
 from tests.producers.gateway.test_routing import OTHER
 from tests.producers.gateway.test_routing import routed as routed
+from tests.producers.proxy import Proxy
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -297,6 +298,48 @@ async def test_a_gateway_that_is_away_makes_the_page_stale_and_it_goes_on_by_its
     await expect(page.locator("tbody tr")).to_have_count(2, timeout=20_000)
     await expect(page.locator("#live")).to_have_text("Live")
     complaints.clear()  # Chromium tells of each request that failed
+
+
+@pytest.mark.exhaustive
+async def test_a_store_that_is_away_is_said_with_what_was_read_before_until_it_is_back(
+    look: Look, open_door: Open, model: str, valkey: Redis, proxy: Proxy, complaints: Complaints
+) -> None:
+    announce(valkey)
+    page = await look(open_door(store=proxy.url, broker=proxy.url), "workers")
+    await expect(page.locator("tbody tr")).to_have_count(1)
+    proxy.fail(b"", "before", times=10**9)
+    proxy.cut()
+    await expect(page.locator("main")).to_contain_text("Not up to date.", timeout=60_000)
+    await expect(page.locator("main")).to_contain_text("What is below was read")
+    await expect(page.locator("tbody tr")).to_have_count(1)
+    announce(valkey, "w2.x", worker="w2")
+    proxy.heal()
+    await expect(page.locator("tbody tr")).to_have_count(2, timeout=60_000)
+    await expect(page.locator("#live")).to_have_text("Live")
+    complaints.clear()  # Chromium tells of each 503
+
+
+@pytest.mark.exhaustive
+async def test_lines_of_a_megabyte_are_cut_and_make_no_page_wide(
+    look: Look, door: Door, valkey: Redis, submit: Submit
+) -> None:
+    line = "W\u202e" * (1 << 19)
+    task_id = submit()
+    worker = FakeWorker(valkey)
+    assert worker.take(QUEUE) == task_id
+    worker.claim(task_id)
+    worker.append(task_id, 0, [line])
+    worker.finish(task_id, [1])
+    worker.settle(task_id)
+    bury(valkey, line, reason=line)
+    for path in (f"tasks/{task_id}", "dead-letters"):
+        page = await look(door, path, viewport={"width": 390, "height": 844})
+        if path == "dead-letters":
+            await page.locator("tbody a").first.click()
+        await expect(page.locator("pre.text")).to_contain_text("W⟨U+202E⟩W")
+        assert len(await page.locator("main").inner_text()) < 400_000
+        assert await page.evaluate("document.documentElement.scrollWidth") <= 390
+        await page.context.close()
 
 
 async def test_a_gateway_that_begins_anew_cuts_no_line_of_an_open_page(look: Look, door: Door, valkey: Redis) -> None:
