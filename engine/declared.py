@@ -159,6 +159,23 @@ class WatermarkName(Bound):
         return value
 
 
+class EarlyStopping(Bound):
+    """When a beam search ends: true, false or "never", as transformers has it. Also as text."""
+
+    description = "true, false or never"
+
+    def check(self, name: str, value: object) -> Any:
+        if isinstance(value, bool) or value == "never":
+            return value
+        if not isinstance(value, str):
+            raise wrong_type(name, value, self.description)
+        if value not in ("true", "false"):
+            raise RequestError(
+                ErrorText.of("{}={} must be {}", FieldName(name), shown(value), self.description), param=name
+            )
+        return value == "true"
+
+
 class OneOf(Bound):
     """One of some texts."""
 

@@ -9,6 +9,11 @@ from typing import Final, Self
 
 #: The text of `Event.error` for a sequence that ended because its logits were not finite.
 NOT_FINITE: Final = "the model's logits are not finite (NaN or infinity)"
+#: The same where a request's parameters leave nothing to choose.
+NONE_LEFT: Final = (
+    "no token is left to choose: allowed_token_ids, banned_token_ids, bad_words, min_tokens and the output's form "
+    "together forbid them all"
+)
 
 
 @dataclass(frozen=True, slots=True)

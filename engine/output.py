@@ -7,6 +7,7 @@ its published tokens again and is then in the same state as before.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from typing import TYPE_CHECKING
 
 from engine.params import FinishReason, SamplingParams
@@ -52,6 +53,12 @@ class StopMatcher:
         certain = len(buffer) - max(self._states)
         self.withheld = buffer[certain:]
         return buffer[:certain], None
+
+    def fork(self) -> StopMatcher:
+        """Another one in the same state."""
+        other = copy(self)
+        other._states = list(self._states)
+        return other
 
     def flush(self) -> str:
         """Return the text held back, because no more text will come."""
@@ -116,6 +123,19 @@ class OutputState:
         self._detokenizer = detokenizer
         self._matcher = matcher
         self._stops = StopMatcher(params.stop, params.include_stop) if params.stop else None
+
+    def fork(self) -> OutputState:
+        """Another choice's state, after the same tokens."""
+        other = copy(self)
+        other._detokenizer = None if self._detokenizer is None else self._detokenizer.fork()
+        other._stops = None if self._stops is None else self._stops.fork()
+        other._matcher = None if self._matcher is None else self._matcher.fork()
+        return other
+
+    @property
+    def matcher(self) -> Matcher | None:
+        """Of the output's form, if it has one."""
+        return self._matcher
 
     def push(self, token_id: int) -> tuple[str, FinishReason | None, str | int | None]:
         """Take the next token. Returns (piece of text, finish reason or None, the stop string or token id or None).

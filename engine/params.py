@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 from engine.declared import (
     MAX_INT32,
     Biases,
+    EarlyStopping,
     Flag,
     Integer,
     JsonObject,
@@ -21,6 +22,7 @@ from engine.declared import (
     checked,
     declare,
     declared,
+    shown,
 )
 from engine.errors import ErrorText, FieldName, RequestError
 
@@ -29,6 +31,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 #: The limits that others need, too.
 MAX_CHOICES: Final = 64
 MAX_LOGPROBS: Final = 20
+#: The most beams of a search: each step ranks some dozens of tokens of each on the thread of steps.
+MAX_BEAMS: Final = 32
 MAX_BIASES: Final = 1024
 #: The most log probabilities of a prompt's tokens, alternatives included: some megabytes as text.
 MAX_PROMPT_LOGPROBS: Final = 262_144
@@ -166,6 +170,21 @@ class SamplingParams:
     )
     """Make this many choices and return the n with the highest mean log probability per token, best first, once all
     have ended. None or n makes n choices and returns their tokens as they come."""
+    beam_width: int | None = declare(
+        None, Integer(1, MAX_BEAMS), "Search for the likeliest outputs with this many beams, and return the best -n."
+    )
+    """Beam search, as transformers' `generate(num_beams=...)`: keeps so many outputs at a time, by the sum of their
+    tokens' log probabilities after penalties, biases and lists. Returns the n best at its end. Nothing is drawn."""
+    length_penalty: float = declare(
+        1.0, Number(-10, 10), "Divide a beam's score by its number of tokens to this power. Above 0 favours long ones."
+    )
+    early_stopping: bool | str = declare(
+        False,
+        EarlyStopping(),
+        "true: end the search when --beam-width outputs have ended. false: when no better one is likely. never: when "
+        "no better one is possible.",
+        metavar="WHEN",
+    )
     logprobs: int | None = declare(
         None,
         Integer(0, MAX_LOGPROBS),
@@ -192,6 +211,8 @@ class SamplingParams:
                 ),
                 param="best_of",
             )
+        if wrong := misused_beams({name: getattr(self, name) for name in OF_BEAMS}):
+            raise RequestError(wrong[0], param=wrong[1])
         if self.allowed_token_ids and set(self.allowed_token_ids) <= set(self.banned_token_ids):
             raise RequestError(
                 ErrorText.of("{allowed_token_ids} has no token that {banned_token_ids} does not ban"),
@@ -229,18 +250,20 @@ class SamplingParams:
     @property
     def width(self) -> int:
         """The number of choices that are made, of which `n` are returned."""
-        return self.best_of or self.n
+        return self.beam_width or self.best_of or self.n
 
     @property
     def selects(self) -> bool:
-        """Whether more choices are made than returned."""
-        return self.width > self.n
+        """Whether the choices are known at the end alone, because the best are then returned."""
+        return self.beam_width is not None or self.width > self.n
 
     @property
     def listed(self) -> int:
         """The number of most likely tokens wanted beside each chosen one; -1 if no log probabilities are. Choices among
         which the best are returned are ranked by theirs."""
-        return self.logprobs if self.logprobs is not None else 0 if self.selects else -1
+        if self.logprobs is not None:
+            return self.logprobs
+        return 0 if self.selects and self.beam_width is None else -1
 
 
 #: The parameters that give the output a form.
@@ -255,8 +278,53 @@ DEFAULTS: Final[Mapping[str, float]] = {
 
 
 def filled(requested: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of DEFAULTS that are None or missing in `requested`: the model's own default, else everybody's."""
+    """Those of DEFAULTS that are None or missing in `requested`: the model's own default, else everybody's. A beam
+    search draws nothing, so a model's way to draw is not for it."""
+    if requested.get("beam_width") is not None:
+        model = {name: value for name, value in model.items() if name not in _DRAWING}
     return {name: model.get(name, usual) for name, usual in DEFAULTS.items() if requested.get(name) is None}
+
+
+#: The parameters that only matter where tokens are drawn, and their values that ask for nothing.
+_DRAWING: Final[Mapping[str, tuple[float, ...]]] = {
+    "temperature": (0.0, 1.0),
+    "top_k": (0,),
+    "top_p": (1.0,),
+    "min_p": (0.0,),
+    "typical_p": (1.0,),
+}
+#: Those of a beam search alone.
+BEAMS: Final = ("beam_width", "length_penalty", "early_stopping")
+#: The parameters that `misused_beams` compares.
+OF_BEAMS: Final = (
+    *BEAMS,
+    *("n", "best_of", "watermark"),
+    *_DRAWING,
+)
+
+
+def misused_beams(fields: Mapping[str, Any]) -> tuple[ErrorText, str] | None:
+    """Why a request's beams cannot be had beside its other parameters, and the parameter at fault; None if they can.
+    `fields`: those of OF_BEAMS; None is unset."""
+    width = fields["beam_width"]
+    if width is None:
+        for name, unset in (("length_penalty", 1.0), ("early_stopping", False)):
+            if fields[name] not in (None, unset):
+                return ErrorText.of("{} is for a beam search: give {beam_width}", FieldName(name)), name
+        return None
+    if fields["n"] > width:
+        return ErrorText.of("{beam_width} is {}, less than {n} ({})", width, fields["n"]), "beam_width"
+    if fields["best_of"] is not None:
+        return ErrorText.of("{best_of} goes with outputs that are drawn, and {beam_width} with none"), "best_of"
+    if fields["watermark"]:
+        return ErrorText.of("{watermark} marks what is drawn; with {beam_width} nothing is"), "watermark"
+    for name, neutral in _DRAWING.items():
+        if fields[name] is not None and fields[name] not in neutral:
+            why = ErrorText.of(
+                "{} is {}, and with {beam_width} nothing is drawn; leave it out", FieldName(name), shown(fields[name])
+            )
+            return why, name
+    return None
 
 
 def has_keys(names: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.beams import Continuation
 from engine.request import ScoredPart, TextRow, TokenLogprobs
 from engine.sequence import Sequence
 
@@ -107,6 +108,8 @@ class Sampled:
     """Whether the request itself caused the failure, so that a retry would not help."""
     row: TextRow | None = None
     """The result for a text of a request with `pooling`. token_id is then ignored."""
+    continuations: tuple[Continuation, ...] = ()
+    """Of a beam, its likeliest next tokens, likeliest first. token_id is then ignored."""
     then: tuple[Sampled, ...] = ()
     """The tokens that follow it, one for each accepted draft token of the row."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from engine.request import LoadedAdapter, Request, Tier
 
 if TYPE_CHECKING:
+    from engine.beams import Beam
     from engine.grammar.matcher import Matcher
     from engine.kv.table import Table
     from engine.output import OutputState
@@ -118,6 +119,8 @@ class Sequence:
     """Follows the output, if it is to have a form."""
     watermark: WatermarkKey | None = None
     """The key by which its tokens are marked, if they are."""
+    beam: Beam | None = None
+    """Its state as a beam of a search, if it is one."""
     adapter: LoadedAdapter | None = None
     """The adapter of the model that computes it. None: the model itself."""
     plain: bool = False
@@ -125,6 +128,16 @@ class Sequence:
     its prompt, no drafts and no rope switch."""
     guessed: Guessed = field(default_factory=Guessed)
     """The acceptance of its draft tokens, if there were any."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is a beam that waits for the others of its search, with nothing to compute."""
+        return self.beam is not None and self.beam.continuations is not None
+
+    @property
+    def parked(self) -> bool:
+        """Whether it is such a beam and gave up its slot and blocks: it is in no queue."""
+        return self.idle and self.status is Status.WAITING
 
     @property
     def reusable(self) -> int:

@@ -4,7 +4,8 @@ ticket ─▶ its form was tried before, or is light ─────────
        ─▶ else trial: in another process, which can be ended ─▶                           refused ─────────▶ ready
 
 Tenants take turns in both, so a tenant's large forms hold up no more than one turn of another's. A matcher is made for
-each output, since copies share states. llguidance makes it without the interpreter's lock, so steps go on meanwhile.
+each output, since copies share states; the beams of one search have copies. llguidance makes it without the
+interpreter's lock, so steps go on meanwhile.
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ class FormThreads:
         choice = len(request.matchers)
         matcher.foresee(request.resume[choice] if choice < len(request.resume) else ())
         request.matchers.append(matcher)
-        return len(request.matchers) == request.params.width
+        # The first of a search's beams has one, and the others fork it.
+        return len(request.matchers) == (1 if request.params.beam_width else request.params.width)
 
     def _end(self, job: _Job, *, done: bool) -> None:
         ticket = job.ticket

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import cached_property
 from typing import Any, Final
 
@@ -211,6 +212,15 @@ class Matcher:
         self.count = 0
         #: Why no token can follow, if the form was found to be too complex or slow, or the output not to have it.
         self.error = ""
+
+    def fork(self) -> Matcher:
+        """Another output's matcher, after the same tokens. The two share the lexer's states, so this is for outputs of
+        one request alone."""
+        other = copy(self)
+        other._rules = self._rules.deep_copy()
+        other._budget = copy(self._budget)
+        other._foreseen = deque(self._foreseen)
+        return other
 
     def foresee(self, published: Sequence[int]) -> None:
         """Take a resumed output's published tokens, so that `push` need not: thousands would hold a step up."""

@@ -112,6 +112,28 @@ class BlockTables:
         seq.allocated = self._allocated(seq)
         return copies
 
+    def forkable(self, parent: Sequence) -> bool:
+        """Whether there are the blocks for `fork`."""
+        return not parent.computed % self.block_size or all(group.pool.available for group in self.groups)
+
+    def fork(self, child: Sequence, parent: Sequence) -> list[tuple[int, int, int]]:
+        """Let a new sequence share all that a running one has computed, whole blocks by reference. Returns (group,
+        source, destination) of the block to copy, if the last one is not full: both go on to write in it."""
+        copies = []
+        for i, (group, donor) in enumerate(zip(self.groups, parent.tables, strict=True)):
+            donated = group.donated_table(donor, parent.computed)
+            assert donated is not None
+            first, shared, copy_from = donated
+            group.pool.share(shared)
+            table = Table(list(shared), first)
+            child.tables.append(table)
+            if copy_from is not None:
+                table.lengthen(group.pool, 1)
+                copies.append((i, copy_from, table.blocks[-1]))
+        child.computed, child.registered = parent.computed, parent.registered
+        child.allocated = self._allocated(child)
+        return copies
+
     # ---- while it runs
 
     def grow(self, seq: Sequence, count: int, spare: int) -> int:

@@ -25,11 +25,6 @@ from engine.sampling.watermark import Marks, mark
 from engine.sequence import Sequence
 from engine.watermark import WatermarkKey
 
-NONE_LEFT = (
-    "no token is left to choose: allowed_token_ids, banned_token_ids, bad_words, min_tokens and the output's form "
-    "together forbid them all"
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
@@ -418,6 +413,28 @@ def by_last_but_one(bad_words: tuple[tuple[int, ...], ...]) -> BadWords:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamRows:
+    """The rows of a step that are beams."""
+
+    rows: Tensor
+    """int64 [beams]: the rows of the logits."""
+    on_host: list[int]
+    """The same on the host."""
+    counts: list[int]
+    """The number of continuations wanted of each."""
+    listed: list[int]
+    """The number of most likely tokens wanted beside each continuation; -1 if no log probabilities are."""
+
+
+def continuations_of(sequence: Sequence, vocab_size: int) -> int:
+    """The number of next tokens that a beam's search wants of it: so many that those which end it leave one for each
+    beam. 0 for a sequence that is no beam."""
+    if sequence.beam is None:
+        return 0
+    return min(vocab_size, sequence.request.params.width + len(sequence.output.ends))
+
+
+@dataclass(frozen=True, slots=True)
 class Draws:
     """The rows of a step that are sampled at a temperature."""
 
@@ -440,11 +457,12 @@ class SamplingBatch:
     """int64: the rows whose log probabilities are wanted."""
     logprob_counts: dict[int, int]
     """Maps a row to the number of most likely tokens wanted, on the host."""
+    beams: BeamRows | None = None
 
     @property
     def plain(self) -> bool:
         """Whether every row takes the most likely token of the unchanged logits, without log probabilities."""
-        return self.draws is None and self.edits is None and self.logprob_rows is None
+        return self.draws is None and self.edits is None and self.logprob_rows is None and self.beams is None
 
 
 class SamplingRows:
@@ -463,11 +481,13 @@ class SamplingRows:
         self._choice = np.zeros(slots, np.uint64)
         self._edits = EditRows(slots, vocab_size, device)
         self._logprobs = np.full(slots, -1, np.int64)
+        self._continuations = np.zeros(slots, np.int64)
 
     def admit(self, sequence: Sequence) -> None:
         """Fill the row of the sequence's slot."""
         slot, params = sequence.slot, sequence.request.params
-        self._temperature[slot] = params.divisor
+        self._continuations[slot] = continuations_of(sequence, self._vocab_size)
+        self._temperature[slot] = 0.0 if sequence.beam is not None else params.divisor
         # A filter that keeps all tokens is the same as none.
         self._top_k[slot] = params.top_k if params.top_k < self._vocab_size else 0
         self._top_p[slot] = params.top_p
@@ -486,7 +506,8 @@ class SamplingRows:
         adjacent, and the first of them has none.
         """
         slots = np.fromiter((s.slot for s in sequences), np.int64, len(sequences))
-        wants_logprobs = (self._logprobs[slots] >= 0).nonzero()[0]
+        counts = self._continuations[slots]
+        wants_logprobs = ((self._logprobs[slots] >= 0) & (counts == 0)).nonzero()[0]
         drawn = self._temperature[slots].nonzero()[0]
         draws = self._draws(sequences, slots, drawn, drafts) if len(drawn) else None
         return SamplingBatch(
@@ -494,7 +515,13 @@ class SamplingRows:
             edits=self._edits.gather(sequences, slots, drafts),
             logprob_rows=upload([wants_logprobs], self._device)[0] if len(wants_logprobs) else None,
             logprob_counts={int(row): int(self._logprobs[slots[row]]) for row in wants_logprobs},
+            beams=self._beams(slots, counts) if counts.any() else None,
         )
+
+    def _beams(self, slots: Ids, counts: Ids) -> BeamRows:
+        rows = counts.nonzero()[0]
+        (sent,) = upload([rows], self._device)
+        return BeamRows(sent, rows.tolist(), counts[rows].tolist(), self._logprobs[slots[rows]].tolist())
 
     def _draws(
         self, sequences: list[Sequence], slots: NDArray[np.int64], drawn: NDArray[np.int64], drafts: Drafts | None

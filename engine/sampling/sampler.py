@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.errors import NOT_FINITE
+from engine.beams import Continuation
+from engine.errors import NONE_LEFT, NOT_FINITE
 from engine.kernels.upload import upload
 from engine.params import MAX_LOGPROBS
 from engine.plan import Sampled, ScheduledSeq
 from engine.request import ScoredPart, TokenLogprobs
 from engine.sampling.draws import REACH, gumbel, narrow
-from engine.sampling.rows import NONE_LEFT, Draws, SamplingBatch, edit
+from engine.sampling.rows import BeamRows, Draws, SamplingBatch, edit
 
 #: The most logits of a prompt computed at one time: 32 MiB in fp32, whatever the prompt's length.
 _SLICE = 1 << 23
@@ -111,6 +113,7 @@ def sample(logits: Tensor, batch: SamplingBatch, candidates: Candidates = lambda
     # Log probabilities are those of the model's own logits, so they are taken before any edits.
     log_probs = None if batch.logprob_rows is None else logits[batch.logprob_rows].log_softmax(-1)
     faults = (~finite).long()
+    own = None if batch.beams is None else begin_beams(logits, batch.beams)
     if batch.edits is not None:
         edit(logits, batch.edits)
         if batch.edits.forbids:
@@ -120,10 +123,52 @@ def sample(logits: Tensor, batch: SamplingBatch, candidates: Candidates = lambda
         tokens[batch.draws.rows] = draw(logits[batch.draws.rows], batch.draws, candidates)
     ids, fault_codes = torch.stack((tokens, faults)).tolist()
     logprobs = {} if log_probs is None else _logprobs(log_probs, tokens, ids, batch)
-    return [
+    sampled = [
         failed(token, fault) if fault else Sampled(token, logprobs.get(row))
         for row, (token, fault) in enumerate(zip(ids, fault_codes, strict=True))
     ]
+    if batch.beams is not None and own is not None:
+        results = [tensor.tolist() for tensor in ranked_continuations(logits[batch.beams.rows], own, batch.beams)]
+        continue_beams(sampled, fault_codes, results, batch.beams)
+    return sampled
+
+
+def begin_beams(logits: Tensor, beams: BeamRows) -> Tensor:
+    """Replace the beams' rows of `logits`, fp32 [rows, vocabulary], by the log probabilities of which their scores are
+    sums: these are what penalties, biases and lists change. Returns them as they are before, [beams, vocabulary]."""
+    own = log_softmax(logits[beams.rows])
+    logits[beams.rows] = own
+    return own
+
+
+def ranked_continuations(scores: Tensor, own: Tensor, beams: BeamRows) -> list[Tensor]:
+    """The likeliest next tokens of each beam: their scores, fp32 [beams, count], and ids, int64. If log probabilities
+    are wanted, also those of the same tokens in the model's own distribution, and the values and ids of `ranked`'s
+    likeliest.
+
+    `scores`: log probabilities after all edits, fp32 [beams, vocabulary]; `own`: before them. Does not wait for the
+    device.
+    """
+    values, ids = scores.topk(max(beams.counts))
+    if max(beams.listed) < 0:
+        return [values, ids]
+    return [values, ids, own.gather(1, ids), *own.topk(min(MAX_LOGPROBS, own.shape[-1]))]
+
+
+def continue_beams(sampled: list[Sampled], faults: list[int], results: list[list[list[Any]]], beams: BeamRows) -> None:
+    """Put the results of `ranked_continuations`, on the host, in the place of the beams' tokens. A beam that no token
+    may continue has none, and fails nothing."""
+    for at, (row, count, top) in enumerate(zip(beams.on_host, beams.counts, beams.listed, strict=True)):
+        if faults[row] & 1:
+            continue
+        values, ids = results[0][at], results[1][at]
+        logprobs: list[TokenLogprobs | None] = [None] * len(ids)
+        if top >= 0:
+            likeliest = tuple(zip(results[4][at][:top], results[3][at][:top], strict=True))
+            logprobs = [TokenLogprobs(*pair, likeliest) for pair in zip(ids, results[2][at], strict=True)]
+        entries = [*map(Continuation, ids, values, logprobs)][:count]
+        kept = tuple(entry for entry in entries if entry.score > float("-inf"))
+        sampled[row] = Sampled(ids[0], continuations=kept)
 
 
 def chosen(tokens: Tensor, finite: Tensor) -> list[Sampled]:

@@ -5,5 +5,5 @@ policy queues them
 plan: planner fills the step's token budget and allocates KV blocks, in the order of policy (tiers, tenants), and
      preempts running sequences if it must
 update: scheduler appends the sampled tokens, makes the events and frees the blocks of finished sequences; group picks
-        among the candidates of best_of
+        among the candidates of best_of, and beams are searched for in place of choices
 """

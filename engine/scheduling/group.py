@@ -1,6 +1,7 @@
 """A request's choices: how they start, share the prompt's KV blocks and report events.
 
 best_of makes more choices than it returns (`Candidates`). Once all have ended, it returns the best ones, best first.
+The sequences of a beam search are its beams, in place of choices (`engine/beams.py`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from collections.abc import Container
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
+from engine.beams import BeamSearch
+from engine.errors import NONE_LEFT, ErrorText
 from engine.params import FinishReason
 from engine.plan import Sampled, ScheduledSeq
 from engine.request import Event, PromptScores, Request
@@ -31,6 +34,13 @@ class Group:
     """The log probabilities of the prompt, if the request wants them."""
     candidates: Candidates | None = None
     """The candidates of best_of, if more choices are made than returned."""
+    search: BeamSearch | None = None
+    """The beam search, if the request asks for one. `seqs` are then its beams, `unfinished` is their number."""
+
+    @property
+    def selects(self) -> bool:
+        """Whether its events wait until the best outputs are known, so that one failure fails all."""
+        return self.candidates is not None or self.search is not None
 
     def enter(self, seq: Sequence) -> tuple[FinishReason | None, str | int | None]:
         """Add a new choice with the tokens that were published before. Returns its finish reason and stop match if
@@ -82,6 +92,39 @@ class Group:
         """The events to report of a choice's event: those of best_of's candidates wait for each other."""
         return [event] if self.candidates is None else self.candidates.take(event)
 
+    def failed(self, event: Event) -> list[Event]:
+        """A sequence failed of those among which the best are chosen, so the request fails. Returns its event once for
+        every choice that was to be returned."""
+        ends = [replace(event, choice=choice, index=0, done=False) for choice in range(self.request.params.n)]
+        ends[-1].done = True
+        return ends
+
+    def found(self, search: BeamSearch) -> list[Event]:
+        """The events of the outputs of a beam search that is over, one for each choice."""
+        outputs = search.outputs()
+        wanted, shown = self.request.params.n, self.request.params.logprobs is not None
+        discarded = max(0, search.tokens - sum(len(beam.token_ids) for beam in outputs))
+        if len(outputs) < wanted:
+            why = (
+                ErrorText.of("no more than {} outputs are possible, and {n} is {}", len(outputs), wanted)
+                if outputs
+                else NONE_LEFT
+            )
+            return self.failed(replace(self.event(self.seqs[0], "error", error=why), refused=True))
+        return [
+            replace(
+                self.event(self.seqs[0], beam.finish_reason, beam.stop_match),
+                choice=choice,
+                index=0,
+                token_ids=beam.token_ids,
+                texts=beam.texts,
+                logprobs=beam.logprobs if shown else None,
+                done=choice == wanted - 1,
+                discarded=discarded,
+            )
+            for choice, beam in enumerate(outputs)
+        ]
+
     def event(
         self,
         seq: Sequence,
@@ -131,12 +174,6 @@ class Candidates:
         candidate.pieces.append(event)
         candidate.total += sum(token.logprob for token in event.logprobs or ())
         return self._choose() if event.done else []
-
-    def failed(self, event: Event) -> list[Event]:
-        """A candidate failed, so the request fails. Returns its event once for every choice that was to be returned."""
-        ends = [replace(event, choice=choice, index=0, done=False) for choice in range(self._returned)]
-        ends[-1].done = True
-        return ends
 
     def _choose(self) -> list[Event]:
         # Sorting is stable: of equal candidates the first made comes first.

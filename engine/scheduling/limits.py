@@ -148,14 +148,26 @@ class RequestLimits:
     """The tokens of the longest sequence that the KV cache can hold."""
     vocab_size: int | None
     """The size of the vocabulary; None if it is not known."""
+    max_num_seqs: int = 1 << 20
+    """The most sequences that run at one time."""
+    block_size: int = 1
+    """The tokens of a KV block."""
 
     def output_limit(self, request: Request) -> int:
         """The most tokens of the output: max_tokens, or what the context and the KV cache allow.
 
         The last token of an output is never computed and needs no place in the KV cache.
         """
-        room = min(self.max_model_len, self.kv_capacity + 1) - len(request.prompt_ids)
+        room = min(self.max_model_len, self._kv_of_one(request.params, len(request.prompt_ids)) + 1)
+        room -= len(request.prompt_ids)
         return room if request.params.max_tokens is None else min(room, request.params.max_tokens)
+
+    def _kv_of_one(self, params: SamplingParams, prompt: int) -> int:
+        """The tokens of the longest sequence that the KV cache can hold. All beams of a search fit at one time, with
+        the prompt that they share."""
+        if params.beam_width is None:
+            return self.kv_capacity
+        return min(self.kv_capacity, prompt + max(0, self.kv_capacity - prompt) // params.beam_width - self.block_size)
 
     def check(self, request: Request) -> None:
         """Raise RequestError naming the field at fault and its value."""
@@ -181,13 +193,40 @@ class RequestLimits:
                 param="resume",
             )
         if any(request.resume) and request.params.selects:
+            chooses = FieldName("best_of" if request.params.beam_width is None else "beam_width")
             raise RequestError(
-                ErrorText.of("resume has tokens, but {best_of} chooses among outputs that are whole"), param="resume"
+                ErrorText.of("resume has tokens, but {} chooses among outputs that are whole", chooses), param="resume"
             )
         for token_ids in request.resume:
             self._check_ids("resume", token_ids)
         self._check_params(request.params, len(request.prompt_ids))
         self._check_length(len(request.prompt_ids), request.params.max_tokens)
+        self._check_beams(request.params, len(request.prompt_ids))
+
+    def _check_beams(self, params: SamplingParams, prompt: int) -> None:
+        """Raise RequestError if a search's beams could not run at one time."""
+        width = params.beam_width
+        if width is None or params.max_tokens == 0:
+            return
+        if width > self.max_num_seqs:
+            raise RequestError(
+                ErrorText.of("{beam_width}={}, and at most {} sequences run at one time", width, self.max_num_seqs),
+                param="beam_width",
+            )
+        longest = prompt + (1 if params.max_tokens is None else params.max_tokens) - 1
+        if longest > self._kv_of_one(params, prompt):
+            raise RequestError(
+                ErrorText.of(
+                    "{beam_width}={} beams with {} tokens of prompt and up to {} of output each do not fit the KV "
+                    "cache of {} tokens; lower {beam_width} or {max_tokens}",
+                    width,
+                    prompt,
+                    longest + 1 - prompt,
+                    self.kv_capacity,
+                ),
+                param="beam_width",
+                code="kv_capacity_exceeded",
+            )
 
     def _check_params(self, params: SamplingParams, prompt: int) -> None:
         """Check the parameters against limits that depend on the model or the prompt."""

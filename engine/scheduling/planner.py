@@ -55,6 +55,8 @@ class Planner:
         self.preemptions = 0
         self.cached_tokens = 0
         self.out_of_memory = self.shrinks = 0
+        # The copies of the next plan: those for beams that have branched since the last one.
+        self._copies: list[tuple[int, int, int]] = []
         self.most_blocks = 0
         #: The serials of the sequences of the step in flight, while the next step is planned.
         self.in_flight: Set[int] = frozenset()
@@ -67,6 +69,7 @@ class Planner:
     def plan(self, now: float) -> StepPlan | None:
         """Plan the next step. Returns None if there is nothing to compute."""
         running, step = self.running, self._begin(now)
+        step.plan.copies = self._copies
         position = 0
         below = TIERS  # only requests of a tier better than this are still admitted
         freely = True  # False: only by preempting others
@@ -101,7 +104,14 @@ class Planner:
         else:
             self._exclusive_credit = min(self._exclusive_credit + 1, self._max_exclusive_credit)
         self.most_blocks = max(self.most_blocks, self._tables.used)
-        return step.plan if step.plan.rows else None
+        if step.plan.rows:
+            self._copies = []
+            return step.plan
+        if len(self.waiting) and running and running[-1].idle and not self.in_flight:
+            # Beams that wait for others of their searches hold what these need. They have nothing to compute.
+            self.preempt(running[-1], now, "kv_room")
+            return self.plan(now)
+        return None
 
     def _begin(self, now: float) -> Step:
         decoding = [seq for seq in self.running if len(seq.tokens) - seq.computed == 1]
@@ -287,6 +297,11 @@ class Planner:
     def preempt(self, seq: Sequence, now: float, why: str = "recompute") -> None:
         """Preempt a running sequence: it waits, and computes its tokens again. Between steps it may be any sequence.
         `why`: see `Course.preempted`."""
+        if seq.idle:
+            self.park(seq)
+            self.preemptions += 1
+            seq.request.course.preempt(now, why)
+            return
         self.running.remove(seq)
         self._leave(seq)
         seq.status = Status.WAITING
@@ -325,10 +340,40 @@ class Planner:
             self.waiting.shares.close(seq.account)
             seq.account = None
 
+    # ---- beams
+
+    def fork(self, beam: Sequence, parent: Sequence) -> bool:
+        """Run a new beam that goes on from what a running one has computed. Returns False, and does nothing, if there
+        is no slot or block for it: then `enqueue` it."""
+        if not self._slots or not self._tables.forkable(parent):
+            return False
+        self._copies += self._tables.fork(beam, parent)
+        beam.status = Status.RUNNING
+        beam.slot = heapq.heappop(self._slots)
+        beam.account = self.waiting.shares.open(parent.effective_tier, parent.request.tenant)
+        insort(self.running, beam, key=running_key)
+        beam.request.course.running += 1
+        return True
+
+    def enqueue(self, beam: Sequence, now: float) -> None:
+        """Let a beam wait that is in no queue, as one that was preempted."""
+        beam.status = Status.WAITING
+        beam.preempted = True
+        beam.queued_at = now
+        beam.account = self.waiting.shares.open(beam.effective_tier, beam.request.tenant)
+        self.waiting.push(beam)
+
+    def park(self, beam: Sequence) -> None:
+        """Take a beam that has nothing to compute out of its queue: its slot and blocks are for others."""
+        self.remove(beam)
+        beam.status = Status.WAITING
+
     def _leave(self, seq: Sequence) -> None:
         if seq.pending:  # update() appends the token itself once it is known
             seq.tokens.pop()
             seq.pending = False
+        if self._copies and seq.beam is not None:  # nothing may be copied into its blocks any more
+            self._copies[:] = [copy for copy in self._copies if copy[2] not in seq.tables[copy[0]].blocks]
         self._tables.free(seq)
         heapq.heappush(self._slots, seq.slot)
         seq.slot = -1
@@ -358,7 +403,7 @@ class Planner:
             raise EngineError("the slots are not each free or held by one running sequence")
         for seq in running:
             in_flight = seq.serial in self.in_flight
-            if seq.status is not Status.RUNNING or not 0 <= seq.computed < len(seq.tokens) + in_flight:
+            if seq.status is not Status.RUNNING or not 0 <= seq.computed < len(seq.tokens) + (in_flight or seq.idle):
                 raise EngineError(f"request {seq.request.id!r} runs with {seq.computed} of {len(seq.tokens)} tokens")
             if seq.pending != (UNKNOWN in seq.tokens) or (seq.pending and not in_flight):
                 raise EngineError(f"request {seq.request.id!r} runs with a token that is not known")

@@ -12,7 +12,8 @@ from heapq import nlargest
 from itertools import chain, count
 from typing import NamedTuple
 
-from engine.errors import EngineError, ErrorText, FieldName
+from engine.beams import Beam, BeamSearch
+from engine.errors import EngineError, ErrorText, FieldName, RequestError
 from engine.grammar.matcher import Grammars
 from engine.kv import BlockTables, Capacity, long_root, root_hash
 from engine.output import OutputState
@@ -98,7 +99,13 @@ class Scheduler:
         self._traits = traits
         self._rope_switch = traits.rope_switch
         self._tables = BlockTables(capacity.spaces, capacity.block_size, policy.enable_prefix_caching)
-        self._limits = RequestLimits(capacity.max_model_len, capacity.tokens_of_one, traits.vocab_size)
+        self._limits = RequestLimits(
+            capacity.max_model_len,
+            capacity.tokens_of_one,
+            traits.vocab_size,
+            max_num_seqs=capacity.max_num_seqs,
+            block_size=capacity.block_size,
+        )
         self._groups: dict[str, Group] = {}
         self._planner = Planner(self._tables, self._groups, capacity, policy, speculation)
         #: The source of draft tokens.
@@ -115,7 +122,11 @@ class Scheduler:
         self._limits.check(request)
         self._traits.spelled(request.params.bad_words)
         self._traits.check_form(request.params)
-        self._traits.watermark(request.params.watermark)
+        if self._traits.watermark(request.params.watermark) is not None and request.params.beam_width is not None:
+            raise RequestError(
+                ErrorText.of("{beam_width} finds outputs that bear no watermark, and {watermark} is not false"),
+                param="beam_width",
+            )
         request.loaded = self._traits.adapter(request.adapter)
 
     @property
@@ -148,9 +159,13 @@ class Scheduler:
         """A request's group, with no choices yet."""
         params = request.params
         # If nothing is generated, there are no candidates to choose from.
-        selects = params.selects and self._limits.output_limit(request) > 0
-        group = Group(request, unfinished=params.width if selects else params.n)
-        if selects:
+        limit = self._limits.output_limit(request)
+        selects = params.selects and limit > 0
+        beams = selects and params.beam_width is not None
+        group = Group(request, unfinished=1 if beams else params.width if selects else params.n)
+        if beams:
+            group.search = BeamSearch(params, limit)
+        elif selects:
             group.candidates = Candidates(params.width, params.n, params.logprobs is not None)
         if params.prompt_logprobs is not None:
             group.scores = PromptScores(list(request.prompt_ids), params.prompt_logprobs)
@@ -168,9 +183,9 @@ class Scheduler:
         watermark = traits.watermark(params.watermark)
         matchers, request.matchers = request.matchers, []
         each = [matchers[choice] if params.forms else None for choice in range(group.unfinished)]
-        plain = group.scores is None and group.candidates is None and not params.forms
+        plain = group.scores is None and not group.selects and not params.forms
         plain = plain and self.speculation is None and self._rope_switch is None
-        return [
+        choices = [
             Sequence(
                 request=request,
                 choice=choice,
@@ -190,6 +205,11 @@ class Scheduler:
             )
             for choice, matcher in enumerate(each)
         ]
+        if group.search is not None:
+            for seq in choices:
+                seq.beam = Beam(seq.output)
+                seq.guessed.barred = True  # drafts guess one token, and a beam wants several
+        return choices
 
     def abort(self, request_id: str) -> bool:
         """Drop a request and free its blocks. Returns False if the id is unknown. No event follows."""
@@ -213,13 +233,13 @@ class Scheduler:
         if group is None:
             return []
         events = []
-        # If one candidate fails, best_of cannot tell which are the best: the whole request fails.
-        for seq in [target] if isinstance(target, Sequence) and group.candidates is None else group.seqs:
+        # If one candidate fails, it is not known which are the best: the whole request fails.
+        for seq in [target] if isinstance(target, Sequence) and not group.selects else group.seqs:
             if seq.status is not Status.FINISHED:
                 self._tables.forget(seq)
                 self._end(group, seq)
                 events.append(replace(group.event(seq, "error", error=message), refused=refused, param=param))
-        return group.candidates.failed(events[-1]) if group.candidates is not None and events else events
+        return group.failed(events[-1]) if group.selects and events else events
 
     # ---- one step
 
@@ -232,7 +252,8 @@ class Scheduler:
 
         A sequence that samples in it then ends in an UNKNOWN token, which the next step may compute. A sequence has
         nothing to compute before `update` if: that token will end it for certain; the token takes it across the rope
-        switch; the executor `needs_token` itself; it has a draft; or it is to have a draft next. All tokens but draft
+        switch; the executor `needs_token` itself; it has a draft; it is to have a draft next; or it is a beam, which
+        others may replace. All tokens but draft
         tokens are known, so the blocks they fill are offered to the prefix cache. The caller then calls `schedule`, and
         after it `update` or `take_back` of this plan, with nothing else between.
         """
@@ -254,7 +275,7 @@ class Scheduler:
                 continue
             seq.computed = row.known_tokens
             self._tables.register(seq)
-            if row.draft or (self.speculation is not None and self.speculation.waits(seq)):
+            if row.draft or seq.beam is not None or (self.speculation is not None and self.speculation.waits(seq)):
                 continue
             if not row.samples or seq.output.count + 1 >= seq.output.limit or len(seq.tokens) == self._rope_switch:
                 continue
@@ -346,7 +367,9 @@ class Scheduler:
                     self._release_followers(group, seq)
             if group.scores is not None:
                 events += group.score(row)
-            if result is not None:
+            if result is not None and group.search is not None:
+                events += self._continue_beam(group, group.search, seq, result, now)
+            elif result is not None:
                 events += self._extend(group, row, result, now)
         self._generated_tokens += decoded
         return events
@@ -410,6 +433,74 @@ class Scheduler:
                 self._planner.preempt(seq, now)
         return text, reason, match
 
+    # ---- beam search
+
+    def _continue_beam(
+        self, group: Group, search: BeamSearch, seq: Sequence, result: Sampled, now: float
+    ) -> list[Event]:
+        """Enter a beam's likeliest next tokens. Once all beams have theirs, the search goes on, or is over."""
+        beams = [each.beam for each in group.seqs if each.beam is not None]
+        assert seq.beam is not None
+        seq.beam.continuations = result.continuations
+        if seq.status is Status.WAITING:  # it was preempted while its step was in flight
+            self._planner.park(seq)
+        if any(beam.continuations is None for beam in beams):
+            return []
+        self._generated_tokens += len(beams)
+        going = search.advance(beams)
+        if going:
+            self._branch(group, going, now)
+            return []
+        for each in group.seqs:
+            self._end(group, each)
+        return group.found(search)
+
+    def _branch(self, group: Group, going: list[tuple[int, Beam]], now: float) -> None:
+        """Replace a search's beams by those that go on. The first that continues a beam takes its sequence over. The
+        others share its blocks."""
+        parents = group.seqs
+        heirs: dict[int, Beam] = {}
+        others = [(parents[at], beam) for at, beam in going if heirs.setdefault(at, beam) is not beam]
+        branches = [(parent, self._branched(parent, beam)) for parent, beam in others]
+        for at, seq in enumerate(parents):
+            if at not in heirs:  # first, so that there are slots and blocks
+                self._end(group, seq)
+        group.seqs = [*(parents[at] for at in heirs), *(seq for _, seq in branches)]
+        group.unfinished = len(group.seqs)
+        long = self._rope_switch is not None and len(parents[0].tokens) == self._rope_switch
+        for parent, seq in branches:
+            if long or parent.status is not Status.RUNNING or not self._planner.fork(seq, parent):
+                self._planner.enqueue(seq, now)
+        for at, beam in heirs.items():
+            seq = parents[at]
+            seq.tokens.append(beam.token_ids[-1])
+            seq.beam, seq.output, seq.matcher = beam, beam.output, beam.output.matcher
+            if seq.status is Status.WAITING:
+                self._planner.enqueue(seq, now)
+        for seq in group.seqs if long else ():
+            seq.root, seq.hashes = long_root(seq.root), []
+            if seq.status is Status.RUNNING:
+                self._planner.preempt(seq, now)
+
+    def _branched(self, parent: Sequence, beam: Beam) -> Sequence:
+        """A new sequence for a beam that continues `parent`, in no queue yet."""
+        return replace(
+            parent,
+            tokens=[*parent.tokens, beam.token_ids[-1]],
+            output=beam.output,
+            matcher=beam.output.matcher,
+            beam=beam,
+            serial=next(self._serials),
+            slot=-1,
+            computed=0,
+            tables=[],
+            allocated=0,
+            status=Status.WAITING,
+            account=None,
+            hashes=list(parent.hashes),
+            registered=0,
+        )
+
     def _spoilt(self, row: ScheduledSeq, result: Sampled, now: float) -> list[Event]:
         """Handle a row whose sampling failed.
 
@@ -444,7 +535,7 @@ class Scheduler:
             return
         if seq in group.followers:
             group.followers.remove(seq)
-        else:
+        elif not seq.parked:
             self._planner.remove(seq)
         seq.status = Status.FINISHED
         group.unfinished -= 1
@@ -522,6 +613,7 @@ class Scheduler:
         groups = self._groups.values()
         alive = [seq for group in groups for seq in group.seqs if seq.status is not Status.FINISHED]
         placed = [*self._planner.running, *self._planner.waiting, *(seq for group in groups for seq in group.followers)]
+        placed += [seq for seq in alive if seq.parked]
         if sorted(seq.serial for seq in alive) != sorted(seq.serial for seq in placed):
             raise EngineError("the unfinished sequences are not each in one queue")
         for group in groups:

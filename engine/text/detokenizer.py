@@ -28,6 +28,10 @@ class Detokenizer(Protocol):
         """Return the text still held back. Incomplete characters become U+FFFD."""
         ...
 
+    def fork(self) -> Detokenizer:
+        """Another output's, after the same tokens."""
+        ...
+
 
 def detokenizer_factory(
     tokenizer: Tokenizer, decoder: dict[str, Any] | None, decode: Callable[[Sequence[int]], str]
@@ -105,6 +109,12 @@ class ByteLevelDetokenizer:
         self._incomplete = False
         return self._decoder.decode(b"", True)
 
+    def fork(self) -> ByteLevelDetokenizer:
+        other = ByteLevelDetokenizer(self._table)
+        other._decoder.setstate(self._decoder.getstate())
+        other._incomplete = self._incomplete
+        return other
+
 
 class ByteFallbackDetokenizer:
     """SentencePiece style (Llama 2, Mistral, Gemma): tokens are text, except <0xNN> tokens, which are bytes.
@@ -134,6 +144,11 @@ class ByteFallbackDetokenizer:
 
     def flush(self) -> str:
         return self._stripped(self._end_run())
+
+    def fork(self) -> ByteFallbackDetokenizer:
+        other = ByteFallbackDetokenizer(self._table, self._strip, self._strip_left)
+        other._run += self._run
+        return other
 
     def _end_run(self) -> str:
         if not self._run:
@@ -179,6 +194,11 @@ class WindowDetokenizer:
 
     def flush(self) -> str:
         return self._new_text(hold=False)
+
+    def fork(self) -> WindowDetokenizer:
+        other = WindowDetokenizer(self._decode, self._token_of)
+        other._ids, other._returned = list(self._ids), self._returned
+        return other
 
     def _new_text(self, hold: bool) -> str:
         before, text = self._decode(self._ids[: self._returned]), self._decode(self._ids)

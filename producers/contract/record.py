@@ -65,7 +65,7 @@ hexadecimal digits of the key that was drawn by (`routing.draw_of`); 1 without o
 | `next:<choice>` | index of the choice's next token |
 | `prompt` | stream entries that hold the prompt's log probabilities, before token 0 |
 | `again` | tokens of prompt and output that later workers took up from earlier ones, once for each such start |
-| `discarded` | tokens made for candidates of `best_of` that are not among the choices |
+| `discarded` | tokens made for candidates of `best_of`, and for beams, that are not among the choices |
 | `end` | the final status; the stream has its terminal entry |
 | `reasons`, `usage`, `error` | JSON: a finish reason per choice; token counts; `{code, message, param}` or null |
 """
@@ -237,7 +237,7 @@ class Record:
         """Number of choices that are generated, of which `n` are returned. Raises BrokenRecord."""
         task: Any = self.task
         with _named(self.id, "task"):
-            return int(task.get("best_of") or self.n)
+            return int(task.get("beam_width") or task.get("best_of") or self.n)
 
     @property
     def deaths(self) -> int:

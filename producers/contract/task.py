@@ -41,6 +41,7 @@ from engine.labels import MAX_ENTITIES, Aggregation
 from engine.params import (
     DEFAULTS,
     FORMS,
+    MAX_BEAMS,
     MAX_CHOICES,
     MAX_GRAMMAR,
     MAX_PROMPT_LOGPROBS,
@@ -48,11 +49,13 @@ from engine.params import (
     MAX_SCHEMA,
     MAX_TEXT,
     NO_KEYS,
+    OF_BEAMS,
     REQUIRED,
     SamplingParams,
     filled,
     grammar_of,
     has_keys,
+    misused_beams,
     too_large,
 )
 from producers.contract import levels
@@ -69,7 +72,8 @@ MAX_TENANT: Final = 200
 MAX_ORDER_KEY: Final = 128
 #: Most log probabilities of a task's output, alternatives included: some fifty megabytes as text.
 MAX_LOGPROBS: Final = 1 << 20
-#: Most output tokens of a task with best_of. One call publishes them and keeps the store busy for tenths of a second.
+#: Most output tokens of a task with best_of or beams. One call publishes them and keeps the store busy for tenths of a
+#: second.
 MAX_BEST_TOKENS: Final = 16_384
 #: Estimated bytes a token of text, which overestimates the tokens of most texts.
 BYTES_PER_TOKEN: Final = 3
@@ -309,6 +313,7 @@ Schema = Annotated[dict[str, Any], _bounded("json_schema")]
 Regex = Annotated[str, _bounded("regex")]
 Lark = Annotated[str, _bounded("grammar")]
 Watermark = Annotated[str | Literal[False], _bounded("watermark")]
+EarlyStopping = Annotated[bool | Literal["never"], _bounded("early_stopping")]
 Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE)]
 MessageList = Annotated[list[Message], Field(min_length=1)]
 Messages = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_messages, json_schema_input_type=MessageList)]
@@ -524,6 +529,9 @@ class Task(BaseModel):
     ignore_eos: bool = sampling("ignore_eos")
     n: int = sampling("n")
     best_of: int | None = sampling("best_of", f"an integer from n to {MAX_CHOICES}")
+    beam_width: int | None = sampling("beam_width", f"an integer from n to {MAX_BEAMS}")
+    length_penalty: float = sampling("length_penalty")
+    early_stopping: EarlyStopping = sampling("early_stopping")
     logprobs: int | None = sampling("logprobs")
     prompt_logprobs: int | None = sampling("prompt_logprobs")
     tier: Annotated[Tier, BeforeValidator(known_tier)] = Field(
@@ -619,6 +627,8 @@ class Task(BaseModel):
             raise InvalidTask(
                 ErrorText.of("{best_of} is {}, less than {n} ({})", self.best_of, self.n), param="best_of"
             )
+        if wrong := misused_beams({name: getattr(self, name) for name in OF_BEAMS}):
+            raise InvalidTask(wrong[0], param=wrong[1])
         if self.allowed_token_ids and set(self.allowed_token_ids) <= set(self.banned_token_ids):
             raise InvalidTask(
                 ErrorText.of("{allowed_token_ids} has no token that {banned_token_ids} does not ban"),
@@ -717,7 +727,7 @@ class Task(BaseModel):
     @property
     def width(self) -> int:
         """Number of choices that are generated, of which `n` are returned."""
-        return self.best_of or self.n
+        return self.beam_width or self.best_of or self.n
 
     @property
     def level(self) -> int:
@@ -798,6 +808,15 @@ class Task(BaseModel):
     def _check_watermark(self, keys: Mapping[str, Any] | None) -> None:
         """Raise InvalidTask if workers cannot, or may not, do as the task says. `keys`: the card's `watermark`."""
         if self.watermark is None:
+            if self.beam_width is not None and keys is not None and keys["default"] is not None:
+                raise InvalidTask(
+                    ErrorText.of(
+                        "{beam_width} finds outputs that bear no watermark, and model {} marks its own unless "
+                        "{watermark} is false",
+                        shown(self.model),
+                    ),
+                    param="beam_width",
+                )
             return
         if self.watermark is False:
             why = REQUIRED if keys and keys["default"] is not None and not keys["optional"] else ""
@@ -1024,17 +1043,19 @@ class Task(BaseModel):
                 param="logprobs",
             )
         output = context - prompt if self.max_tokens is None else self.max_tokens
-        if self.width > self.n and self.n * output > MAX_BEST_TOKENS:
+        if (self.beam_width or self.width > self.n) and self.n * output > MAX_BEST_TOKENS:
+            name = "best_of" if self.beam_width is None else "beam_width"
             raise InvalidTask(
                 ErrorText.of(
-                    "{best_of} is {}: {} choices of up to {} tokens are more than the {} tokens that are given at "
+                    "{} is {}: {} choices of up to {} tokens are more than the {} tokens that are given at "
                     "once; lower {max_tokens} or {n}",
-                    self.best_of,
+                    FieldName(name),
+                    self.width,
                     self.n,
                     output,
                     MAX_BEST_TOKENS,
                 ),
-                param="best_of",
+                param=name,
             )
 
     def formed(self) -> Self:
@@ -1066,7 +1087,7 @@ class Task(BaseModel):
         self.check(card)
         if self.kind != "generate":
             return self
-        update = filled({name: getattr(self, name) for name in DEFAULTS}, card.get("defaults", {}))
+        update = filled({name: getattr(self, name) for name in (*DEFAULTS, "beam_width")}, card.get("defaults", {}))
         if "adapter" in card:
             update["adapter"] = card["adapter"]["version"]
         if (formed := self.formed()) is not self:

@@ -187,7 +187,7 @@ class Append:
     scored: bool = False
     """Whether the prompt's entries were published before; nothing is appended if they are missing."""
     discarded: int = 0
-    """Number of unpublished tokens of best_of's candidates."""
+    """Number of unpublished tokens of best_of's candidates, or of beams."""
     prompt_tokens: int = 0
     """Length of a text prompt that the record does not have yet; 0: no news."""
     run: str = ""

@@ -116,6 +116,24 @@ def test_all_candidates_are_counted_and_the_best_given(client: Client) -> None:
     assert best.usage["output_tokens"] == every.usage["output_tokens"] == 32
 
 
+def test_beams_reach_the_engine(client: Client) -> None:
+    """Nothing is drawn, though the model has a temperature of its own, and all come at the end."""
+    asked: dict[str, Any] = {"temperature": None, "max_tokens": 6, "beam_width": 4, "n": 3, "length_penalty": 0.0}
+    found = ask(client, logprobs=0, **asked)
+    totals = [sum(one[0] for one in choice.logprobs or ()) for choice in found.choices]
+    assert totals == sorted(totals, reverse=True)
+    assert len({choice.token_ids for choice in found.choices}) == 3
+    greedy = ask(client, logprobs=0, max_tokens=6)
+    assert totals[0] >= sum(one[0] for one in greedy.choices[0].logprobs or ())
+    # The prompt's row, and four beams in each further step.
+    assert found.usage["output_tokens"] == 1 + 4 * 5
+    handle = client.submit(model="tiny", prompt=PROMPT, ignore_eos=True, early_stopping="never", **asked)
+    events = [event for event in handle.stream() if isinstance(event, Token)]
+    assert [event.token_id for event in events] == [
+        token_id for choice in handle.result().choices for token_id in choice.token_ids
+    ]
+
+
 def test_what_only_the_worker_can_know_fails_the_task_with_its_name(client: Client) -> None:
     with pytest.raises(InvalidTask, match="logit_bias"):
         ask(client, logit_bias={1 << 20: 1.0})

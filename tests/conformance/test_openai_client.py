@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import openai
 import pytest
@@ -182,6 +182,32 @@ class TestCompletions:
         assert best.usage is not None
         assert every.usage is not None
         assert best.usage.completion_tokens == every.usage.completion_tokens, "all that were made are counted"
+
+    def test_beams_by_either_name_and_in_a_stream(self, client: OpenAI) -> None:
+        asked: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6}
+        vllm = {"use_beam_search": True, "length_penalty": 0.5, "early_stopping": True}
+        found = client.completions.create(**asked, n=3, extra_body=vllm)
+        texts = [choice.text for choice in found.choices]
+        assert len(set(texts)) == 3
+        again = client.completions.create(**asked, n=3, extra_body={**vllm, "beam_width": 3})
+        assert [choice.text for choice in again.choices] == texts
+        streamed = [""] * 3
+        for chunk in client.completions.create(**asked, n=3, stream=True, extra_body=vllm):
+            for choice in chunk.choices:
+                streamed[choice.index] += choice.text
+        assert streamed == texts
+        chat = client.chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=5, n=2, extra_body={"beam_width": 4}
+        )
+        assert len({choice.message.content for choice in chat.choices}) == 2
+        for extra, param in (
+            ({"beam_width": 2}, "beam_width"),
+            ({"beam_width": 4, "use_beam_search": False}, "use_beam_search"),
+            ({"use_beam_search": 1}, "use_beam_search"),
+        ):
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.completions.create(**asked, n=3, extra_body=extra)
+            assert refused.value.param == param
 
     def test_a_prompt_is_scored(self, client: OpenAI) -> None:
         """What greedy decoding said is the likeliest at each place, also when it is scored as a prompt."""

@@ -35,6 +35,22 @@ def test_another_worker_goes_on_where_the_stream_ends(rig: Rig) -> None:
     assert rig.redis.hlen(broker_keys.INCARNATIONS) == 1
 
 
+def test_a_beam_search_begins_anew(rig: Rig) -> None:
+    """Nothing of it was published, so nothing binds the next worker, which counts the death of the one before."""
+    first = rig.worker(STUB_HOLD_AT=20)
+    (task_id,) = rig.fill(1, max_tokens=60, beam_width=2, n=2)
+    rig.until(lambda: rig.status(task_id) == "in_progress")
+    assert rig.tokens(task_id) == 0
+    rig.kill(first)
+    rig.worker()
+    (other,) = rig.fill(1, max_tokens=60, beam_width=2, n=2)
+    rig.until_settled([task_id, other])
+    assert rig.entries(task_id)[:-1] == rig.entries(other)[:-1]
+    assert {*map(len, ([e for e in rig.entries(task_id)[:-1] if e[0] == c] for c in (0, 1)))} == {60}
+    assert [rig.record(each)["deaths"] for each in (task_id, other)] == ["1", "0"]
+    rig.check_nothing_left()
+
+
 def test_a_text_is_counted_though_its_worker_dies_before_the_first_token(rig: Rig) -> None:
     worker = rig.worker(STUB_HANG_AFTER=0)
     (task_id,) = rig.fill(1, prompt="three words long")

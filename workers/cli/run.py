@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from engine.params import BEAMS
 from workers.cli.commands import Commands
 from workers.cli.exits import CALLER_STATUS, Exit, Failure, check_extras, needs, refusing, touching
 from workers.cli.options import (
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
     from engine.declared import Declared
     from workers.cli.client import Gateway
 
-#: Sampling parameters whose results are not printed.
-NOT_SHOWN = frozenset({"best_of", "logprobs", "prompt_logprobs"})
+#: Sampling parameters whose results are not printed, or not as they come.
+NOT_SHOWN = frozenset({"best_of", *BEAMS, "logprobs", "prompt_logprobs"})
 RUN_STATUS = "Exit status: 0 done, 1 it failed, 2 refused, 130 interrupted."
 HELP: Final = """\
 /exit           leave; so do /bye and Ctrl-D

@@ -324,7 +324,7 @@ class Claimer(threading.Thread):
     def _params(self, task: Task, delivery: Delivery) -> SamplingParams:
         """Returns the task's sampling parameters, without results that earlier workers published as a whole."""
         published = {"prompt_logprobs"} if delivery.scored else set()
-        published |= {"best_of"} if any(delivery.base) else set()
+        published |= {"best_of", "beam_width", "length_penalty", "early_stopping"} if any(delivery.base) else set()
         values = ((name, getattr(task, name)) for name in SAMPLING if name not in published)
         sampling = {name: value for name, value in values if value is not None}
         if delivery.record is not None and "max_output" in delivery.record.fields:

@@ -85,8 +85,8 @@ class Batch:
         self._append_of(delivery, 0, delivery.next_index(0)).prompt_tokens = delivery.prompt_tokens
 
     def add(self, delivery: Delivery, event: Event) -> None:
-        """Adds an event of a choice. Events of best_of's choices wait until all have come: one call publishes them, so
-        no stream can hold choices of two runs."""
+        """Adds an event of a choice. Those of best_of's choices, and of a beam search's, wait until all have come:
+        one call publishes them, so no stream can hold choices of two runs."""
         if event.prompt_logprobs is not None:
             _note_prompt(delivery, event.prompt_logprobs)
             self.scored.append(delivery)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Each
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -52,7 +52,8 @@ from engine.kernels.upload import upload
 from engine.plan import Sampled
 from engine.request import TokenLogprobs
 from engine.sampling.draws import choice_state
-from engine.sampling.sampler import failed, listed, log_softmax, ranked
+from engine.sampling.rows import BeamRows, EditRows, continuations_of, edit
+from engine.sampling.sampler import continue_beams, failed, listed, log_softmax, ranked, ranked_continuations
 from engine.sequence import Sequence
 
 __all__ = ["Choose", "DeviceSampler", "Drawn", "needs_host_token"]
@@ -85,6 +86,9 @@ class Drawn:
     counts: dict[int, int]
     """Maps each such row to the number of most likely tokens wanted."""
     wait: Callable[[], None]
+    beams: BeamRows | None = None
+    continued: list[Tensor] = field(default_factory=list)
+    """The results of `ranked_continuations`, on the host."""
 
 
 class DeviceSampler:
@@ -102,6 +106,7 @@ class DeviceSampler:
         caller owns it."""
         self._rows = DeviceSamplingRows(slots, vocab_size, device, last_tokens)
         self._device = device
+        self._beams = DeviceBeams(slots, vocab_size, device)
         self._choose = chooser(slots, vocab_size, device) if choose is None else choose
 
     @property
@@ -125,6 +130,9 @@ class DeviceSampler:
         """Begin to copy the chosen tokens, with the wanted log probabilities, to the host."""
         slots = np.fromiter((sequence.slot for sequence in sequences), np.int64, len(sequences))
         listed_counts = self._rows.logprobs[slots]
+        beams = self._beams.rows(sequences)
+        if beams is not None:  # they have those of their continuations
+            listed_counts[beams.on_host] = -1
         rows = (listed_counts >= 0).nonzero()[0]
         chosen = self.state.chosen[:, : len(sequences)]
         results = [chosen]
@@ -133,9 +141,13 @@ class DeviceSampler:
             # Log probabilities are those of the model's own logits, before any edits.
             log_probs = log_softmax(logits[index])
             results += ranked(log_probs, chosen[0, index], int(listed_counts.max()))
+        own = len(results)
+        if beams is not None:
+            results += self._beams.ranked(logits, sequences, beams)
         hosts, wait = _to_host(results)
         counts = {int(row): int(listed_counts[row]) for row in rows}
-        return Drawn(hosts[0], (hosts[1], hosts[2]) if counts else None, counts, wait)
+        scored = (hosts[1], hosts[2]) if counts else None
+        return Drawn(hosts[0], scored, counts, wait, beams, hosts[own:])
 
     def collect(self, drawn: Drawn) -> list[Sampled]:
         """Wait for the copies. Returns one result for each of the step's sequences. Only a row with a fault has an
@@ -148,10 +160,13 @@ class DeviceSampler:
             chosen_ids = [tokens[row] for row in drawn.counts]
             logprobs = listed(values, likeliest, chosen_ids, list(drawn.counts.values()))
             scores = dict(zip(drawn.counts, logprobs, strict=True))
-        return [
+        sampled = [
             failed(token, fault) if fault else Sampled(token, scores.get(row))
             for row, (token, fault) in enumerate(zip(tokens, faults, strict=True))
         ]
+        if drawn.beams is not None:
+            continue_beams(sampled, faults, [tensor.tolist() for tensor in drawn.continued], drawn.beams)
+        return sampled
 
     def counted(self, sequence: Sequence, more: int) -> None:
         """Note that a step has accepted `more` draft tokens for a sequence that it admitted."""
@@ -160,6 +175,50 @@ class DeviceSampler:
     def forget(self) -> None:
         """Send all rows again, because after a failed step the device's copies may be wrong."""
         self._rows.forget()
+        self._beams.forget()
+
+
+class DeviceBeams:
+    """Ranks the next tokens of beams. Penalties, biases and lists change their log probabilities, so they are applied
+    by torch here, from the rows that the CPU's sampler has. The host knows all tokens of a beam before its step."""
+
+    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
+        self._slots = slots
+        self._vocab_size = vocab_size
+        self._device = device
+        self._edits: EditRows | None = None  # made with the first beam
+        self._owners: dict[int, Sequence] = {}
+
+    def rows(self, sequences: Each[Sequence]) -> BeamRows | None:
+        """The rows that are beams; None if no sequence is one."""
+        at = [row for row, sequence in enumerate(sequences) if sequence.beam is not None]
+        if not at:
+            return None
+        beams = [sequences[row] for row in at]
+        (sent,) = upload([np.array(at, np.int64)], self._device)
+        counts = [continuations_of(sequence, self._vocab_size) for sequence in beams]
+        return BeamRows(sent, at, counts, [sequence.request.params.listed for sequence in beams])
+
+    def ranked(self, logits: Tensor, sequences: Each[Sequence], beams: BeamRows) -> list[Tensor]:
+        """See `ranked_continuations`. `logits`: [rows, vocabulary], not changed."""
+        if self._edits is None:
+            self._edits = EditRows(self._slots, self._vocab_size, self._device)
+        chosen = [sequences[row] for row in beams.on_host]
+        for sequence in chosen:
+            if self._owners.get(sequence.slot) is not sequence:
+                self._edits.admit(sequence)
+                self._owners[sequence.slot] = sequence
+        own = log_softmax(logits[beams.rows])
+        edits = self._edits.gather(chosen, np.array([sequence.slot for sequence in chosen], np.int64))
+        scores = own
+        if edits is not None:
+            scores = own.clone()
+            edit(scores, edits)
+        return ranked_continuations(scores, own, beams)
+
+    def forget(self) -> None:
+        """Read sequences' parameters, and count their tokens, again."""
+        self._owners.clear()
 
 
 def chooser(slots: int, vocab_size: int, device: torch.device) -> Choose:
@@ -267,7 +326,7 @@ class DeviceSamplingRows:
         """Fill the table rows of new sequences, except edits."""
         params = [sequence.request.params for sequence in fresh]
         real = table.view(np.float32)
-        real[:, TEMPERATURE] = [p.divisor for p in params]
+        real[:, TEMPERATURE] = [0.0 if s.beam is not None else s.request.params.divisor for s in fresh]
         real[:, REPETITION] = [p.repetition_penalty for p in params]
         real[:, PRESENCE] = [p.presence_penalty for p in params]
         real[:, FREQUENCY] = [p.frequency_penalty for p in params]

@@ -53,6 +53,8 @@ SERVICE_TIERS: Final = {
     "priority": ("priority", "priority"),
     "fast": ("priority", "priority"),
 }
+#: vLLM's switch of beam search.
+BEAMS: Final = "use_beam_search"
 #: Hints that do not apply here and change no answer: accepted and ignored.
 HINTS: Final[dict[str, type]] = {
     "user": str,
@@ -82,7 +84,6 @@ NOT_OFFERED: Final[dict[str, tuple[Any, ...]]] = {
     "chat_template": (),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
-    "use_beam_search": (False,),
     "cache_salt": (),
     "guided_whitespace_pattern": (),
 }
@@ -187,6 +188,7 @@ class Parameters:
             },
             "seed": {"type": "integer", "minimum": MIN_SEED, "maximum": MAX_SEED},
             "service_tier": {"enum": list(SERVICE_TIERS)},
+            BEAMS: {"type": "boolean"},
             "stream": {"type": "boolean"},
             "stream_options": {
                 "type": "object",
@@ -238,6 +240,7 @@ class Parameters:
                 )
             fields[ours_of_it], theirs[ours_of_it] = value, name
         fields |= _seed(values) | _top_k(values)
+        _set_beams(values, fields, theirs)
         fields |= {} if tenant is None else {"tenant": tenant}
         options = _stream_options(values, stream, self.stream_options)
         include_usage = options.get("include_usage", False)
@@ -260,6 +263,7 @@ class Parameters:
             "stream_options",
             "service_tier",
             "seed",
+            BEAMS,
             STRUCTURED,
             *self.same,
             *self.endpoint_schemas,
@@ -322,6 +326,22 @@ def _top_k(values: Mapping[str, Any]) -> dict[str, int]:
     """The task's top_k if given as -1, which is vLLM's value for off: 0."""
     top_k = values.get("top_k")
     return {"top_k": 0} if type(top_k) is int and top_k == -1 else {}
+
+
+def _set_beams(values: Mapping[str, Any], fields: dict[str, Any], theirs: dict[str, str]) -> None:
+    """Set the beams that `use_beam_search` asks for: as many as `best_of` or `n` says, if `beam_width` does not. Enters
+    into `theirs` which. Raises Problem."""
+    if not flag(values, BEAMS, "beam_width" in fields):
+        if "beam_width" in fields:
+            raise invalid_value(
+                BEAMS, f"{BEAMS} is false, and beam_width is {shown(fields['beam_width'])}; leave one out"
+            )
+    elif "beam_width" not in fields:
+        name = "best_of" if "best_of" in fields else "n"
+        fields["beam_width"], theirs["beam_width"] = (
+            fields.pop("best_of") if name == "best_of" else fields.get("n", 1),
+            name,
+        )
 
 
 def _structured(values: Mapping[str, Any]) -> tuple[str, str, Any] | None:

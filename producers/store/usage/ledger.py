@@ -10,7 +10,7 @@ row without an end; the row outlives the record. An entry's id begins with the t
 | `id`, `status` | the task, and how it ended |
 | `key`, `tenant`, `model`, `version`, `tier` | as in the record; empty where it lacks them |
 | `prompt`, `cached`, `output` | tokens as the task's usage has them; `cached` are part of `prompt` |
-| `discarded` | tokens of `output` that are not in the stream: of candidates that `best_of` did not choose |
+| `discarded` | tokens of `output` that are not in the stream: candidates of `best_of`, and beams |
 | `again` | tokens of prompt and output that later workers took up from earlier ones, which `prompt` and `output` \
 count once |
 | `attempts`, `deaths` | starts; workers that died holding it |
