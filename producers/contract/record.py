@@ -40,6 +40,7 @@ hexadecimal digits of the key that was drawn by (`routing.draw_of`); 1 without o
 | `shortened` | overload shortened its outputs (JSON): `to` so many tokens, `from` the `max_tokens` that it asked for |
 | `shadow` | the version that gets a copy of it, of a task that is a sample (`producers.store.shadows`) |
 | `shadow_of`, `paired` | of such a copy: the task that it copies; 1: it was compared |
+| `scored` | of a task that scores another one's output: tokens of that, the last ones of its prompt |
 | `retried_from` | id of the task that this one repeats |
 | `webhook` | the task's own webhook (JSON: url, events) |
 | `webhook_secret` | its secret, as `producers.contract.sealing` stores it; absent: the tenant's own is used |

@@ -32,7 +32,7 @@ from producers.store.fleet import canaries, rollouts
 from producers.store.fleet.canaries import ALIAS, Canary
 from producers.store.fleet.rollouts import Rollout
 from producers.store.fleet.routing import Routing, RoutingError
-from producers.store.shadows import Pair
+from producers.store.shadows import Pair, Score
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +154,8 @@ class Controller:
         rows += [{text(name): text(value) for name, value in fields.items()} for _, fields in scores]
         copies: Any = self._store.xrange(keys.shadow_pairs(state.model), f"({evidence.pairs}", "+", count=PAGE)
         matcher.enter(rows, evidence, state.step)
-        pairs = (Pair.parse(value) for _, fields in copies for value in fields.values())
+        rows_of_copies = [value for _, fields in copies for value in fields.values()]
+        pairs = (Pair.parse(value) or Score.parse(value) for value in rows_of_copies)
         matcher.enter_pairs((pair for pair in pairs if pair is not None), evidence, state.step)
         found = findings(state, evidence)
         if entries or scores or copies:

@@ -12,6 +12,7 @@ they like: both are compared at the same time, and no two comparisons share a ta
 | rank | part of the baseline's tasks that the candidate's is worse than by more than the tolerance, less the part \
 that it is not | the margin, usually 0: it is worse by more than the tolerance in more than half of all pairs |
 | score | part of the baseline's scores that are higher, less the part that is lower | the margin |
+| pair | of a task and its copy (shadow traffic), see `Matcher.enter_pairs` | the margin |
 | tail | as share; bad is what takes longer than the tolerance over the p95 of the baseline's last tasks | the margin |
 
 Ranks need no mean, which heavy tails would spoil; the share needs none either. A metric that does not apply to one of
@@ -29,9 +30,9 @@ from typing import Final, Literal, NamedTuple
 
 from producers.connection.script import parsed
 from producers.rollouts.evidence import GRID, Bounds, bounds, comparisons, log_wealth
-from producers.store.fleet.canaries import ALIAS, Canary
+from producers.store.fleet.canaries import ALIAS, LIKELIHOOD, Canary
 from producers.store.fleet.routing import DEFAULT
-from producers.store.shadows import Pair
+from producers.store.shadows import Pair, Score
 from producers.store.usage.ledger import STATUSES
 
 #: Most tasks of the baseline that one comparison takes; powers of two, so that differences are multiples of 1/GRID.
@@ -51,6 +52,9 @@ SUSPICION: Final = 10.0
 
 #: The metric of shadow traffic, of rollouts whose candidate has some.
 SHADOW: Final = "shadow"
+DIVERGED: Final = "diverged"
+#: Metrics of copies of tasks, of rollouts whose candidate gets some.
+OF_COPIES: Final = (SHADOW, LIKELIHOOD, DIVERGED)
 
 Row = Mapping[str, str]
 
@@ -61,7 +65,7 @@ class Metric:
 
     name: str
     text: str
-    kind: Literal["share", "rank", "tail", "score"]
+    kind: Literal["share", "rank", "tail", "score", "pair"]
     value: Callable[[Row], float | None]
     margin: float = 0.0
     tolerance: float = 0.0
@@ -140,8 +144,9 @@ def _of_pairs(row: Row) -> float | None:
 
 
 def is_bad(pair: Pair, which: int) -> bool:
-    """Whether a task (0) or its copy (1) failed, answered at most one token, or was cut off."""
-    return pair.statuses[which] == "failed" or pair.tokens[which] <= 1 or "length" in pair.reasons[which]
+    """Whether a task (0) or its copy (1) failed, answered at most one token, refused, or was cut off."""
+    broken = pair.statuses[which] == "failed" or pair.tokens[which] <= 1 or "length" in pair.reasons[which]
+    return broken or pair.refused[which]
 
 
 #: Weight of metrics that a broken candidate is found by.
@@ -173,7 +178,20 @@ METRICS: Final = (
     ),
     Metric("longer", "answers that are longer (tokens)", "rank", _longest, tolerance=0.5),
     Metric("shorter", "answers that are shorter (tokens)", "rank", _longest, tolerance=0.5, lower_is_worse=True),
-    Metric(SHADOW, "copies (shadow traffic) that failed, were empty or cut off", "share", _of_pairs, margin=0.02),
+    Metric(
+        *(SHADOW, "copies (shadow traffic) that failed, were empty, refused or cut off", "share", _of_pairs),
+        margin=0.02,
+    ),
+    Metric(
+        *(LIKELIHOOD, "how likely the baseline's outputs are: probability of a token, geometric mean", "pair"),
+        _of_pairs,
+        margin=0.5,
+    ),
+    Metric(
+        *(DIVERGED, "copies' tokens from the first difference on", "pair", _of_pairs),
+        margin=0.5,
+        usual=False,
+    ),
     Metric("feedback", "scores that callers gave (`/v1/feedback`)", "score", _score, margin=0.01),
 )
 BY_NAME: Final = {metric.name: metric for metric in METRICS}
@@ -216,7 +234,7 @@ class Arm:
 
     def enter(self, metric: Metric, value: float) -> None:
         """Count a task's value."""
-        if metric.kind in ("share", "score"):
+        if metric.kind in ("share", "score", "pair"):
             bucket = round(value if metric.kind == "share" else 100 * value)
         else:
             bucket = math.floor(math.log(max(value, 1e-6), BUCKET))
@@ -304,7 +322,7 @@ class Evidence:
         if not 0 <= step < len(self.steps):
             return 0
         metrics = self.steps[step].items()
-        return max((sum(counts.values()) for name, counts in metrics if copies or name != SHADOW), default=0)
+        return max((sum(counts.values()) for name, counts in metrics if copies or name not in OF_COPIES), default=0)
 
 
 def _counters(raw: Mapping[str, Mapping[str, int]]) -> dict[str, Counter[int]]:
@@ -335,19 +353,28 @@ class Matcher:
             if candidate is not None:
                 self._enter(row, step, candidate=candidate, evidence=evidence)
 
-    def enter_pairs(self, pairs: Iterable[Pair], evidence: Evidence, step: int) -> None:
+    def enter_pairs(self, pairs: Iterable[Pair | Score], evidence: Evidence, step: int) -> None:
         """Enter tasks and their copies: each pair is a comparison."""
         while len(evidence.steps) <= step:
             evidence.steps.append({})
-        if SHADOW not in self._tail:
-            return
         for pair in pairs:
             ours = (pair.version, pair.shadow) == (self._canary.before, self._canary.version)
-            if ours and {*pair.statuses} <= {"completed", "failed"}:
-                task, copy = is_bad(pair, 0), is_bad(pair, 1)
-                evidence.steps[step].setdefault(SHADOW, Counter())[GRID * (copy - task)] += 1
-                evidence.baseline.enter(BY_NAME[SHADOW], task)
-                evidence.candidate.enter(BY_NAME[SHADOW], copy)
+            if ours and isinstance(pair, Score):
+                # The ratio of the probabilities, as a difference: (1 - r) / (1 + r).
+                difference = math.tanh((pair.scores[0] - pair.scores[1]) / 2)
+                self._enter_pair(LIKELIHOOD, difference, [math.exp(score) for score in pair.scores], evidence, step)
+            elif ours and isinstance(pair, Pair) and {*pair.statuses} <= {"completed", "failed"}:
+                bad = [is_bad(pair, which) for which in (0, 1)]
+                self._enter_pair(SHADOW, bad[1] - bad[0], bad, evidence, step)
+                if pair.same is not None:
+                    self._enter_pair(DIVERGED, 1 - pair.same, (0.0, 1 - pair.same), evidence, step)
+
+    def _enter_pair(self, name: str, difference: float, values: Sequence[float], evidence: Evidence, step: int) -> None:
+        """`values`: of baseline and candidate. A difference between two steps of the grid counts as the lower one."""
+        if name in self._tail:
+            evidence.steps[step].setdefault(name, Counter())[math.floor(difference * GRID)] += 1
+            for arm, value in zip((evidence.baseline, evidence.candidate), values, strict=True):
+                arm.enter(BY_NAME[name], value)
 
     def is_candidate(self, row: Row) -> bool | None:
         """Whether a row is of the candidate (True) or the baseline (False); None: of neither. What callers address to a
@@ -481,7 +508,7 @@ class Finding:
         """What was found, for a person."""
         metric, margin = self.settings.metric, self.settings.margin
         lower, average, _ = self.bounds
-        unit = "points" if metric.kind in ("share", "tail") else "points of rank"
+        unit = "points" if metric.kind in ("share", "tail", "pair") else "points of rank"
         tolerance = f" by more than {self.settings.tolerance:.0%}" if self.settings.tolerance else ""
         return (
             f"{metric.name}: {metric.text}{tolerance}: {100 * average:+.1f} {unit} against the baseline, at least "

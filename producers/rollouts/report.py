@@ -65,7 +65,7 @@ def _figures(finding: Finding, arm: Arm) -> dict[str, float | None]:
     metric = finding.settings.metric
     if metric.kind == "share":
         return {"share": arm.mean(metric.name)}
-    if metric.kind == "score":
+    if metric.kind in ("score", "pair"):
         score = arm.mean(metric.name)
         return {"mean": None if score is None else score / 100}
     name = "end_to_end" if metric.kind == "tail" else metric.name

@@ -23,12 +23,19 @@ deletes those that are open once tasks wait for longer than a sweep. What is dro
 unless both have completed |
 | `reasons` | finish reasons of each, by choice |
 | `ms` | of each: from its start to its end |
+| `refused` | of each: whether its first choice begins as a refusal (`producers.rollouts.refusals`) |
 | `engine_seconds` | of each: the engine's time for it; null where no worker noted it |
+
+While a rollout to that version compares likelihoods, a part of the tasks' outputs is scored, as prompts with
+`prompt_logprobs`: by the version that made it, and by the copy's, each in a task like a copy (SCORES). The row of such
+a score has `task`, `version`, `shadow`, `scored` (tokens), and `scores`: the mean log probability (nats) of a token
+under each version. Readers of pairs pass it over.
 
     dies after                     what remains                          who repairs it
     a sample is taken              a task without a copy                 nobody: copies are best effort
     ADMIT of the copy, its send    as of any task                        the sweeper sends it, or deletes it as late
     PAIR                           the copy, marked as compared          the next sweep deletes it
+    ADMIT of one score             one that has no other                 the next sweep deletes it
     DELETE of the task             nothing: it took the copy along
 """
 
@@ -53,8 +60,10 @@ TENANT: Final = "~shadow"
 #: Fields of a copy's record, beside `shadow_of`.
 COPY: Final[dict[str, str | int]] = {"origin": "shadow"}
 PREFIX: Final = "shadow:"
-#: Longest id of a task that is copied: with the prefix it is a task's id, too.
-MAX_ID: Final = 128 - len(PREFIX)
+#: How the ids of the two tasks begin that score an output: under the version that made it, and under the copy's.
+SCORES: Final = (f"{PREFIX}score:0:", f"{PREFIX}score:1:")
+#: Longest id of a task that is copied: with each prefix it is a task's id, too.
+MAX_ID: Final = 128 - len(SCORES[0])
 #: Rows of a model that are kept.
 KEPT: Final = 1000
 #: Time (s) for which rows, and counts of what was dropped, are kept after the last one.
@@ -76,8 +85,8 @@ def copy_id(task_id: str) -> str:
     return PREFIX + task_id
 
 
-def pair(model: str, copy: str, row: Pair) -> Call:
-    """PAIR: write the row of a copy, once. Answers 1; 0 for a copy without a record."""
+def pair(model: str, copy: str, row: Pair | Score) -> Call:
+    """PAIR: write the row of a copy, or of a score, once. Answers 1; 0 for a copy without a record."""
     return Call(script(PACKAGE, "pair"), (keys.task(copy), keys.shadow_pairs(model)), (row.to_json(), KEPT, KEPT_S))
 
 
@@ -94,9 +103,10 @@ class Pair:
     reasons: tuple[tuple[str | None, ...], tuple[str | None, ...]]
     ms: tuple[int | None, int | None]
     engine_seconds: tuple[float | None, float | None]
+    refused: tuple[bool, bool] = (False, False)
 
     @classmethod
-    def of(cls, records: tuple[Record, Record], results: tuple[Result, Result]) -> Self:
+    def of(cls, records: tuple[Record, Record], results: tuple[Result, Result], refused: tuple[bool, bool]) -> Self:
         """Compare a task with its copy."""
         choices = [tuple(choice.token_ids for choice in result.choices) for result in results]
         both = all(result.status == "completed" for result in results)
@@ -110,6 +120,7 @@ class Pair:
             reasons=(_reasons(results[0]), _reasons(results[1])),
             ms=(_ms(records[0]), _ms(records[1])),
             engine_seconds=(records[0].engine_seconds, records[1].engine_seconds),
+            refused=refused,
         )
 
     @classmethod
@@ -120,7 +131,45 @@ class Pair:
             two = {name: tuple(fields[name]) for name in ("statuses", "tokens", "ms", "engine_seconds")}
             reasons = tuple(map(tuple, fields["reasons"]))
             names = {name: fields[name] for name in ("task", "version", "shadow", "same")}
-            return cls(**names, **two, reasons=reasons)  # type: ignore[arg-type]
+            refused = tuple(fields.get("refused", (False, False)))
+            return cls(**names, **two, reasons=reasons, refused=refused)  # type: ignore[arg-type]
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def to_json(self) -> str:
+        """The row as it is stored."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A task's output under two versions. The module describes the fields."""
+
+    task: str
+    version: str
+    shadow: str
+    scored: int
+    scores: tuple[float, float]
+
+    @classmethod
+    def of(cls, records: tuple[Record, Record], results: tuple[Result, Result]) -> Self:
+        """From the two tasks that scored it. Raises ValueError without log probabilities of the output."""
+        count = int(records[0].fields.get("scored", 0))
+        rows = [(result.prompt_logprobs or ())[-count:] for result in results]
+        numbers = [[row[0] for row in of_version if row is not None] for of_version in rows]
+        if not count or any(len(of_version) != count for of_version in numbers):
+            raise ValueError(f"of {count} tokens {' and '.join(map(str, map(len, numbers)))} have log probabilities")
+        version, shadow = (record.fields.get("version", "") for record in records)
+        return cls(records[0].fields["shadow_of"], version, shadow, count, (mean(numbers[0]), mean(numbers[1])))
+
+    @classmethod
+    def parse(cls, raw: str | bytes | None) -> Self | None:
+        """A stored row; None for a pair's, and for one that cannot be read."""
+        fields = parsed(raw)
+        try:
+            first, second = map(float, fields["scores"])
+            names = {name: fields[name] for name in ("task", "version", "shadow", "scored")}
+            return cls(**names, scores=(first, second))
         except (KeyError, TypeError, ValueError):
             return None
 

@@ -2,6 +2,7 @@
 
 samples ─▶ does a worker serve the version, and does nobody wait for it? ─▶ ADMIT, message, QUEUED of the copy
 open copies ─▶ both have ended: PAIR, DELETE; else, where its task is gone, live work waits or it is late: DELETE
+a rollout compares likelihoods ─▶ ADMIT of two scores of the task's output ─▶ both have ended: PAIR, DELETE
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from producers.contract.levels import split
 from producers.contract.record import FINAL, Record
 from producers.contract.task import Task
 from producers.errors import BrokenRecord, PenstockError, TaskNotFound
+from producers.rollouts.refusals import refuses
 from producers.store import shadows
+from producers.store.fleet.canaries import LIKELIHOOD, Canary
 from producers.store.fleet.routing import Routing
 
 #: Copies that may be open at a time, in all.
@@ -34,6 +37,8 @@ TTL_S: Final = 3600
 RESULT_S: Final = 30.0
 #: Open copies that are looked at in a sweep.
 PAGE: Final = 200
+#: Outputs that are scored at a time, and tokens of prompt and output of one at most.
+MAX_SCORED, SCORED_TOKENS = 2, 4096
 #: Largest task (bytes of its JSON) that is copied.
 MAX_BYTES: Final = 1 << 18
 
@@ -46,6 +51,7 @@ class Shadows:
         self._client, self._max_open, self._unstarted_s = client, max_open, unstarted_s
         #: Versions' queues in which live tasks waited at the last look.
         self._waited: frozenset[str] = frozenset()
+        self._scored = 0
 
     async def sweep(self) -> dict[str, int]:
         """Compare what has ended, and copy what is sampled. Returns the numbers of both. Raises
@@ -56,6 +62,7 @@ class Shadows:
             return {}
         busy = await self._busy()
         compared = 0
+        self._scored = sum(text(copy).startswith(shadows.SCORES[0]) for copy in copies)
         for copy in map(text, copies):
             compared += await self._tend(copy, busy)
         copied = 0
@@ -109,8 +116,13 @@ class Shadows:
         ended, task_ended = status in FINAL, text(task_status or b"") in FINAL
         age_s = int(seconds) - int(created or 0) / 1000
         reason = ""
-        if paired is None and ended and task_ended:
-            reason = await self._compare(str(model), task_id, copy)
+        if paired is None and ended and copy.startswith(shadows.SCORES):
+            compared = await self._compare_scores(str(model), task_id, copy)
+            if compared is None:
+                return False
+            reason = compared
+        elif paired is None and ended and task_ended:
+            reason = await self._compare(str(model), task_id, copy, busy)
         elif task_status is None:
             reason = "task_gone"
         elif not ended and queue is not None and split(queue)[0] in busy:
@@ -123,10 +135,10 @@ class Shadows:
             await self._drop(str(model), reason)
         with suppress(TaskNotFound):
             await self._client.get(copy).delete()
-        return not reason
+        return not reason and not copy.startswith(shadows.SCORES[1])
 
-    async def _compare(self, model: str, task_id: str, copy: str) -> str:
-        """Write the row of a copy. Returns why it cannot be compared, or ""."""
+    async def _compare(self, model: str, task_id: str, copy: str, busy: frozenset[str]) -> str:
+        """Write the row of a copy, and have the task's output scored. Returns why it cannot be compared, or ""."""
         handles = self._client.get(task_id), self._client.get(copy)
         try:
             task, other = [await handle.status() for handle in handles]
@@ -135,8 +147,49 @@ class Shadows:
             result, copied = [await handle.result(RESULT_S, raise_for_status=False) for handle in handles]
         except (PenstockError, TimeoutError):
             return "unreadable"
-        row = shadows.Pair.of((task, other), (result, copied))
+        refused = refuses(result.choices[0].text), refuses(copied.choices[0].text)
+        row = shadows.Pair.of((task, other), (result, copied), refused)
         await self._client.run(once(shadows.pair(model, copy, row)))
+        with suppress(PenstockError, BrokenRecord):  # scores are best effort
+            await self._score(task, row.shadow, result.choices[0].token_ids, busy)
+        return ""
+
+    async def _score(self, record: Record, shadow: str, output: tuple[int, ...], busy: frozenset[str]) -> None:
+        """Have both versions say how likely the first choice of a task is, where a rollout compares that."""
+        (state,) = await self._read(("HGET", keys.CANARIES, record.model))
+        canary = Canary.of(state)
+        if canary is None or not canary.under_way or canary.version != shadow or self._scored >= MAX_SCORED:
+            return
+        if LIKELIHOOD not in canary.plan.metrics:
+            return
+        prompt, versions = record.task.get("prompt"), (record.fields.get("version", ""), shadow)
+        queues = [keys.version_queue(record.model, version) for version in versions]
+        if not output or not isinstance(prompt, list) or len(prompt) + len(output) > SCORED_TOKENS or busy & {*queues}:
+            return
+        self._scored += 1
+        for prefix, version in zip(shadows.SCORES, versions, strict=True):
+            task = Task(model=record.model, version=version, prompt=(*prompt, *output), **_SCORE)
+            fields = {**shadows.COPY, "shadow_of": record.id, "encoding": encoding_of(record.fields)}
+            await self._client.admit(task, prefix + record.id, {**fields, "scored": len(output)})
+
+    async def _compare_scores(self, model: str, task_id: str, score: str) -> str | None:
+        """Write the row of two scores, one of which has ended. Returns why it cannot be, "" once it is; None: later."""
+        first, second = (prefix + task_id for prefix in shadows.SCORES)
+        (status,) = await self._read(("HGET", keys.task(second if score == first else first), "status"))
+        if score == second:
+            return "" if status is None else None  # the first one is compared with it
+        if status is None:
+            return "score"
+        if text(status) not in FINAL:
+            return None
+        handles = self._client.get(first), self._client.get(second)
+        try:
+            record, other = [await handle.status() for handle in handles]
+            result, copied = [await handle.result(RESULT_S, raise_for_status=False) for handle in handles]
+            row = shadows.Score.of((record, other), (result, copied))
+        except (PenstockError, TimeoutError, ValueError):
+            return "score"
+        await self._client.run(once(shadows.pair(model, first, row)))
         return ""
 
     async def _drop(self, model: str, reason: str) -> None:
@@ -165,6 +218,17 @@ class Shadows:
 
     async def _read(self, *commands: tuple[Any, ...]) -> list[Any]:
         return list(await self._client.run(once(Read(commands))))
+
+
+#: Of a task that scores.
+_SCORE: Final[dict[str, Any]] = {
+    "max_tokens": 0,
+    "prompt_logprobs": 0,
+    "tier": "batch",
+    "tenant": shadows.TENANT,
+    "timeout": TIME_S,
+    "ttl": TTL_S,
+}
 
 
 def _copied(record: Record, version: str) -> Task:

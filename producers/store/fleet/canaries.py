@@ -30,6 +30,8 @@ from producers.store.protocol import PACKAGE
 KEPT: Final = 2000
 #: The alias by which a rollout's part of the tasks is told from what callers address themselves.
 ALIAS: Final = "rollout"
+#: The metric for which outputs are scored (`producers.store.shadows`).
+LIKELIHOOD: Final = "likelihood"
 #: Phases in which the candidate may get a part of the tasks.
 UNDER_WAY: Final = ("preparing", "judging", "paused")
 

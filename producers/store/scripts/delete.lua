@@ -7,7 +7,7 @@
 -- `gone`, CLAIM says `done`. What is deleted stays so: a key with the id alone keeps ADMIT from making it again, and
 -- CLAIM of a plain message, for as long as a late request or message may come.
 -- What is not in this store (dead letters) is the sweeper's: the id enters an index.
--- Its copy for another version goes with it, cancelled first if it has not ended.
+-- Its copy for another version, and what scores its output, goes with it, cancelled first if it has not ended.
 -- KEYS: task, stream   ARGV: id, nonce of this call, least time for which the id is kept (s), the same of plain tasks
 -- Answers: {the status before} | {mine} (this call came before, and its reply was lost) | {gone}
 --          {batch, its id} (a line of it: nothing is done)
@@ -80,11 +80,13 @@ local function drop(chunk, name)
   end
 end
 chunks_each(id, 0, tonumber(r[8] or nil) or 0, drop)
-local copy = 'shadow:' .. id
-if r[10] and redis.call('HGET', 'penstock:task:' .. copy, 'shadow_of') == id then
-  kept_gone('penstock:task:' .. copy)
-  drop('penstock:task:' .. copy, copy)
-  redis.call('ZREM', 'penstock:shadows:open', copy)
+for _, kind in ipairs(r[10] and { '', 'score:0:', 'score:1:' } or {}) do
+  local copy = 'shadow:' .. kind .. id
+  if redis.call('HGET', 'penstock:task:' .. copy, 'shadow_of') == id then
+    kept_gone('penstock:task:' .. copy)
+    drop('penstock:task:' .. copy, copy)
+    redis.call('ZREM', 'penstock:shadows:open', copy)
+  end
 end
 if r[11] then
   redis.call('ZREM', 'penstock:shadows:open', id)

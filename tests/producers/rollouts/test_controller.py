@@ -452,7 +452,11 @@ def test_another_rollout_is_refused_while_one_is_under_way_and_of_two_at_once_on
         ("b", replace(PLAN, steps=(5.0, 5.0)), "the steps are 5,5"),
         ("b", replace(PLAN, steps=(100.0,)), "the steps are 100"),
         ("b", replace(PLAN, steps=(1.0, float("nan"), 5.0)), "the steps are 1,nan,5"),
-        ("b", replace(PLAN, metrics={"shadow": {"margin": 0.1, "tolerance": 0}}), "only shadow is left"),
+        (
+            "b",
+            replace(PLAN, metrics={"shadow": {"margin": 0.1, "tolerance": 0}}),
+            "only shadow, likelihood, diverged are left",
+        ),
         ("b", replace(PLAN, metrics={"speed": {"margin": 0.1, "tolerance": 0}}), "there is no metric 'speed'"),
         ("b", replace(PLAN, alpha=0.5), "alpha is 0.5"),
         ("c", PLAN, "version c lacks chat"),

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from producers.rollouts import refusals
-from producers.rollouts.metrics import BUFFERED, DRAWN, MATCHES, METRICS, Evidence, Matcher, findings
+from producers.rollouts.metrics import BUFFERED, DRAWN, MATCHES, Evidence, Matcher, defaults, findings, usual
 from producers.rollouts.operations import RolloutError, checked
 from producers.store.fleet.canaries import ALIAS, Canary, Plan
+from producers.store.shadows import Pair, Score
 
 STATE = replace(
     Canary("m", "r", "b", "a", checked(Plan(steps=(10.0,), warm_up_s=0.0)), 1, "me")
@@ -110,6 +111,23 @@ def test_scores_are_compared_among_themselves_and_count_no_task() -> None:
     assert (evidence.candidate.mean("feedback"), evidence.baseline.mean("feedback")) == (75, 60)
 
 
+def test_outputs_that_are_less_likely_under_the_candidate_and_copies_that_differ() -> None:
+    pair = Pair("t", "a", "b", ("completed",) * 2, (9, 9), 0.75, (("stop",),) * 2, (1, 1), (None, None))
+    metrics = defaults() | {"diverged": usual("diverged")}
+    state = replace(STATE, plan=replace(STATE.plan, metrics=metrics))
+    scores = [Score("t", "a", "b", 5, (-1.0, after)) for after in (-1.0, -1.5, -9.0, -0.5)]
+    evidence = Evidence.of("", state)
+    rows: list[Pair | Score] = [pair, replace(pair, refused=(False, True)), *scores]
+    rows += [replace(scores[0], shadow="c"), replace(pair, version="c")]
+    Matcher(state).enter_pairs(rows, evidence, 0)
+    assert evidence.steps[0]["likelihood"] == {0: 1, 3: 1, 15: 1, -4: 1}, "by a ratio of 1, 0.6, 0.0003 and 1.6"
+    assert evidence.steps[0]["shadow"] == {0: 1, 16: 1}, "a refusal is bad"
+    assert evidence.steps[0]["diverged"] == {4: 2}
+    assert evidence.compared(0, copies=False) == 0
+    assert Score.parse(scores[0].to_json()) == scores[0]
+    assert (Pair.parse(scores[0].to_json()), Score.parse(pair.to_json())) == (None, None)
+
+
 def test_what_callers_chose_themselves_or_sent_before_is_not_compared() -> None:
     others = [row("baseline", alias="candidate"), row("baseline", alias=""), row("baseline", created=999)]
     others += [row("baseline", model="other"), row("baseline", version="c"), row("baseline", drawn="")]
@@ -188,5 +206,5 @@ def test_a_candidate_that_fails_always_is_found_within_20_tasks_and_an_equal_one
     evidence, matcher = Evidence.of("", STATE), Matcher(STATE)
     for _ in range(500):
         matcher.enter([row("baseline"), row("candidate")], evidence, 0)
-    assert len(findings(STATE, evidence)) == len(METRICS)
+    assert len(findings(STATE, evidence)) == len(defaults())
     assert not any(finding.suspect for finding in findings(STATE, evidence))

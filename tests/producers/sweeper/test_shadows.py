@@ -15,8 +15,10 @@ from producers.broker.redis import keys as broker_keys
 from producers.client.steps import Step
 from producers.connection.script import run, text
 from producers.contract import keys
+from producers.rollouts.operations import checked
 from producers.store import protocol, shadows
 from producers.store.fleet import cards
+from producers.store.fleet.canaries import Canary, Plan
 from producers.store.fleet.routing import RoutingError, Shadow
 from producers.store.measurements import count_ended
 from producers.sweeper.shadows import Shadows
@@ -105,6 +107,52 @@ async def test_a_copy_is_made_apart_from_all_that_is_its_owners_and_compared_onc
     await count_ended(aclient.store)
     assert shadowed.hget(keys.metrics("tiny"), "tasks default completed n") == b"1"
     assert not [name for name in shadowed.hkeys(keys.metrics("tiny")) if b"batch" in name]
+
+
+async def test_an_output_is_scored_by_both_versions_while_a_rollout_compares_that(
+    aclient: AsyncClient, shadowed: Redis, worker: FakeWorker
+) -> None:
+    plan = checked(Plan())
+    canary = Canary("tiny", "r", OTHER.version, CARD["version"], plan, 1, "me", phase="judging", since=1)
+    sweeper, other = Shadows(aclient, unstarted_s=PATIENT_S), FakeWorker(shadowed, "w")
+
+    async def compared() -> list[str]:
+        task = await aclient.submit(model="tiny", prompt=[1, 2], max_tokens=9)
+        await sweeper.sweep()
+        (copy,) = copies(shadowed)
+        worker.serve(task.id, ["a", "b"])
+        other.serve(copy, ["a", "b"])
+        await sweeper.sweep()
+        return sorted(copies(shadowed))
+
+    assert await compared() == [], "nobody compares it"
+    shadowed.hset(keys.CANARIES, "tiny", canary.to_json())
+    first, second = await compared()
+    tasks = [json.loads(shadowed.hget(keys.task(name), "task") or "") for name in (first, second)]
+    assert [task["prompt"] for task in tasks] == [[1, 2, 0, 1]] * 2, "the prompt and the output"
+    assert {task["max_tokens"] for task in tasks} == {0}
+    versions = [shadowed.hget(keys.task(name), "version") for name in (first, second)]
+    assert versions == [CARD["version"].encode(), OTHER.version.encode()]
+    for name, scores in ((second, (-1.0, -3.0)), (first, (-0.5, -1.5))):
+        assert other.claim(name).answer == "go"
+        other.prompt(name, [1, 2, 0, 1], [None, (-9.0, ()), *((score, ()) for score in scores)])
+        other.finish(name, [0], reasons=["length"])
+        assert await sweeper.sweep() == {"shadows_copied": 0, "shadows_compared": int(name == first)}
+    assert (copies(shadowed), drops(shadowed)) == ([], {})
+    assert not shadowed.exists(keys.SHADOW_COPIES)
+    entries: Any = shadowed.xrange(keys.shadow_pairs("tiny"))
+    (row,) = [score for _, fields in entries if (score := shadows.Score.parse(fields[b"row"])) is not None]
+    assert (row.version, row.shadow, row.scored, row.scores) == (CARD["version"], OTHER.version, 2, (-1.0, -2.0))
+    assert len(rows(shadowed)) == 2, "readers of pairs pass it over"
+
+    first, second = await compared()
+    await aclient.get(first.removeprefix(shadows.SCORES[0])).delete()
+    assert copies(shadowed) == [], "they go with their task"
+    first, second = await compared()
+    await aclient.get(second).delete()
+    other.serve(first)
+    await sweeper.sweep()
+    assert (copies(shadowed), drops(shadowed)) == ([], {"score": 1})
 
 
 class TestSample:
