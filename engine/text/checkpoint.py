@@ -13,6 +13,7 @@ from engine.text.tensors import locate, raw_header
 #: Files up to this size are hashed as a whole for the version.
 WHOLE_FILE = 16 << 20
 _KINDS = (".json", ".jinja", ".safetensors")
+_OF_MODULES = "[0-9]*_*/*"
 _PAGES = 64
 _PAGE = 64 << 10
 #: Name suffixes of a quantised matrix's tensors that do not hold its weights.
@@ -50,10 +51,11 @@ def model_version(folder: str | Path) -> str:
 
     If the folder has a manifest.json, they are the beginning of its SHA-256, because it lists that of every file.
     Otherwise they are the beginning of the SHA-256 of the lines "name, size, digest", tab-separated and newline-ended,
-    of the folder's *.json, *.jinja and *.safetensors files in order of name. Hidden files and others, such as a README,
-    do not count. The digest is the file's SHA-256 in hex. For files above 16 MiB, it covers the safetensors header (if
-    there is one) and 64 pages of 64 KiB, evenly spaced from the first to the last. Reading 16 GB at each start would
-    double the time of a cold start, and no training or conversion changes weights so that every page stays the same.
+    of the folder's *.json, *.jinja and *.safetensors files in order of name, and of those of Sentence-Transformers'
+    modules (`1_Pooling/config.json`). Hidden files and others, such as a README, do not count. The digest is the file's
+    SHA-256 in hex. For files above 16 MiB, it covers the safetensors header (if there is one) and 64 pages of 64 KiB,
+    evenly spaced from the first to the last. Reading 16 GB at each start would double the time of a cold start, and no
+    training or conversion changes weights so that every page stays the same.
 
     A GGUF file's version is made alike, of the lines "size, digest" of its parts: its name, which people change, does
     not count. The digest of a file above 16 MiB covers all before its weights.
@@ -67,9 +69,10 @@ def model_version(folder: str | Path) -> str:
         for path, header in read_gguf(gguf).header_bytes.items():
             listing.update(f"{path.stat().st_size}\t{_digest(path, header)}\n".encode())
         return listing.hexdigest()[:12]
-    for path in sorted(root.iterdir(), key=lambda path: path.name):
-        if path.suffix in _KINDS and path.is_file() and not path.name.startswith("."):
-            listing.update(f"{path.name}\t{path.stat().st_size}\t{_digest(path)}\n".encode())
+    names = {path.relative_to(root).as_posix(): path for path in (*root.iterdir(), *root.glob(_OF_MODULES))}
+    for name, path in sorted(names.items()):
+        if path.suffix in _KINDS and path.is_file() and not name.startswith("."):
+            listing.update(f"{name}\t{path.stat().st_size}\t{_digest(path)}\n".encode())
     return listing.hexdigest()[:12]
 
 

@@ -127,6 +127,8 @@ class PoolingSettings:
         steps: list[DenseSettings | None] = []
         include_prompt: Any = True
         for kind, path in modules[1:]:
+            if kind in ("Pooling", "Dense") and _bytes(folder, f"{path}/config.json") is None:
+                raise ModelError(f"{folder} has no {path}/config.json, which modules.json names")
             if kind == "Pooling":
                 settings = _file(folder, f"{path}/config.json")
                 pooling, include_prompt = _pooling(settings), settings.get("include_prompt", True)

@@ -89,6 +89,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
     modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
     (folders["embedder"] / "modules.json").write_text(json.dumps(modules))
+    (folders["embedder"] / "1_Pooling").mkdir()
+    (folders["embedder"] / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
     prompts = {"prompts": {"query": "query: "}}
     (folders["embedder"] / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     write_encoder_with_tokenizer(folders["reranker"], "bert", "ForSequenceClassification", num_labels=1)

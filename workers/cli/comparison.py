@@ -88,7 +88,7 @@ def _contents(reference: str) -> Contents:
     from engine.errors import ModelError
     from engine.text.gguf import parts_of
     from workers.library import find_model
-    from workers.library.local_models import MANIFEST, manifest_of, own_file, sha256_of
+    from workers.library.local_models import MANIFEST, files_of, manifest_of, own_file, sha256_of
 
     with needs("worker"):
         from engine.text.checkpoint import model_version
@@ -97,8 +97,8 @@ def _contents(reference: str) -> Contents:
     model = find_model(reference, note)
     folder = model.folder
     try:
-        paths = folder.iterdir() if folder.is_dir() else parts_of(folder)
-        names = sorted(path.name for path in paths if path.is_file() and not path.name.startswith("."))
+        names = files_of(folder) if folder.is_dir() else sorted(path.name for path in parts_of(folder))
+        names = [name for name in names if not name.startswith(".")]
         where = folder if folder.is_dir() else folder.parent
         digests = manifest_of(where) if folder.is_dir() else {}
         files = {name: own_file(where, name) for name in names if name != MANIFEST}

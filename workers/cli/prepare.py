@@ -33,7 +33,7 @@ from workers.progress import Progress
 
 if TYPE_CHECKING:
     from engine.execution.warm import Warmed
-    from engine.quant.make import Comparison, Recipe
+    from engine.quant.make import Comparison, Recipe, VectorComparison
 
 QUANTIZE_STATUS: Final = "Exit status: 0 done, 1 it failed, 2 refused, 130 interrupted."
 #: Share of the user's own text, at its end, that judges the result; the rest calibrates.
@@ -63,16 +63,17 @@ def quantize(
     *,
     bits: Annotated[int, typer.Option(help="Bits of each weight: 8 or 4.")] = 8,
     method: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="gptq: round so that outputs on the calibration text change least. nearest: round each weight."
+            help="gptq: round so that outputs on the calibration text change least. nearest: round each weight. Unset: "
+            "gptq; of encoders nearest, which is all that they have."
         ),
-    ] = "gptq",
+    ] = None,
     group_size: Annotated[
         int | None,
         typer.Option(
-            help="Inputs that share a scale: 128, 64 or 32. Unset: all with 8 bits; with 4 bits the most that fit, and "
-            "fewer in narrow models."
+            help="Inputs that share a scale: 128, 64 or 32. Unset: all with 8 bits, of encoders 64; with 4 bits the "
+            "most that fit, and fewer in narrow models."
         ),
     ] = None,
     head_bits: Annotated[
@@ -105,7 +106,7 @@ def quantize(
 
     if bits not in (4, 8):
         raise Failure(f"--bits is {bits}; it must be 8 or 4")
-    if method not in _METHODS:
+    if method not in (None, *_METHODS):
         raise Failure(f"--method is {method!r}; it must be one of {', '.join(_METHODS)}")
     if head_bits not in (16, 8):
         raise Failure(f"--head-bits is {head_bits}; it must be 16 (unchanged) or 8")
@@ -115,8 +116,10 @@ def quantize(
         raise Failure("--down-bits 4 with --bits 8: these matrices need more bits than others, not fewer")
     with needs("worker"):
         from engine.errors import EngineError
+        from engine.models.encoders import ENCODERS
         from engine.quant.make import Recipe
         from engine.quant.make.model import GROUPS
+        from engine.text.config import architectures, read_config
         from workers.library import verify
     if group_size is not None and group_size not in GROUPS:
         raise Failure(f"--group-size is {group_size}; it must be one of {', '.join(map(str, GROUPS))}")
@@ -127,10 +130,16 @@ def quantize(
     try:
         verify(resolved.folder)
         down = down_bits if down_bits != bits else None
+        encoder = not ENCODERS.keys().isdisjoint(architectures(read_config(resolved.folder)))
+        options = {"--bits": bits != 8, "--method": method == "gptq", "--head-bits": head_bits == 8}
+        options["--down-bits"] = down_bits is not None
+        if encoder and (odd := next((name for name, given in options.items() if given), None)):
+            raise Failure(f"{odd}: {resolved.name} is an encoder; its matrices get 8 bits, rounded to nearest")
+        method = method or ("nearest" if encoder else "gptq")
         recipe = Recipe(bits, method, group_size, 8 if head_bits == 8 else None, down)  # type: ignore[arg-type]  # one of _METHODS
         with Progress(quiet=as_json) as progress, unfinished(out, progress.note) as work:
             counts = (calibration_tokens, evaluation_tokens)
-            report = _make(resolved.folder, work, recipe, texts, counts, progress.show, **engine)
+            report = _make(resolved.folder, work, recipe, texts, counts, progress.show, encoder=encoder, **engine)
     except EngineError as error:
         raise Failure(str(error)) from error
     except OSError as error:
@@ -171,6 +180,8 @@ def _make(
     texts: Texts,
     tokens: tuple[int, int],
     show: Callable[[str], None],
+    *,
+    encoder: bool,
     device: str | None = None,
     threads: int | None = None,
 ) -> dict[str, Any]:
@@ -178,16 +189,18 @@ def _make(
 
     from engine.engine import device_named
     from engine.execution.threads import threads_for
-    from engine.quant.make import compare, quantise, windows
-    from engine.quant.make.model import decoder
+    from engine.quant.make import compare, compare_encoders, quantise, quantise_encoder, windows
+    from engine.quant.make import model as make
     from engine.text import ModelCard, Tokenizer
     from engine.text.config import Config, read_config
+    from engine.text.pooling import text_length
     from workers.library.local_models import write_manifest
 
     show(f"reading {folder.name} and {texts.source}")
     torch.set_num_threads(threads_for(threads, torch.get_num_threads()))
     torch_device = device_named(device or "auto")
-    context = Config.of_model(read_config(folder)).context_length()
+    settings = read_config(folder)
+    context = text_length(settings) if encoder else Config.of_model(settings).context_length()
     tokenizer = Tokenizer(ModelCard.tokenizer_files(folder))
     learnt, judged = (
         windows(tokenizer, part, count, context)
@@ -195,10 +208,17 @@ def _make(
     )
     if not learnt or not judged:
         raise Failure(f"{texts.source} is too short to calibrate and judge with: give a text of some pages")
-    recipe = quantise(folder, work, recipe, learnt, torch_device, lambda part: show(f"{part} is done"))
+    comparison: Comparison | VectorComparison
+    if encoder:
+        recipe = quantise_encoder(folder, work, recipe, torch_device)
+    else:
+        recipe = quantise(folder, work, recipe, learnt, torch_device, lambda part: show(f"{part} is done"))
     _copy_rest(folder, work)
     show("comparing the outputs of both models")
-    comparison = compare(decoder(folder, torch_device), decoder(work, torch_device), judged)
+    if encoder:
+        comparison = compare_encoders(make.encoder(folder, torch_device), make.encoder(work, torch_device), judged)
+    else:
+        comparison = compare(make.decoder(folder, torch_device), make.decoder(work, torch_device), judged)
     report = _report(folder, work, recipe, texts, sum(map(len, learnt)), comparison)
     (work / _REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     _say_in_readme(work / "README.md", report)
@@ -209,7 +229,7 @@ def _make(
 def _copy_rest(folder: Path, work: Path) -> None:
     """Copy tokenizer, chat template and settings unchanged."""
     from engine.text.files import read_files
-    from workers.library.local_models import INDEX, KEPT, MANIFEST, own_file
+    from workers.library.local_models import INDEX, KEPT, MANIFEST, MODULE_FILE, files_of, own_file
 
     if not (folder / "config.json").exists():  # a GGUF file has them within
         for name, content in read_files(folder).items():
@@ -217,9 +237,10 @@ def _copy_rest(folder: Path, work: Path) -> None:
                 (work / name).write_bytes(content)
     if not folder.is_dir():
         return
-    for path in sorted(folder.iterdir()):
-        if KEPT.fullmatch(path.name) and path.name not in ("config.json", MANIFEST, INDEX) and path.is_file():
-            shutil.copyfile(own_file(folder, path.name), work / path.name)
+    for name in files_of(folder):
+        if MODULE_FILE.fullmatch(name) or (KEPT.fullmatch(name) and name not in ("config.json", MANIFEST, INDEX)):
+            (work / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(own_file(folder, name), work / name)
 
 
 def _say_in_readme(path: Path, report: dict[str, Any]) -> None:
@@ -237,7 +258,7 @@ def _say_in_readme(path: Path, report: dict[str, Any]) -> None:
 
 
 def _report(
-    folder: Path, work: Path, recipe: Recipe, texts: Texts, calibrated: int, comparison: Comparison
+    folder: Path, work: Path, recipe: Recipe, texts: Texts, calibrated: int, comparison: Comparison | VectorComparison
 ) -> dict[str, Any]:
     from engine.text.checkpoint import model_version
     from engine.text.gguf import model_name, parts_of
@@ -269,6 +290,16 @@ def _lines(report: dict[str, Any]) -> dict[str, str]:
         "output head": "as it was" if report["head_bits"] is None else f"{report['head_bits']} bits",
         "size": f"{report['bytes'] / 1e6:,.1f} MB, was {report['of']['bytes'] / 1e6:,.1f} MB",
         "text": f"{report['text']}: {report['calibration_tokens']:,} tokens calibrated, {report['tokens']:,} judge",
+        **({"vectors": _vectors(report)} if "cosine" in report else _next_tokens(report)),
+    }
+
+
+def _vectors(report: dict[str, Any]) -> str:
+    return f"cosine to the original's {report['cosine']:.5f} on average, {report['cosine_least']:.5f} at least"
+
+
+def _next_tokens(report: dict[str, Any]) -> dict[str, str]:
+    return {
         "perplexity": f"{report['perplexity']:.3f}, was {report['perplexity_before']:.3f} "
         f"({report['perplexity_increase']:+.2%})",
         "divergence": f"KL {report['divergence']:.5f} nats on average, p99 {report['divergence_p99']:.4f}",

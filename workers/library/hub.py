@@ -21,7 +21,7 @@ from typing import Final, Self
 from urllib.parse import urlsplit
 
 from workers.errors import Refused
-from workers.library.local_models import INDEX, KEPT, LocalModels, Pulled, Source, needed, sha256_of
+from workers.library.local_models import INDEX, KEPT, MODULE_FILE, LocalModels, Pulled, Source, needed, sha256_of
 from workers.progress import Progress, bytes_bar
 
 _REFERENCE: Final = re.compile(
@@ -162,18 +162,19 @@ class _File:
     @property
     def local(self) -> str:
         """Its name in the local model folder."""
-        return self.name.rpartition("/")[2]
+        return self.name if MODULE_FILE.fullmatch(self.name) else self.name.rpartition("/")[2]
 
 
 def _look(model: HubModel) -> tuple[dict[str, _File], str]:
-    """The files at the repository's root, and its GGUF files, by path; and the commit. Raises Refused."""
+    """The files at the repository's root, those of modules, and GGUF files, by path; and the commit. Raises Refused."""
     from huggingface_hub import HfApi
 
     with _refusals(model):
         info = HfApi(endpoint=_endpoint()).model_info(model.repo, revision=model.revision, files_metadata=True)
     files = {}
     for entry in info.siblings or ():
-        here = "/" not in entry.rfilename or entry.rfilename.endswith(".gguf")
+        name = entry.rfilename
+        here = "/" not in name or name.endswith(".gguf") or MODULE_FILE.fullmatch(name)
         if here and entry.size is not None and entry.blob_id is not None:
             sha256 = entry.lfs.sha256 if entry.lfs is not None else None
             files[entry.rfilename] = _File(entry.rfilename, entry.size, entry.blob_id, sha256)
@@ -189,6 +190,7 @@ def _fetch(model: HubModel, file: _File, commit: str, folder: Path) -> str:
 
     path = folder / file.local
     with _refusals(model):
+        path.parent.mkdir(exist_ok=True)
         if path.exists() and path.stat().st_nlink > 1:
             # A killed run linked it from the cache, so nothing may be written to it.
             if (digest := _checked(path, file)) is not None:

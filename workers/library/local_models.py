@@ -35,6 +35,8 @@ INDEX: Final = "model.safetensors.index.json"
 WEIGHTS: Final = "model.safetensors"
 #: Files of a model folder, besides weights, that Penstock reads or keeps with them.
 KEPT: Final = re.compile(r"[\w][\w.\-]*\.(json|jinja)|(README|LICENSE|NOTICE)[\w.\-]*", re.ASCII)
+#: Files of the modules of Sentence-Transformers' folders, such as `1_Pooling/config.json`.
+MODULE_FILE: Final = re.compile(r"[0-9]{1,2}_\w{1,64}/(config\.json|model\.safetensors)", re.ASCII)
 #: Files that weights are read from; each must be in the manifest.
 WEIGHT_FILES: Final = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
 #: Files hashed at a time. Hashing releases the GIL; more threads would only make a disk seek.
@@ -151,6 +153,7 @@ class LocalModels:
         with self.workplace(name, secrets.token_hex(8)) as workplace:
             try:
                 for file in files:
+                    (workplace / file).parent.mkdir(exist_ok=True)
                     shutil.copyfile(folder / file, workplace / file)
                     if sha256_of(workplace / file) != digests[file]:
                         raise Refused(f"{folder / file} changed while it was copied, or a disk fails; run this again")
@@ -172,9 +175,16 @@ def _files_to_copy(folder: Path) -> list[str]:
             return [path.name for path in read_gguf(gguf).parts]
     except ModelError as error:
         raise Refused(str(error)) from error
-    names = {path.name for path in folder.iterdir() if path.is_file()}
+    names = set(files_of(folder))
     index = own_file(folder, INDEX).read_bytes() if INDEX in names else None
     return needed(str(folder), names, index)
+
+
+def files_of(folder: Path) -> list[str]:
+    """The names of a folder's files, and of those of its modules."""
+    paths = [path for path in (*folder.iterdir(), *folder.glob("[0-9]*_*/*")) if path.is_file()]
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    return sorted(name for name in names if "/" not in name or MODULE_FILE.fullmatch(name))
 
 
 def write_manifest(folder: Path, digests: Mapping[str, str] | None = None) -> bytes:
@@ -183,7 +193,7 @@ def write_manifest(folder: Path, digests: Mapping[str, str] | None = None) -> by
     `digests`: SHA-256 in hex of the files to list; None: all files.
     """
     if digests is None:
-        digests = {path.name: sha256_of(path) for path in folder.iterdir() if path.name != MANIFEST}
+        digests = {name: sha256_of(folder / name) for name in files_of(folder) if name != MANIFEST}
     files = {file: {"size": (folder / file).stat().st_size, "sha256": digests[file]} for file in sorted(digests)}
     content = (json.dumps({"v": 1, "files": files}, indent=1) + "\n").encode()
     (folder / MANIFEST).write_bytes(content)
@@ -235,6 +245,7 @@ def needed(whose: str, names: set[str], index: bytes | None) -> list[str]:
         has = f"; it has {', '.join(others[:3])}" if others else ""
         raise Refused(f"{whose} has no {missing[0]}{has}: Penstock reads weights as safetensors")
     kept = {name for name in names if KEPT.fullmatch(name) and name not in (MANIFEST, INDEX)}
+    kept |= {name for name in names if MODULE_FILE.fullmatch(name)}
     return sorted(weights | kept | ({INDEX} if index is not None else set()))
 
 

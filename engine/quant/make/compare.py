@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.models.decoder import Decoder
+from engine.models.encoder import Encoder
 from engine.quant.make.walk import hidden
 
 #: The number of rows whose logits are made together, and of rows that are judged while they are in a processor's cache.
@@ -59,6 +60,31 @@ def compare(before: Decoder, after: Decoder, windows: Sequence[Sequence[int]]) -
         divergence_p99=float(divergence.quantile(0.99)),
         agreement=float(agreement.mean()),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class VectorComparison:
+    """Compares a quantised encoder with its original, by the mean of the rows of each text."""
+
+    tokens: int
+    cosine: float
+    """The mean over all texts."""
+    cosine_least: float
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+@torch.inference_mode()
+def compare_encoders(before: Encoder, after: Encoder, windows: Sequence[Sequence[int]]) -> VectorComparison:
+    """Compare two encoders over texts of token ids. Raises ModelError if rows are not finite."""
+    cosines = []
+    for window in windows:
+        ids = torch.tensor(window, device=before.device)
+        first, second = (model.forward(ids, ids * 0, [len(window)]).double().mean(0) for model in (before, after))
+        cosines.append(torch.nn.functional.cosine_similarity(first, second, dim=0))
+    every = _finite(torch.stack(cosines)).double()
+    return VectorComparison(sum(map(len, windows)), float(every.mean()), float(every.min()))
 
 
 def _judged(p: Tensor, q: Tensor, following: Tensor) -> Tensor:

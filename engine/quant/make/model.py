@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from stat import S_IMODE
@@ -19,9 +19,11 @@ from engine.errors import ModelError
 from engine.kernels import Kernels, PreparedLinear, select
 from engine.kernels.native import load_library
 from engine.layers import Experts, Linear
-from engine.models import load_model
+from engine.models import load_encoder, load_model
 from engine.models.decoder import Decoder
-from engine.models.loader import opened_file, read, separate
+from engine.models.encoder import Encoder
+from engine.models.encoders import FUSED
+from engine.models.loader import opened_file, read, separate, split_fused
 from engine.quant.formats import Matrix
 from engine.quant.make.rounding import Grid, compensated, input_hessian, nearest
 from engine.quant.make.walk import Walk
@@ -132,6 +134,8 @@ def _alike(targets: list[str], bits: int, group: int | None) -> dict[str, Any]:
 
 Method = Literal["gptq", "nearest"]
 GROUPS = (128, 64, 32)
+#: The groups of encoders: their vectors lose twice as much by one scale for all inputs.
+ENCODER_GROUPS = (64, 32)
 #: Into how many groups an output's weights are cut at least, if they are wide enough: narrow models lose most.
 _GROUPS_OF_A_ROW = 16
 _HEAD = "lm_head.weight"
@@ -200,7 +204,7 @@ def quantise(
         making.round_layer(i, linears, walk)
         say(f"layer {i + 1} of {len(layers)}")
     if recipe.head is not None:
-        making.round_head(recipe.head)
+        making.round_head(model.head_name, recipe.head)
         say("output head")
     making.finish(settings)
     return recipe
@@ -215,12 +219,46 @@ def _layers(model: Decoder) -> list[list[tuple[str, Linear]]]:
     return list(layers.values())
 
 
+@torch.inference_mode()
+def quantise_encoder(folder: Path, out: Path, recipe: Recipe, device: torch.device) -> Recipe:
+    """Quantise the encoder in `folder` as `quantise` does a decoder: to nearest, and not its head. Of its recipe the
+    group counts; None is the first of ENCODER_GROUPS that divides all matrices. Raises ModelError as `quantise`."""
+    settings = read_config(folder)
+    if "quantization_config" in settings:
+        raise ModelError(f"{folder} is quantised already; quantise the checkpoint that it was made of")
+    model = encoder(folder, device)
+    linears = model.linears()
+    widths = {linear.inputs for _, linear in linears}
+    fitting = [group for group in ENCODER_GROUPS if all(width % group == 0 for width in widths)]
+    if recipe.group is None and fitting:
+        recipe = replace(recipe, group=fitting[0])
+    recipe = _with_group(recipe, [linear for _, linear in linears])
+    making = _Making(folder, model, recipe, Writer(out), split_fused(locate(folder), FUSED))
+    for prefix, linear in linears:
+        making.round(prefix, linear)
+    making.finish(settings)
+    return recipe
+
+
+def encoder(folder: Path, device: torch.device) -> Encoder:
+    """Load the encoder in `folder`, in its own dtype. Raises ModelError."""
+    return load_encoder(folder, "auto", device)
+
+
 class _Making:
     """A checkpoint that is being made of a model."""
 
-    def __init__(self, folder: Path, model: Decoder, recipe: Recipe, writer: Writer) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Decoder | Encoder,
+        recipe: Recipe,
+        writer: Writer,
+        stored: Mapping[str, LocatedTensor] | None = None,
+    ) -> None:
+        """`stored`: the checkpoint's tensors; None: those in `folder`, separated as a decoder's."""
         self._model, self._recipe, self._writer = model, recipe, writer
-        self._stored = separate(locate(folder))
+        self._stored = separate(locate(folder)) if stored is None else stored
         self._names = {ours: name for name in self._stored if (ours := model.canonical(name)) is not None}
         kernels = model.kernels
         self._sums = kernels if kernels.compute_dtype == torch.float32 else Kernels(torch.float32)
@@ -230,11 +268,11 @@ class _Making:
         """Round the matrices of layer `i`: to nearest, or for the inputs that the step of `walk` brings."""
         for prefix, linear in linears:
             if walk is None:
-                self._round(prefix, linear)
+                self.round(prefix, linear)
             else:
                 self._round_when_called(prefix, linear)
         if walk is not None:
-            block = self._model.feed_forward(i)
+            block = walk.model.feed_forward(i)
             if isinstance(block, Experts):
                 _run_each_when_called(block, self._model.kernels)
             walk.step()
@@ -259,9 +297,9 @@ class _Making:
                 f"what the calibration text multiplies with {prefix}{','.join(linear.parts)} is not finite: what the "
                 "checkpoint has before it is not, or is too large"
             )
-        return self._round(prefix, linear, total)
+        return self.round(prefix, linear, total)
 
-    def _round(self, prefix: str, linear: Linear, total: Tensor | None = None) -> Matrix:
+    def round(self, prefix: str, linear: Linear, total: Tensor | None = None) -> Matrix:
         """Round the matrices of `linear`, to nearest without a Hessian, and write them. Returns them as one."""
         names = [self._names[f"{prefix}{part}.weight"] for part in linear.parts]
         weight = torch.cat([self._finite(name) for name in names])
@@ -275,8 +313,9 @@ class _Making:
             self._put(name, replace(matrix, q=q, scales=scales))
         return matrix
 
-    def round_head(self, bits: int) -> None:
-        name = self._names[f"{self._model.head_name}.weight"]
+    def round_head(self, head: str, bits: int) -> None:
+        """Round the output head, which the engine names so."""
+        name = self._names[f"{head}.weight"]
         self._put(name, nearest(self._finite(name), Grid(bits, None, self._dtype(name))))
         # Tied checkpoints may also have the table under the head's name.
         self._done |= {name for name in self._stored if self._model.canonical(name) is None and name.endswith(_HEAD)}

@@ -49,7 +49,7 @@ class Walk:
 
     def __init__(self, model: Decoder, windows: Sequence[Sequence[int]]) -> None:
         """`windows`: token ids of whole sequences, each from its first token."""
-        self._model = model
+        self.model = model
         lengths = [len(window) for window in windows]
         positions = torch.cat([torch.arange(length) for length in lengths]).to(model.device)
         long = None if model.rope_switch is None else _long(lengths, model.rope_switch).to(model.device)
@@ -66,7 +66,7 @@ class Walk:
 
     def step(self) -> None:
         """Run the next layer and advance past it."""
-        self._state = self._model.layer(self._next, *self._state, self._rotations, self._attention, self._caches)
+        self._state = self.model.layer(self._next, *self._state, self._rotations, self._attention, self._caches)
         self._next += 1
 
 

@@ -12,6 +12,7 @@ import pytest
 from engine import EngineConfig, ModelError, PoolingEngine, RequestError
 from engine.kernels.native import load_library
 from engine.text import ModelCard
+from engine.text.checkpoint import model_version
 from engine.text.pooling import read_pooling
 from tests.engine.sentence_folders import (
     TEXTS,
@@ -173,7 +174,13 @@ def test_what_a_folder_asks_for_and_is_not_supported_is_refused_by_name(tmp_path
         settings.write_text(json.dumps(json.loads(original) | change))
         with pytest.raises(ModelError, match=message):
             PoolingEngine.load(tmp_path / "model")
+    version = model_version(tmp_path / "model")
     settings.write_text(original)
+    assert model_version(tmp_path / "model") != version, "it pools otherwise"
+    settings.rename(settings.with_name("other.json"))
+    with pytest.raises(ModelError, match=r"has no 1_Pooling/config\.json, which modules\.json names"):
+        read_pooling(tmp_path / "model")
+    settings.with_name("other.json").rename(settings)
     modules = tmp_path / "model" / "modules.json"
     listed = json.loads(modules.read_text())
     modules.write_text(json.dumps([*listed, {"type": "x.LSTM", "path": "3_LSTM"}]))

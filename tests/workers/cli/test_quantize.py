@@ -156,3 +156,33 @@ def test_what_is_there_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(Failure, match="exists already"):
         quantize(folder, tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_an_encoder_gets_eight_bits_and_keeps_its_modules(tmp_path: Path) -> None:
+    """Its vectors stay close, also where the checkpoint stores matrices as one; what it cannot have is refused."""
+    from engine import PoolingEngine
+    from engine.text.pooling import read_pooling
+    from tests.engine.sentence_folders import TEXTS, write_encoder_with_tokenizer
+
+    pytest.importorskip("transformers")
+    folder, out, text = tmp_path / "model", tmp_path / "out", tmp_path / "text"
+    text.write_text(TEXT, encoding="utf-8")
+    write_encoder_with_tokenizer(folder, "modernbert", hidden_size=64, intermediate_size=128, num_attention_heads=4)
+    modules = [{"path": "", "type": "x.Transformer"}, {"path": "1_Pooling", "type": "x.Pooling"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "cls"}')
+    report = json.loads(quantize(folder, out, "--calibration", text, "--threads", "1", "--json"))
+    assert (report["bits"], report["method"], report["group_size"]) == (8, "nearest", 64)
+    assert 0.999 < report["cosine_least"] <= report["cosine"] < 1
+    verify(out)
+    assert read_pooling(out).modes == ("cls",)
+    with PoolingEngine.load(folder) as exact, PoolingEngine.load(out) as rounded:
+        pairs = zip(exact.embed(TEXTS[:3]), rounded.embed(TEXTS[:3]), strict=True)
+        cosines = [float(one @ other / (one @ one * (other @ other)) ** 0.5) for one, other in pairs]
+    assert all(0.995 < cosine < 0.9999999 for cosine in cosines)
+    for options in (["--bits", "4"], ["--method", "gptq"], ["--head-bits", "8"]):
+        with pytest.raises(Failure, match=f"{options[0]}: model is an encoder"):
+            quantize(folder, tmp_path / "none", "--calibration", text, *options)
+    with pytest.raises(Failure, match="quantised already"):
+        quantize(out, tmp_path / "none", "--calibration", text)

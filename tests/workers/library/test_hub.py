@@ -170,6 +170,22 @@ class TestPull:
         bring(models)
         assert set(hub.fetched()) == set(FILES)
 
+    def test_takes_the_files_of_modules(self, models: LocalModels, hub: Hub) -> None:
+        """Without them an embedder would pool otherwise than it was trained to, or lack a layer."""
+        weights = FILES["model.safetensors"]
+        modules = {"1_Pooling/config.json": b"{}", "2_Dense/config.json": b"[]", "2_Dense/model.safetensors": weights}
+        hub.repos[REPO].files |= modules | {"onnx/config.json": b"no", "2_Dense/pytorch_model.bin": b"no"}
+        folder = bring(models)
+        assert set(hub.fetched()) == {*FILES}  # their last parts
+        assert not (folder / "onnx").exists()
+        assert {name: (folder / name).read_bytes() for name in modules} == modules
+        verify(folder)
+        copied = models.copy("copied", folder)
+        assert (copied.folder / "2_Dense" / "model.safetensors").read_bytes() == weights
+        (copied.folder / "1_Pooling" / "config.json").write_bytes(b"[]")
+        with pytest.raises(Refused, match=r"1_Pooling/config\.json"):
+            verify(copied.folder)
+
     def test_takes_the_shards_that_the_index_names(self, models: LocalModels, hub: Hub) -> None:
         shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
         index = {"model.safetensors.index.json": json.dumps({"weight_map": shards}).encode()}
