@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -66,6 +66,11 @@ class Engine(StepLoop):
     """Generates tokens for requests: the step loop of a loaded model. Thread-safe; made by `Engine.load`. As a context
     manager it closes itself."""
 
+    kind: Literal["generate"] = "generate"
+    """What the model makes."""
+    texts: None = None
+    """See PoolingEngine."""
+
     def __init__(
         self,
         model: Model,
@@ -87,6 +92,8 @@ class Engine(StepLoop):
                     *(repr(config.watermark_keys), model.kernels.name, model.device.type),
                 )
             )
+        #: The model's folder.
+        self.folder = folder
         #: The watermark keys that requests may name. None: there are none.
         self.watermarks = watermarks
         self.card: ModelCard | None = None

@@ -209,6 +209,8 @@ class Event:
     """Whether the request itself caused `error`, so that a retry would not help."""
     param: str | None = None
     """The parameter at fault then, where it is known."""
+    code: str = "invalid_value"
+    """The code of the refusal then, as that of a RequestError."""
     rows: list[TextRow | TextError] | None = None
     """On the only event of a request with `pooling`, for each of its texts, or its entry in `Pooling.errors`."""
 

@@ -18,16 +18,11 @@ from engine.text.tokenizer import EncodedText
 from tests.stub_engine import DEADLY, StubEngine
 
 
-class StubEmbedder(StubEngine):
-    kind = "embed"
-    pooling = SimpleNamespace(text_before=lambda name: "")
+class StubTexts:
     vocab_size = 256
 
-    def __init__(self, name: str = "stub") -> None:
-        super().__init__(name)
-        card = json.loads(self.card.to_json())
-        card |= {"capabilities": ["embed"], "pooling": {"dimensions": 2, "matryoshka": False, "prompts": {}}}
-        self.card = SimpleNamespace(to_json=lambda: json.dumps(card), name=name, version=card["version"])  # type: ignore[assignment]
+    def text_before(self, name: str | None) -> str:
+        return ""
 
     def prompt_tokens(self, before: str) -> int:
         return 0
@@ -35,6 +30,17 @@ class StubEmbedder(StubEngine):
     def encoded(self, text: str | list[int], truncate: bool, second: str | None = None) -> EncodedText:
         ids = [*map(ord, text)] if isinstance(text, str) else text
         return EncodedText(ids, None, len(ids))
+
+
+class StubEmbedder(StubEngine):
+    kind = "embed"
+
+    def __init__(self, name: str = "stub") -> None:
+        super().__init__(name)
+        self.texts = StubTexts()
+        card = json.loads(self.card.to_json())
+        card |= {"capabilities": ["embed"], "pooling": {"dimensions": 2, "matryoshka": False, "prompts": {}}}
+        self.card = SimpleNamespace(to_json=lambda: json.dumps(card), name=name, version=card["version"])  # type: ignore[assignment]
 
     def submit(self, request: Request, on_event: Any) -> None:
         self._inbox.append((request, on_event))

@@ -122,6 +122,10 @@ class StubEngine:
     step_tokens = 512
     kv_capacity = 1 << 20
     turn_wait_s: float | None = None
+    kind = "generate"
+    texts: Any = None
+    watermarks = None
+    adapter_bytes = 1
 
     def __init__(self, name: str = "stub") -> None:
         self.card = _Card(name, os.environ.get("STUB_VERSION", "v1"))

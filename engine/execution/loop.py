@@ -373,6 +373,7 @@ class StepLoop:
             # The request's last event may have been lost with the step.
             events = events or [_last_event(ticket.request, message)]
             self._deliver([replace(event, finish_reason="abort") for event in events] if closing else events)
+        self._call_on_step()
 
     def _end_unprepared(self, message: str, *, closing: bool = False) -> None:
         """End the requests whose matchers are being made. The loop is closed, so no more come."""
@@ -391,7 +392,7 @@ def _refused(ticket: Ticket) -> Event:
     if ticket.refusal is None:
         return _last_event(ticket.request, ticket.fault)
     event = _last_event(ticket.request, ticket.refusal.message)
-    return replace(event, refused=True, param=ticket.refusal.param)
+    return replace(event, refused=True, param=ticket.refusal.param, code=ticket.refusal.code)
 
 
 def _last_event(request: Request, message: str) -> Event:

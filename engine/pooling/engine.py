@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.adapters import Adapter
 from engine.config import EngineConfig
 from engine.declared import shown
 from engine.engine import EngineStats, check_alive, device_named, fingerprint_of
-from engine.errors import EngineError, ErrorText, ModelError, RequestError, TextError
+from engine.errors import EngineError, ErrorText, ModelError, TextError
 from engine.execution.loop import StepLoop
 from engine.execution.placement import SEQUENCES
 from engine.execution.threads import threads_for
@@ -33,78 +34,12 @@ from engine.pooling.entities import labelled
 from engine.pooling.runner import AskedText, DecoderRows, Pooler, PoolingRunner, numbers
 from engine.pooling.scheduler import PoolingScheduler, TextLimits
 from engine.request import Event, Pooling, PoolingKind, Request, TextRow
-from engine.text import ConfinedTemplate, ModelCard, TemplateSource, Tokenizer
+from engine.text import ModelCard, Tokenizer
 from engine.text.checkpoint import model_version
 from engine.text.config import Config, architectures, read_config
-from engine.text.files import read_files
+from engine.text.pooled import PooledTexts, Text
 from engine.text.pooling import ScoreSettings, label_names, purpose, read_pooling, score_activation, several_labels
 from engine.text.tokenizer import EncodedText
-
-#: Texts by which one sees whether the template writes what it is given.
-_PROBES: Final = (("penstockquery", "penstockdocument"), ("queryofpenstock", "documentofpenstock"))
-
-
-class PairTemplate:
-    """The chat template of a folder, in a process of its own. Thread-safe. Close it after use."""
-
-    def __init__(self, folder: Path, tokenizer: Tokenizer | None, settings: ScoreSettings) -> None:
-        """Raises ModelError for a folder whose template does not write pairs."""
-        source = None if tokenizer is None else TemplateSource.from_bytes(read_files(folder))
-        if source is None or tokenizer is None:
-            raise ModelError(f"{folder}: pairs are written by a chat template, and it has none")
-        self._tokenizer, self._settings = tokenizer, settings
-        self._template = ConfinedTemplate(source)
-        # A template takes a message's content as a text, or as a list of parts.
-        self._parts = False
-        try:
-            if not self._writes():
-                self._parts = True
-                if not self._writes():
-                    raise ModelError(f"{folder}: the chat template does not write messages of query and document")
-            #: The tokens after a document, which are kept if that is cut.
-            self._suffix = self._common_suffix()
-        except BaseException:
-            self._template.close()
-            raise
-
-    def encode(self, query: str, document: str, limit: int | None = None) -> EncodedText:
-        """The tokens of a pair. `limit`: the most; what is beyond is cut from the document's end. Raises
-        RequestError."""
-        ids = self._tokenizer.encode(self._render(query, document), add_special_tokens=False)
-        whole = len(ids)
-        if limit is not None and whole > limit:
-            kept = min(self._suffix, limit)
-            ids = ids[: limit - kept] + ids[whole - kept :]
-        return EncodedText(ids, None, whole)
-
-    def close(self) -> None:
-        self._template.close()
-
-    def _render(self, query: str, document: str) -> str:
-        return self._template.render(
-            [self._message("query", query), self._message("document", document)],
-            add_generation_prompt=self._settings.add_generation_prompt,
-        )
-
-    def _message(self, role: str, text: str) -> dict[str, Any]:
-        return {"role": role, "content": [{"type": "text", "text": text}] if self._parts else text}
-
-    def _writes(self) -> bool:
-        """Whether the template writes both texts as they are."""
-        try:
-            text = self._render(*_PROBES[0])
-        except ValueError:  # RequestError: it does not take such messages
-            return False
-        quoted = "[{" in text
-        return all(part in text for part in _PROBES[0]) and not (self._parts and quoted)
-
-    def _common_suffix(self) -> int:
-        first, second = (self.encode(*probe).ids for probe in _PROBES)
-        common = 0
-        while common < min(len(first), len(second)) and first[-1 - common] == second[-1 - common]:
-            common += 1
-        return common
-
 
 #: The default of max_num_batched_tokens: enough that products are compute-bound. A text may wait for one such step.
 _STEP_TOKENS: Final = {"cpu": 2048, "cuda": 16384}
@@ -117,13 +52,15 @@ _ROWS_OF_LOGITS: Final = 16
 #: Settings that say how tokens are generated.
 _GENERATING: Final = {"speculate": "none", "draft_model": None, "quantization": "none", "kv_cache_dtype": "auto"}
 
-#: A text, or its token ids with the model's special tokens.
-Text = str | list[int]
-
 
 class PoolingEngine(StepLoop):
     """Makes vectors, probabilities of labels, or scores of texts. Thread-safe; made by `PoolingEngine.load`. As a
     context manager it closes itself."""
+
+    watermarks: None = None
+    """It has none: it generates no tokens."""
+    adapter_bytes = 0
+    """It has no adapters."""
 
     def __init__(self, model: Encoder | DecoderRows, config: EngineConfig, *, folder: Path, version: str) -> None:
         for name, usual in _GENERATING.items():
@@ -134,20 +71,29 @@ class PoolingEngine(StepLoop):
         values = read_config(folder)
         #: The kind of result that the model makes.
         self.kind: PoolingKind = _kind(folder, values, model)
+        #: The model's folder.
+        self.folder = folder
         self.tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
         self.card = None if self.tokenizer is None else ModelCard.from_folder(folder, tokenizer=self.tokenizer)
         self.pooling = read_pooling(folder)
         #: The labels, in the order of their probabilities; () unless it classifies.
         self.labels = label_names(Config(values)) if self.kind in ("classify", "token_classify") else ()
-        self._pairs = None if self.pooling.score is None else PairTemplate(folder, self.tokenizer, self.pooling.score)
         self._model = model
         self._ids = itertools.count()
         self.fingerprint = fingerprint_of(model, 0)
         device = model.device.type
         length = min(model.context_length, self.pooling.max_length or model.context_length)
-        self.vocab_size = model.vocab_size
         #: The most tokens of a text.
         self.max_model_len = self.kv_capacity = min(length, config.max_model_len or length)
+        #: How texts become tokens.
+        self.texts = PooledTexts(
+            folder,
+            self.tokenizer,
+            self.pooling,
+            self.max_model_len,
+            model.vocab_size,
+            spans=self.kind == "token_classify",
+        )
         defaults = _STEP_TOKENS if config.turns is None else _STEP_TOKENS_SHARED
         step_tokens = config.max_num_batched_tokens or defaults[device]
         self.step_tokens = min(step_tokens, config.max_non_priority_step_tokens or step_tokens)
@@ -264,16 +210,16 @@ class PoolingEngine(StepLoop):
 
         Raises RequestError before anything runs, EngineError if it fails later.
         """
-        before = self.pooling.text_before(prompt)
-        prompt_tokens = self.prompt_tokens(before)
+        before = self.texts.text_before(prompt)
+        prompt_tokens = self.texts.prompt_tokens(before)
         tokens = tuple(prompt_tokens if isinstance(text, str) else 0 for text in texts)  # ids are taken as they are
-        encoded = [self.encoded(before + text if isinstance(text, str) else text, truncate) for text in texts]
+        encoded = [self.texts.encoded(before + text if isinstance(text, str) else text, truncate) for text in texts]
         rows = self._vectors("embed", encoded, prompt_tokens=tokens, dimensions=dimensions)
         return np.array(rows, dtype=np.float32).reshape(len(texts), dimensions or self.dimensions)
 
     def classify(self, texts: Sequence[Text], *, truncate: bool = False) -> list[dict[str, float]]:
         """For each text, the probability of each label. Raises as `embed`."""
-        rows = self._vectors("classify", [self.encoded(text, truncate) for text in texts])
+        rows = self._vectors("classify", [self.texts.encoded(text, truncate) for text in texts])
         return [dict(zip(self.labels, row, strict=True)) for row in rows]
 
     def classify_tokens(
@@ -286,38 +232,14 @@ class PoolingEngine(StepLoop):
     ) -> list[list[Entity]]:
         """For each text, its labelled parts in order. `threshold`: their least score; None for all, or for 0.5 where a
         token may have several labels. Raises as `embed`."""
-        encoded = [self.encoded(text, truncate) for text in texts]
+        encoded = [self.texts.encoded(text, truncate) for text in texts]
         rows = self._wait("token_classify", encoded, aggregation=aggregation, threshold=threshold)
         return [[*row] for row in rows if isinstance(row, tuple)]
 
     def score(self, pairs: Sequence[tuple[str, str]], *, truncate: bool = False) -> list[float]:
         """The score of each pair, a query and a document. Raises as `embed`."""
-        rows = self._vectors("rerank", [self.encoded(query, truncate, document) for query, document in pairs])
+        rows = self._vectors("rerank", [self.texts.encoded(query, truncate, document) for query, document in pairs])
         return [row[0] for row in rows]
-
-    def prompt_tokens(self, prompt: str) -> int:
-        """The tokens that a prompt makes at the beginning of a text, as Sentence-Transformers counts them: those that
-        it has by itself, without a special token at its end."""
-        if self.tokenizer is None or not prompt:
-            return 0
-        ids = self.tokenizer.encode(prompt)
-        plain = self.tokenizer.encode(prompt, add_special_tokens=False)
-        ends_special = not plain or ids[-1] != plain[-1]
-        return len(ids) - ends_special
-
-    def encoded(self, text: Text, truncate: bool, second: str | None = None) -> EncodedText:
-        """A text, or a pair, as the model reads it; cut to the tokens that it takes, if `truncate`. Raises
-        RequestError."""
-        limit = self.max_model_len if truncate else None
-        if not isinstance(text, str):
-            return EncodedText(list(text[:limit]), None, len(text))
-        if self._pairs is not None and second is not None:
-            return self._pairs.encode(text, second, limit)
-        if self.tokenizer is None:
-            raise RequestError("the model has no tokenizer.json: texts must be token ids", param="input")
-        if self.kind == "token_classify":
-            return self.tokenizer.encode_spans(text, limit)
-        return self.tokenizer.encode_pair(text, second, limit)
 
     def _vectors(self, kind: PoolingKind, texts: Sequence[EncodedText], **pooling: Any) -> list[list[float]]:
         return [row for row in self._wait(kind, texts, **pooling) if isinstance(row, list)]
@@ -348,10 +270,22 @@ class PoolingEngine(StepLoop):
             raise EngineError(event.error or "the engine was closed")
         return [row for row in event.rows if not isinstance(row, TextError)]  # all: none was given as an error
 
+    @property
+    def adapters(self) -> dict[str, Adapter]:
+        """It has none."""
+        return {}
+
+    def load_adapter(self, name: str, path: str | Path) -> Adapter:
+        """Raises ModelError: adapters change the decoders of models that generate text."""
+        raise ModelError(f"the adapter {name!r} cannot be loaded: the model in {self.folder} generates no text")
+
+    def unload_adapter(self, name: str) -> bool:
+        """Returns False: there is none of this name."""
+        return False
+
     def close(self) -> None:
         super().close()
-        if self._pairs is not None:
-            self._pairs.close()
+        self.texts.close()
 
     # ---- its state
 

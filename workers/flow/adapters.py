@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -23,6 +24,7 @@ from producers.connection.log_throttle import warn_throttled
 from producers.store.fleet.adapters import AdapterGone, fetch
 from workers.connect import LOST, connect
 from workers.flow.deliveries import Deliveries
+from workers.state.engine import LoadedAdapter
 from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
@@ -121,15 +123,14 @@ class AdapterLoader(threading.Thread):
                 error = RequestError(f"the adapter could not be loaded: {exc!r}", param="model", code="adapter_broken")
             self._loaded_or_failed(version, error)
 
-    def _loaded(self) -> dict[str, Any]:
-        adapters: dict[str, Any] = getattr(self._engine, "adapters", {})
-        return adapters
+    def _loaded(self) -> Mapping[str, LoadedAdapter]:
+        return self._engine.adapters
 
     def _load(self, redis: Any, version: str) -> None:
         with TemporaryDirectory(prefix="penstock-adapter-") as folder:
             fetch(redis, version, Path(folder))
             began = time.monotonic()
-            adapter: Any = None
+            adapter: LoadedAdapter | None = None
             while adapter is None:
                 try:
                     adapter = self._engine.load_adapter(version, folder)

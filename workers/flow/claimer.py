@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
-from engine.errors import ErrorText, ModelError, RequestError, TextError, renamed
+from engine.errors import ErrorText, ModelError, RequestError, TextError
 from engine.params import SamplingParams
 from engine.request import Pooling, Request
 from engine.text import ConfinedTemplate, TemplateSource
@@ -33,10 +33,11 @@ from workers.connect import LOST, connect
 from workers.flow.adapters import AdapterLoader
 from workers.flow.deliveries import Deliveries
 from workers.flow.finisher import Finisher
-from workers.flow.publisher import Publisher
+from workers.flow.publisher import Publisher, refusal
 from workers.flow.stream import read_first, tokens_of
 from workers.state.clock import Clock
 from workers.state.delivery import Delivery, Keeper, Stage
+from workers.state.engine import ServedEngine
 from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
@@ -234,7 +235,7 @@ class Claimer(threading.Thread):
             if not self._submit(delivery):
                 return
         except (RequestError, InvalidTask) as exc:
-            self._publisher.conclude(delivery, "failed", _refusal(delivery, exc))
+            self._publisher.conclude(delivery, "failed", refusal(delivery, exc))
             return
         except LOST as exc:
             held = "Cannot start task %s, giving it back: %s"
@@ -355,14 +356,14 @@ class Claimer(threading.Thread):
         return tokens
 
 
-def pooled(task: Task, engine: Any) -> tuple[list[int], Pooling]:
+def pooled(task: Task, engine: ServedEngine) -> tuple[list[int], Pooling]:
     """The token ids of all texts of a task that generates nothing, one text after another, and what is to be made of
     them. Raises RequestError for a text that the model does not take, unless that fails nothing but itself."""
-    kind = task.kind
-    if kind == "generate" or getattr(engine, "kind", "generate") != kind:
+    kind, texts = task.kind, engine.texts
+    if kind == "generate" or engine.kind != kind or texts is None:
         raise RequestError(f"the model cannot {task.kind}", param="model", code="unsupported_model")
     limit: int = engine.max_model_len
-    before = engine.pooling.text_before(task.prompt_name) if task.kind == "embed" else ""
+    before = texts.text_before(task.prompt_name) if task.kind == "embed" else ""
     ids: list[int] = []
     lengths, seconds, spans, errors = [], [], [], {}
     for at, item in enumerate(task.input):
@@ -371,12 +372,12 @@ def pooled(task: Task, engine: Any) -> tuple[list[int], Pooling]:
             errors[at] = TextError("empty_prompt", "the text is empty")
         elif isinstance(item, str):
             first, second = (before + item, None) if task.query is None else (task.query, item)
-            text = engine.encoded(first, task.truncate, second)
-        elif task.on_error == "item" and max(item) >= (vocabulary := engine.vocab_size):
+            text = texts.encoded(first, task.truncate, second)
+        elif task.on_error == "item" and max(item) >= (vocabulary := texts.vocab_size):
             message = f"the text has token id {max(item)}; the model has ids 0 to {vocabulary - 1}"
             errors[at] = TextError("invalid_value", message)
         else:
-            text = engine.encoded([*item], task.truncate)
+            text = texts.encoded([*item], task.truncate)
         if len(text.ids) > limit:
             advice = ErrorText.of(
                 " has {} tokens; the model takes {}; shorten it, or give truncate: true", text.whole, limit
@@ -399,7 +400,7 @@ def pooled(task: Task, engine: Any) -> tuple[list[int], Pooling]:
         lengths.append(len(text.ids))
         seconds.append(text.second)
         spans.append(text.spans)
-    own = engine.prompt_tokens(before)
+    own = texts.prompt_tokens(before)
     prompt_tokens = tuple(own if isinstance(item, str) else 0 for item in task.input) if own else ()
     pairs = tuple(second or 0 for second in seconds) if any(second is not None for second in seconds) else ()
     pooling = Pooling(kind, tuple(lengths), pairs, prompt_tokens, task.dimensions, errors)
@@ -407,15 +408,6 @@ def pooled(task: Task, engine: Any) -> tuple[list[int], Pooling]:
         return ids, pooling
     aggregation, threshold = task.aggregation_strategy, task.threshold
     return ids, replace(pooling, spans=tuple(spans), aggregation=aggregation, threshold=threshold)
-
-
-def _refusal(delivery: Delivery, exc: RequestError | InvalidTask) -> str:
-    """Returns the error's JSON. The engine's `prompt_ids` is named as in the task: `prompt` or `messages`."""
-    record = delivery.record
-    if record is None or isinstance(exc, InvalidTask) or exc.param != "prompt_ids":
-        return error_json(exc.code, exc.message, exc.param)
-    name = "prompt" if record.task.get("messages") is None else "messages"
-    return error_json(exc.code, renamed(exc.message, {"prompt_ids": name}), name)
 
 
 def _begun(fields: Mapping[str, str]) -> bool:

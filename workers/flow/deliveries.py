@@ -152,7 +152,7 @@ class Deliveries:
 
     def __init__(self, served: Served, acker: Acker) -> None:
         self._name = served.settings.name
-        self._abort: Callable[[str], None] = served.engine.abort
+        self._abort: Callable[[str], object] = served.engine.abort
         self._acker = acker
         self.ledger = Ledger((served.engine.max_num_seqs, served.engine.kv_tokens_total))
         self.life = Incarnation(self._name)

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from engine.errors import NOT_FINITE
 from engine.params import greedy
 from engine.request import Event, Pooling, Request, Tier
 from workers.errors import Refused
+from workers.state.engine import ServedEngine
 
 #: The request's id; those of deliveries are UUIDs.
 ID: Final = "probe"
@@ -29,19 +30,18 @@ TIMED: Final = "timed-probe"
 TIMED_TOKENS: Final = 16
 
 
-def send_timed(engine: Any, then: Callable[[str | None], None]) -> None:
+def send_timed(engine: ServedEngine, then: Callable[[str | None], None]) -> None:
     """Send a probe of so many tokens that their speed can be measured. One at a time."""
     send(engine, then, TIMED, TIMED_TOKENS)
 
 
-def send(engine: Any, then: Callable[[str | None], None], name: str = ID, tokens: int = 1) -> None:
+def send(engine: ServedEngine, then: Callable[[str | None], None], name: str = ID, tokens: int = 1) -> None:
     """Send a probe. `then` gets its error, or None, on the engine's thread. One at a time.
 
     Raises EngineError if the engine is closed, or the last probe of this name has not ended."""
-    kind = getattr(engine, "kind", None)
     ids = engine.tokenizer.encode(PROMPT)[: max(1, engine.max_model_len - tokens)]
     params = greedy(min(tokens, engine.max_model_len - 1))
-    pooling = None if kind is None else Pooling(kind, (len(ids),))
+    pooling = None if engine.kind == "generate" else Pooling(engine.kind, (len(ids),))
 
     def on_event(event: Event) -> None:
         if event.done:
@@ -50,7 +50,7 @@ def send(engine: Any, then: Callable[[str | None], None], name: str = ID, tokens
     engine.submit(Request(name, ids, params, tier=Tier.PRIORITY, pooling=pooling), on_event)
 
 
-def check_model(engine: Any, model: str, seconds: float) -> None:
+def check_model(engine: ServedEngine, model: str, seconds: float) -> None:
     """Probe a model that has just been loaded. `seconds`: how long that may take; 0: any time.
 
     Raises Refused if it answers with NaN, RuntimeError if the engine fails or does not answer."""

@@ -24,12 +24,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from engine.errors import NOT_FINITE, EngineError
+from engine.errors import NOT_FINITE, EngineError, RequestError, renamed
 from engine.request import Event, TokenLogprobs
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, run, run_many, text
 from producers.contract.record import error_json
 from producers.contract.stream import encode_prompt, encode_rows, encode_token, quote
+from producers.errors import InvalidTask
 from producers.store.protocol import DEFAULT_TTL_S, Append, append, finish, prompt, read_append
 from workers.breaker import Breaker
 from workers.connect import LOST, connect
@@ -115,8 +116,10 @@ class Batch:
         delivery.cached_tokens = event.cached_tokens
         delivery.reasons[choice] = event.finish_reason
         if event.error is not None:
-            code = "invalid_value" if event.refused else "engine_error"
-            error = error_json(code, event.error, event.param)
+            if event.refused:
+                error = refusal(delivery, RequestError(event.error, param=event.param, code=event.code))
+            else:
+                error = error_json("engine_error", event.error, event.param)
             fault = not event.refused and event.error != NOT_FINITE
             failed = Conclusion(delivery, "failed", error, retry=not event.refused, fault=fault)
             (self.doubted if event.error == NOT_FINITE else self.ends)[delivery.uuid] = failed
@@ -162,6 +165,15 @@ def _encode(event: Event) -> list[str]:
             )
         )
     return entries
+
+
+def refusal(delivery: Delivery, exc: RequestError | InvalidTask) -> str:
+    """Returns the error's JSON. The engine's `prompt_ids` is named as in the task: `prompt` or `messages`."""
+    record = delivery.record
+    if record is None or isinstance(exc, InvalidTask) or exc.param != "prompt_ids":
+        return error_json(exc.code, exc.message, exc.param)
+    name = "prompt" if record.task.get("messages") is None else "messages"
+    return error_json(exc.code, renamed(exc.message, {"prompt_ids": name}), name)
 
 
 def part(batch: list[Append]) -> tuple[list[Append], list[Append]]:

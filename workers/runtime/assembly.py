@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
 
 from celery import Celery
 from celery.worker import state
@@ -37,6 +36,7 @@ from workers.runtime.drain import Drain, Part, within
 from workers.runtime.gpu_facts import GpuFacts
 from workers.runtime.watchdog import Watchdog
 from workers.state.clock import Clock
+from workers.state.engine import ServedEngine
 from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class Runtime:
             Part(self.intake.start, self._fetch_no_more),  # first, when the drain begins
         )
 
-    def _call_back(self, engine: Any) -> None:
+    def _call_back(self, engine: ServedEngine) -> None:
         """Sets the parts' callbacks."""
         engine.on_lost, engine.on_step = self._device_lost, self._stepped
         self.breaker.on_change = self._breaker_changed

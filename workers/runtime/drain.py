@@ -15,10 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from workers.flow.deliveries import Deliveries
 from workers.state.delivery import Delivery
+from workers.state.engine import ServedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,11 @@ class Drain:
     """
 
     def __init__(
-        self, engine: Any, deliveries: Deliveries, release: Callable[[Delivery], None], round_trip: Callable[[], float]
+        self,
+        engine: ServedEngine,
+        deliveries: Deliveries,
+        release: Callable[[Delivery], None],
+        round_trip: Callable[[], float],
     ) -> None:
         self._engine = engine
         self._deliveries = deliveries

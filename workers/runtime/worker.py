@@ -44,6 +44,7 @@ from workers.runtime.cold_start import COLD_START
 from workers.runtime.health import Health
 from workers.runtime.signals import Stopping
 from workers.settings import WorkerSettings
+from workers.state.engine import ServedEngine
 from workers.state.served import Served
 
 if TYPE_CHECKING:
@@ -235,7 +236,7 @@ def _factory(name: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-def load_engine(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, bytes]]:
+def load_engine(model: str, options: dict[str, Any]) -> tuple[ServedEngine, dict[str, bytes]]:
     """`engine.Engine` or `PoolingEngine` for the model, by its reference, and its tokenizer's files by name.
 
     Raises Refused."""
@@ -256,7 +257,9 @@ def load_engine(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, byt
     try:
         kind = Engine if purpose(folder, read_config(folder)) == "generate" else PoolingEngine
         reading = _Reading().notify
-        engine = kind.load(folder, EngineConfig(**options), loaded=COLD_START.mark, progress=reading)
+        engine: Engine | PoolingEngine = kind.load(
+            folder, EngineConfig(**options), loaded=COLD_START.mark, progress=reading
+        )
     except EngineError as exc:
         raise Refused(ErrorText.of("cannot serve {}: {}", folder, message_of(exc))) from exc
     if engine.card is None:
@@ -277,13 +280,14 @@ class _Reading:
             notify_start(f"reading weights {bytes_bar(done, total)}")
 
 
-def pool_of(engine: Any) -> keys.Pool:
+def pool_of(engine: ServedEngine) -> keys.Pool:
     """The pool that a worker with this engine belongs to."""
+    assert engine.card is not None
     card = json.loads(engine.card.to_json())
     return keys.Pool(card["name"], card["version"], engine.fingerprint)
 
 
-def _announced(settings: WorkerSettings, engine: Any, files: dict[str, bytes]) -> Served:
+def _announced(settings: WorkerSettings, engine: ServedEngine, files: dict[str, bytes]) -> Served:
     """Announce the model; try until the store takes it. A full store, or a failover, is no reason to load again."""
     with connect(settings.store) as store:
         while True:
@@ -298,17 +302,18 @@ def _announced(settings: WorkerSettings, engine: Any, files: dict[str, bytes]) -
                 time.sleep(RETRY_S)
 
 
-def announce(store: Redis, engine: Any, files: dict[str, bytes]) -> tuple[dict[str, Any], keys.Pool]:
+def announce(store: Redis, engine: ServedEngine, files: dict[str, bytes]) -> tuple[dict[str, Any], keys.Pool]:
     """Write the model's card, tokenizer files and pool into the store; return the card as served, and the pool.
 
     The card outlives the worker, so that a gateway can check, tokenise and queue while no worker is up.
     """
+    assert engine.card is not None
     card = json.loads(engine.card.to_json())
     card["context_length"] = min(card["context_length"], engine.max_model_len)
     if engine.kv_capacity < card["context_length"]:
         card["kv_capacity"] = engine.kv_capacity
-    if (watermarks := getattr(engine, "watermarks", None)) is not None:
-        card["watermark"] = watermarks.describe()
+    if engine.watermarks is not None:
+        card["watermark"] = engine.watermarks.describe()
     pool = pool_of(engine)
     cards.announce(store, card, pool, files)
     return card, pool

@@ -11,6 +11,7 @@ from producers.connection.connect import SILENT_S, connect
 from producers.contract.keys import Pool
 from producers.store.files import MessageBlobs
 from workers.settings import WorkerSettings
+from workers.state.engine import ServedEngine
 
 
 @dataclass(slots=True)
@@ -18,8 +19,7 @@ class Served:
     """The model, its engine, and the queues that its tasks come from."""
 
     settings: WorkerSettings
-    engine: Any
-    """Behaves like `engine.Engine`."""
+    engine: ServedEngine
     card: dict[str, Any]
     """The model's, as announced."""
     files: dict[str, bytes]

@@ -120,7 +120,7 @@ def test_a_decoder_scores_pairs_by_the_logits_of_two_tokens(tmp_path: Path) -> N
             engine.score([long])
         # What the template writes after the document is kept.
         assert engine.tokenizer is not None
-        cut = engine.encoded(long[0], True, long[1]).ids
+        cut = engine.texts.encoded(long[0], True, long[1]).ids
         assert len(cut) == 96
         assert engine.tokenizer.decode(cut).endswith("the queue is long few")
 

@@ -11,7 +11,7 @@ from engine import PoolingEngine, RequestError
 from engine.text.tokenizer import EncodedText
 from producers.contract.task import Task
 from tests.engine.sentence_folders import TEXTS, write_encoder_with_tokenizer
-from tests.stub_embedder import StubEmbedder
+from tests.stub_embedder import StubEmbedder, StubTexts
 from tests.stub_engine import StubEngine
 from workers.errors import Refused
 from workers.flow.claimer import pooled
@@ -50,16 +50,18 @@ def test_pairs_are_cut_on_request_and_say_where_the_second_text_begins(engine: P
 def test_a_text_without_tokens_fails_itself_alone_if_its_request_says_so() -> None:
     """Some tokenizers make nothing of white space."""
 
-    class Stripping(StubEmbedder):
+    class Stripping(StubTexts):
         def encoded(self, text: str | list[int], truncate: bool, second: str | None = None) -> EncodedText:
             return super().encoded(text.strip() if isinstance(text, str) else text, truncate, second)
 
+    engine = StubEmbedder()
+    engine.texts = Stripping()
     task = Task(model="m", kind="embed", input=("ab", " "), on_error="item")
-    ids, pooling = pooled(task, Stripping())
+    ids, pooling = pooled(task, engine)
     assert (ids, pooling.lengths) == ([97, 98], (2, 0))
     assert pooling.errors[1].code == "empty_prompt"
     with pytest.raises(RequestError, match=r"input\[1\] has no tokens") as refusal:
-        pooled(task.model_copy(update={"on_error": "request"}), Stripping())
+        pooled(task.model_copy(update={"on_error": "request"}), engine)
     assert (refusal.value.code, refusal.value.param) == ("empty_prompt", "input")
 
 
