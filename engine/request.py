@@ -215,6 +215,20 @@ class Event:
     """On the only event of a request with `pooling`, for each of its texts, or its entry in `Pooling.errors`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens of many requests, as columns: one row for each, in the order in which they came. None of them ends its
+    choice, and none has log probabilities."""
+
+    request_ids: list[str | None]
+    """None: the row is nobody's."""
+    choices: list[int]
+    indices: list[int]
+    """See Event."""
+    token_ids: list[int]
+    texts: list[str]
+
+
 @dataclass(slots=True)
 class Choice:
     token_ids: list[int] = field(default_factory=list)

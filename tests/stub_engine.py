@@ -117,6 +117,7 @@ class _Running:
 class StubEngine:
     on_step: Any = None
     on_lost: Any = None
+    on_under_way: Any = None
     last_work: StepWork | None = None
     max_model_len = 4096
     step_tokens = 512
@@ -255,6 +256,8 @@ class StubEngine:
                 self._wake.clear()
                 continue
             made, self._since = self._generated, time.monotonic()
+            if self.on_under_way:
+                self.on_under_way([*self._running])
             try:
                 self._step()
             except _Lost:
@@ -272,6 +275,8 @@ class StubEngine:
             self._since = None
             if self.on_step:
                 self.on_step()
+            if self.on_under_way:
+                self.on_under_way([])
             if self.step_s or made == self._generated:  # what only waits is not to take a processor
                 time.sleep(self.step_s or 0.002)
 

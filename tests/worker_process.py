@@ -1,7 +1,8 @@
 """A worker for tests: `python -m tests.worker_process '{"broker": ..., "store": ..., ...}'`.
 
 Environment: WORKER_PLUGINS names functions (`module:function,...`) to be called before it starts; WORKER_TIMES are
-other values of the product's constants, JSON by `module:NAME`.
+other values of the product's constants, JSON by `module:NAME`. With ENGINE_PROCESS the engine has a process of its own
+unless the settings say otherwise: `ENGINE_PROCESS=1 pytest tests/workers` tests workers of that kind.
 """
 
 import json
@@ -19,4 +20,5 @@ if __name__ == "__main__":
     for plugin in filter(None, os.environ.get("WORKER_PLUGINS", "").split(",")):
         module, _, function = plugin.partition(":")
         getattr(import_module(module), function)()
-    sys.exit(run_worker(WorkerSettings(**json.loads(sys.argv[1])), os.environ.get("LOG_LEVEL", "INFO")))
+    settings = {"engine_process": "ENGINE_PROCESS" in os.environ, **json.loads(sys.argv[1])}
+    sys.exit(run_worker(WorkerSettings(**settings), os.environ.get("LOG_LEVEL", "INFO")))

@@ -137,15 +137,19 @@ class StatedMeter:
 
 
 def open_meter(
-    device: str, facts: Callable[[], tuple[float, Mapping[str, Any]] | None], core_watts: float | None
+    device: str,
+    facts: Callable[[], tuple[float, Mapping[str, Any]] | None],
+    core_watts: float | None,
+    processor_time: Callable[[], float] = time.process_time,
 ) -> Meter | None:
-    """The meter of an engine's device, as torch names it; None without one: then no energy is told."""
+    """The meter of an engine's device, as torch names it; None without one: then no energy is told. `processor_time`:
+    seconds of the worker."""
     if device.startswith("cuda"):
         return NvmlMeter(facts)
     try:
-        return RaplMeter()
+        return RaplMeter(processor_time=processor_time)
     except (OSError, ValueError):
-        return None if core_watts is None else StatedMeter(core_watts)
+        return None if core_watts is None else StatedMeter(core_watts, processor_time)
 
 
 class EnergyAccount:

@@ -292,12 +292,19 @@ Start = Callable[[], tuple[float, float] | None]
 
 
 class WorkerTimes:
-    """A worker's time and energy by state, and the processor time of its process. Together the states are the time
-    since its process began, but for the step under way. Not thread-safe. `start`: idle time begins with its end."""
+    """A worker's time and energy by state, and its processor time. Together the states are the time since its process
+    began, but for the step under way. Not thread-safe. `start`: idle time begins with its end. `processor_time`: the
+    worker's (s)."""
 
-    def __init__(self, start: Start, energy: EnergyAccount | None = None) -> None:
+    def __init__(
+        self,
+        start: Start,
+        energy: EnergyAccount | None = None,
+        processor_time: Callable[[], float] = time.process_time,
+    ) -> None:
         self._start = start
         self.energy = energy
+        self._processor_time = processor_time
         self.busy = 0.0
         """Seconds of all steps."""
         #: Counter and its label -> microseconds, or microjoules, that were added to a tally.
@@ -316,7 +323,7 @@ class WorkerTimes:
         idle = max(0.0, now - ready_at - self.busy - stepping)
         times = {"busy": self.busy, "idle": idle, "starting": starting}
         values = {(WORKER_TIME, state): seconds for state, seconds in times.items()}
-        values[PROCESSOR_TIME, ALL] = time.process_time()
+        values[PROCESSOR_TIME, ALL] = self._processor_time()
         if self.energy is not None:
             values |= {(ENERGY, state): getattr(self.energy, state) for state in WORKER_STATES}
         new = {name: max(0, round(1e6 * value) - self._added[name]) for name, value in values.items()}
@@ -332,7 +339,12 @@ class Increments:
     """`model`: the name that tasks ask for; `engine`: its statistics are counted on from zero. Any thread."""
 
     def __init__(
-        self, model: str, engine: Any, start: Start = lambda: None, energy: EnergyAccount | None = None
+        self,
+        model: str,
+        engine: Any,
+        start: Start = lambda: None,
+        energy: EnergyAccount | None = None,
+        processor_time: Callable[[], float] = time.process_time,
     ) -> None:
         self._model = model
         self._engine = engine
@@ -343,7 +355,7 @@ class Increments:
         self._sequence = 0
         self._unacknowledged: Tally | None = None
         self._statistics = dict.fromkeys((statistic for *_, statistic in ENGINE_COUNTERS), 0)
-        self._times = WorkerTimes(start, energy)
+        self._times = WorkerTimes(start, energy, processor_time)
 
     def on_step(self, work: StepWork) -> None:
         """Enter an engine's step."""
@@ -491,11 +503,12 @@ class Measured:
         work: Callable[[StepWork], None] = lambda work: None,
         start: Start = lambda: None,
         energy: EnergyAccount | None = None,
+        processor_time: Callable[[], float] = time.process_time,
     ) -> None:
         self._engine = engine
         self._first_token = first_token
         self._work = work
-        self.increments = Increments(model, engine, start, energy)
+        self.increments = Increments(model, engine, start, energy, processor_time)
         self._steps = StepTimes()
         self._tasks = TaskSizes()
         self._ttft = FirstTokens()

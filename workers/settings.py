@@ -24,6 +24,8 @@ class WorkerSettings:
     engine_factory: str = "workers.runtime.worker:load_engine"
     """`module:callable` that takes (model, engine settings) and returns an object like `engine.Engine`, and the model's
     tokenizer files by name."""
+    engine_process: bool = False
+    """Run the engine in a process of its own (`workers.engine_process`). Linux alone."""
     require_signature: tuple[str, ...] = ()
     """Files of public keys, one of which must have signed the model's manifest (`workers.library.signatures`); none:
     unsigned models are served."""

@@ -13,7 +13,7 @@ from engine.errors import DeviceLostError, EngineError, RequestError, brief
 from engine.execution.forms import FormThreads, Ticket
 from engine.execution.pipeline import Executor, Pipeline, StepScheduler
 from engine.execution.turns import Turns
-from engine.plan import StepWork
+from engine.plan import StepPlan, StepWork
 from engine.request import Event, Request
 from engine.scheduling.scheduler import Held, SchedulerStats
 
@@ -55,6 +55,9 @@ class StepLoop:
         #: Called on the loop's thread, with the reason and the ids of suspect requests, when the device is lost for
         #: good. Requests then get no further event: the owner of this callback must run them elsewhere.
         self.on_lost: Callable[[str, set[str]], None] | None = None
+        #: Called on the loop's thread with the ids of the requests of all steps under way, before one of them is
+        #: launched, and with none once all are entered.
+        self.on_under_way: Callable[[list[str]], None] | None = None
         self._stepping_since: float | None = None
         self._wake = threading.Condition()
         # Guarded by _wake: the unfinished tickets by id, and the tickets to add to or remove from the scheduler.
@@ -78,6 +81,7 @@ class StepLoop:
             release,
             check,
             lambda: self.on_lost is not None,
+            self._tell_under_way,
         )
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         self._thread.start()
@@ -233,6 +237,8 @@ class StepLoop:
                 self._end_all(f"the engine failed: {brief(error)}")
             finally:
                 self._stepping_since = None
+                if not self._pipeline.in_flight:
+                    self._tell_under_way(())
         try:
             self._pipeline.finish()
         except Exception:
@@ -305,6 +311,10 @@ class StepLoop:
     def _end_step(self, events: list[Event]) -> None:
         self._deliver(events)
         self._call_on_step()
+
+    def _tell_under_way(self, plans: tuple[StepPlan, ...]) -> None:
+        if self.on_under_way is not None:
+            self.on_under_way([row.seq.request.id for plan in plans for row in plan.rows])
 
     def _call_on_step(self) -> None:
         if self.on_step is not None:

@@ -128,11 +128,13 @@ class Pipeline:
         release: Callable[[BaseException], bool] | None = None,
         check: Callable[[], None] = lambda: None,
         elsewhere: Callable[[], bool] = lambda: False,
+        on_under_way: Callable[[tuple[StepPlan, ...]], None] = lambda plans: None,
     ) -> None:
         """`state`: the lock held while the scheduler changes, not while a step computes. `entered`: called with each
         step's events. `release`: see Shrink. `check`: called after every failure; raises DeviceLostError if no step can
         succeed any more, which the pipeline's methods pass on. `elsewhere`: whether the engine's owner runs the
-        requests of a lost device elsewhere. If so, a device without memory for any sequence also counts as lost."""
+        requests of a lost device elsewhere. If so, a device without memory for any sequence also counts as lost.
+        `on_under_way`: called with the plans of all steps under way, before one of them is launched."""
         self._scheduler = scheduler
         self._executor = executor
         self._state = state
@@ -141,6 +143,7 @@ class Pipeline:
         self._check = check
         self._speculation = scheduler.speculation
         self._elsewhere = elsewhere
+        self._on_under_way = on_under_way
         # Steps launched and not collected: at most one between calls of `step`, two within.
         self._flights: deque[_Flight] = deque()
         self._last = 0.0
@@ -161,6 +164,10 @@ class Pipeline:
         may call this."""
         return {row.seq.request.id for plan in self._under_way for row in plan.rows}
 
+    def _note_under_way(self, *plans: StepPlan) -> None:
+        self._under_way = plans
+        self._on_under_way(plans)
+
     @property
     def in_flight(self) -> bool:
         return bool(self._flights)
@@ -177,7 +184,7 @@ class Pipeline:
         planned = None if plan is None else _Flight(plan, began)
         if planned is not None and self._speculation is not None:
             planned.guessing = self._speculation.propose(planned.plan)
-        self._under_way = tuple(flight.plan for flight in (running, planned) if flight is not None)
+        self._note_under_way(*(flight.plan for flight in (running, planned) if flight is not None))
         if planned is None and running is None:
             if self._scheduler.has_work:
                 raise EngineError("the scheduler has work and plans nothing")
@@ -305,7 +312,7 @@ class Pipeline:
             if not rows:
                 continue
             part = StepPlan(rows, num_tokens=sum(row.count for row in rows))
-            self._under_way = (part,)
+            self._note_under_way(part)
             try:
                 sampled = self._executor.collect(self._executor.launch(part))
             except Exception as error:
@@ -325,7 +332,7 @@ class Pipeline:
         """End a sequence that failed alone. Raises DeviceLostError if the device is to blame and the request can run
         elsewhere, like all of `plan`."""
         if self._shrink.failed_alone(seq.request.id, error) and self._elsewhere():
-            self._under_way = (plan,)
+            self._note_under_way(plan)
             raise DeviceLostError(
                 f"the device has no memory for the step of a single sequence, whichever: {brief(error)}"
             ) from None

@@ -59,6 +59,7 @@ OF_ENGINES: Final = {name: field for name, field in ENGINE.items() if name != "d
 OF_WORKERS: Final = (
     "max_worker_deaths",
     "max_step_seconds",
+    "engine_process",
     "no_breaker",
     "core_watts",
     "require_signature",

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -53,9 +54,21 @@ if TYPE_CHECKING:
 DRAIN_STATUS: Final = (
     "Exit status: 0 the worker has ended, 2 refused, 4 timed out (it goes on draining), 130 interrupted."
 )
+#: Files that a machine with NVIDIA's driver has.
+DRIVERS: Final = ("/dev/nvidiactl", "/dev/dxg")
+#: Cores of a machine on which the engine's process would take turns with the worker's.
+ENOUGH_CORES: Final = 2
 drain_app = Commands("Operations", DRAIN_STATUS)
 
 app = Commands("Processes", PROCESS_STATUS)
+
+
+class EngineProcess(StrEnum):
+    """Whether the engine has a process of its own."""
+
+    ON = "on"
+    OFF = "off"
+    AUTO = "auto"
 
 
 @app.shown("penstock worker --broker redis://10.0.0.5:6379/0 --model tiny --max-num-seqs 32")
@@ -118,6 +131,13 @@ def worker(
             "Unset: no energy is told there.",
         ),
     ] = None,
+    engine_process: Annotated[
+        EngineProcess,
+        typer.Option(
+            help="Run the engine in a process of its own, beside the one for queue and store. auto: on a GPU, with "
+            "more than two cores."
+        ),
+    ] = EngineProcess.AUTO,
     require_signature: RequireSignature = None,
     health_port: Annotated[
         int | None,
@@ -172,6 +192,7 @@ def worker(
     settings = WorkerSettings(
         *addresses(broker, store, data_dir),
         model[0],
+        engine_process=_in_a_process(engine_process, engine.get("device", "auto")),
         require_signature=tuple(map(str, require_signature or ())),
         engine=engine,
         lease=lease,
@@ -191,6 +212,17 @@ def worker(
     with refusing(EngineError):
         status = run_worker(settings, checked_level(log_level))
     raise typer.Exit(status)
+
+
+def _in_a_process(choice: EngineProcess, device: str) -> bool:
+    """Whether the engine gets a process of its own. Raises Failure where it cannot."""
+    possible = sys.platform == "linux"
+    if choice is EngineProcess.AUTO:
+        gpu = device != "cpu" and any(map(os.path.exists, DRIVERS)) and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+        return possible and gpu and len(os.sched_getaffinity(0)) > ENOUGH_CORES
+    if choice is EngineProcess.ON and not possible:
+        raise Failure("--engine-process on needs Linux; leave it out")
+    return choice is EngineProcess.ON
 
 
 def _one_for_each_gpu(context: typer.Context, selection: str, name: str | None, drain: float) -> int:

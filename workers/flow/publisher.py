@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 from engine.errors import NOT_FINITE, EngineError, RequestError, renamed
-from engine.request import Event, TokenLogprobs
+from engine.request import Event, TokenLogprobs, Tokens
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, run, run_many, text
 from producers.contract.record import error_json
@@ -92,11 +92,29 @@ class Batch:
             _note_prompt(delivery, event.prompt_logprobs)
             self.scored.append(delivery)
         if not delivery.selects or event.error is not None:
-            self._note(delivery, event)
+            if event.finish_reason is None and event.logprobs is None and len(event.token_ids) == 1 and not event.done:
+                self.add_token(delivery, event.choice, event.index, event.token_ids[0], event.texts[0])
+            else:
+                self._note(delivery, event)
             return
         delivery.pending.append(event)
         for pending in delivery.pending if event.done else []:
             self._note(delivery, pending)
+
+    def add_token(self, delivery: Delivery, choice: int, index: int, token_id: int, piece: str) -> None:
+        """Adds a token that does not end its choice and has no log probability, of a delivery that publishes its
+        choices as they come: nearly every one."""
+        at, entry = self.at, f"[{choice},{index},{token_id},{quote(piece)}]"
+        append = self.appends.get((delivery.uuid, choice))
+        if append is None:
+            append = self._append_of(delivery, choice, index)
+        append.scored = delivery.scored
+        append.entries.append(entry)
+        delivery.entries[choice].append(entry)
+        delivery.note_tokens(1, at)
+        before, delivery.token_at[choice] = delivery.token_at[choice], at
+        if before and before < at and delivery.record is not None:
+            self.gaps[delivery.record.tier, at - before] += 1
 
     def _note(self, delivery: Delivery, event: Event) -> None:
         """Encode the event's tokens, and see whether it is the last one."""
@@ -148,8 +166,6 @@ def _note_prompt(delivery: Delivery, logprobs: list[TokenLogprobs | None]) -> No
 def _encode(event: Event) -> list[str]:
     """An event's tokens as stream entries; the finish reason stands on the choice's last token."""
     token_ids, finish_reason = event.token_ids, event.finish_reason
-    if finish_reason is None and event.logprobs is None and len(token_ids) == 1:  # nearly every event
-        return [f"[{event.choice},{event.index},{token_ids[0]},{quote(event.texts[0])}]"]
     last = len(token_ids) - 1
     entries = []
     for k, (token_id, piece) in enumerate(zip(token_ids, event.texts, strict=True)):
@@ -237,7 +253,7 @@ class Publisher(threading.Thread):
         self._breaker = breaker
         self._retry_after = served.settings.retry_after
         self._redis = connect(served.settings.store)
-        self._updates: deque[Event | Conclusion | Delivery] = deque()
+        self._updates: deque[Event | Tokens | Conclusion | Delivery] = deque()
         #: What the store has no room for, of which deliveries (UUIDs), and when it is sent again.
         self._deferred = Batch()
         self._blocked: set[str] = set()
@@ -255,6 +271,10 @@ class Publisher(threading.Thread):
     def on_event(self, event: Event) -> None:
         """Runs on the engine's thread, for each event of a choice; `on_step` follows."""
         self._updates.append(event)
+
+    def on_tokens(self, tokens: Tokens) -> None:
+        """As `on_event`, for plain tokens of many deliveries."""
+        self._updates.append(tokens)
 
     def on_step(self) -> None:
         self._wake.set()
@@ -319,6 +339,8 @@ class Publisher(threading.Thread):
             elif isinstance(item, Delivery):
                 if item.uuid in self._deliveries.running:
                     self._batch_for(item, batch).count(item)
+            elif isinstance(item, Tokens):
+                self._add(item, batch)
             elif (delivery := self._deliveries.running.get(item.request_id)) is not None:
                 self._batch_for(delivery, batch).add(delivery, item)
         for each in (batch, self._deferred):
@@ -330,6 +352,19 @@ class Publisher(threading.Thread):
         self._append(list(batch.appends.values()), batch.ends)
         self._finish(batch.ends)
         self._probe()
+
+    def _add(self, tokens: Tokens, batch: Batch) -> None:
+        running = self._deliveries.running
+        columns = tokens.choices, tokens.indices, tokens.token_ids, tokens.texts
+        for request_id, choice, index, token_id, piece in zip(tokens.request_ids, *columns, strict=True):
+            delivery = None if request_id is None else running.get(request_id)
+            if delivery is None:
+                continue
+            target = batch if not self._blocked else self._batch_for(delivery, batch)
+            if delivery.selects:
+                target.add(delivery, Event(delivery.uuid, choice, index, [token_id], [piece]))
+            else:
+                target.add_token(delivery, choice, index, token_id, piece)
 
     def _next_batch(self) -> Batch:
         """Returns an empty batch; or, if it is time, the deferred one."""

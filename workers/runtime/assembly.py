@@ -19,6 +19,7 @@ from producers.contract.profile import Profile
 from producers.release import release
 from workers.breaker import Breaker, Window, kind_of
 from workers.energy import EnergyAccount, open_meter
+from workers.engine_process.front import ProcessEngine
 from workers.flow import probe
 from workers.flow.adapters import AdapterLoader
 from workers.flow.celery_side import CelerySide
@@ -78,10 +79,17 @@ class Runtime:
         send_probe = partial(probe.send_timed, engine)
         self.breaker = Breaker(self.window, clock, send_probe, self._break_down, enabled=settings.breaker)
         self.gpu = GpuFacts(device)
-        meter = open_meter(device, self.gpu.reading, settings.core_watts)
+        processor_time = engine.processor_time if isinstance(engine, ProcessEngine) else time.process_time
+        meter = open_meter(device, self.gpu.reading, settings.core_watts, processor_time)
         energy = None if meter is None else EnergyAccount(meter, shared=settings.engine.get("share") is not None)
         self.measured = Measured(
-            engine, served.model, COLD_START.first_token, self.window.on_step, lambda: COLD_START.ready_at, energy
+            engine,
+            served.model,
+            COLD_START.first_token,
+            self.window.on_step,
+            lambda: COLD_START.ready_at,
+            energy,
+            processor_time,
         )
         self.keeper = Keeper(served, self.measured, self.profile)
         self.publisher = Publisher(
@@ -134,6 +142,8 @@ class Runtime:
     def _call_back(self, engine: ServedEngine) -> None:
         """Sets the parts' callbacks."""
         engine.on_lost, engine.on_step = self._device_lost, self._stepped
+        if isinstance(engine, ProcessEngine):
+            engine.share(self.publisher.on_event, self.publisher.on_tokens)
         self.breaker.on_change = self._breaker_changed
         self.celery.close, self.celery.stop = self.intake.stop, self._celery_stops
         self.monitors.nudge = self.intake.nudge

@@ -52,6 +52,13 @@ class ColdStart:
         self._phases[phase] = self._phases.get(phase, 0.0) + now - since
         self._last = now
 
+    def adopt(self, phases: dict[str, float]) -> None:
+        """Take over the phases (s) of a process that was forked from this one, and has loaded the model since."""
+        now = time.monotonic()
+        since = now if self._last is None else self._last
+        elapsed = sum(self._phases.values()) + now - since
+        self._phases, self._last = dict(phases), now - max(0.0, elapsed - sum(phases.values()))
+
     def ready(self) -> bool:
         """Marks the time from which the worker takes tasks. False if it was marked before, as when Celery's consumer
         connects again."""

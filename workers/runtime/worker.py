@@ -34,6 +34,7 @@ from producers.contract import keys
 from producers.contract.levels import beside
 from producers.store.fleet import cards
 from workers.connect import LOST, check_queues, check_servers, connect
+from workers.engine_process.front import ProcessEngine
 from workers.errors import Refused
 from workers.flow.probe import check_model
 from workers.library import find_model, verify
@@ -72,13 +73,15 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     """
     COLD_START.mark("imports")
     _log(loglevel)
+    # Before there are threads: it is forked.
+    process = ProcessEngine(settings.name, settings.lease) if settings.engine_process else None
     stopping = Stopping()
     stopping.install()
     health = Health(settings.health_port, starting="the model is being loaded")
     check_servers(settings.broker, settings.store, queues=(), worker=True)
     COLD_START.mark("connect")
     with Boot(settings, loglevel, ("celery.worker.consumer", "workers.runtime.assembly")) as boot:
-        served = _loaded(settings)
+        served = _loaded(settings, process)
     app = boot.app(served.pool.queues)
     from celery.signals import worker_ready
     from celery.worker import state
@@ -204,10 +207,17 @@ def _quiet(worker: Any) -> Any:
     return type("Worker", (worker,), {"install_platform_tweaks": only_ours, "set_process_status": keep_title})
 
 
-def _loaded(settings: WorkerSettings) -> Served:
-    """Loads the model, checks that the servers have its queues, and announces it. Raises Refused."""
+def _loaded(settings: WorkerSettings, process: ProcessEngine | None = None) -> Served:
+    """Loads the model, in its own process if there is one, checks that the servers have its queues, and announces it.
+    Raises Refused."""
     _check_signatures(settings)
-    engine, files = _factory(settings.engine_factory)(settings.model, settings.engine)
+    engine: ServedEngine
+    if process is None:
+        engine, files = _factory(settings.engine_factory)(settings.model, settings.engine)
+    else:
+        engine, facts = process, process.load(settings.engine_factory, settings.model, settings.engine)
+        COLD_START.adopt(facts["phases"])
+        files = facts["files"]
     COLD_START.mark("weights")
     check_model(engine, settings.model, settings.step_limit)
     COLD_START.mark("warm_up")

@@ -1,0 +1,39 @@
+"""Engines for workers whose engine has a process of its own (`engine_factory`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from tests.stub_engine import StubEngine
+from workers.errors import Refused
+
+
+class Halves(StubEngine):
+    """Its steps name the requests with an even seed alone, as if the others waited in it."""
+
+    @property
+    def on_under_way(self) -> Callable[[list[str]], None] | None:
+        return self._names
+
+    @on_under_way.setter
+    def on_under_way(self, tell: Callable[[list[str]], None]) -> None:
+        def named(ids: list[str]) -> None:
+            tell([name for name in ids if not (self._running[name].request.params.seed or 0) % 2])
+
+        self._names = named
+
+    _names: Callable[[list[str]], None] | None = None
+
+
+def halves(model: str, options: dict[str, Any]) -> tuple[StubEngine, dict[str, bytes]]:
+    return Halves(model), {}
+
+
+def refused(model: str, options: dict[str, Any]) -> tuple[StubEngine, dict[str, bytes]]:
+    raise Refused("this model cannot be served")
+
+
+def dead(model: str, options: dict[str, Any]) -> tuple[StubEngine, dict[str, bytes]]:
+    os._exit(9)
