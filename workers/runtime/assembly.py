@@ -113,6 +113,8 @@ class Runtime:
         #: Where Celery's transport is plugged in; `celery` is what its pool knows.
         self.link = Link(self.intake, self.celery, served.connect_sender(), served.control_url)
         self.housekeeper = Housekeeper(served, *shared, self.describe, announce, self.keeper, self.breaker)
+        self.intake.has_part = self.housekeeper.holdings.has_part
+        self.gpu = GpuFacts(device)
         self.watchdog = Watchdog(
             served, self.gpu, self.publisher, self.intake, self.give_up, self.housekeeper.renew_soon
         )
@@ -287,6 +289,7 @@ class Runtime:
                 "slowness": None if slow is None else round(slow.ratio, 2),
                 "figures": self.window.figures().to_dict(),
                 **({} if gpu is None else {"gpu": gpu}),
+                **self.intake.describe(),
                 **self._shared(),
                 **({"adapters": adapters} if (adapters := self.adapters.describe()) else {}),
             }
