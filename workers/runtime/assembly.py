@@ -114,7 +114,6 @@ class Runtime:
         self.link = Link(self.intake, self.celery, served.connect_sender(), served.control_url)
         self.housekeeper = Housekeeper(served, *shared, self.describe, announce, self.keeper, self.breaker)
         self.intake.has_part = self.housekeeper.holdings.has_part
-        self.gpu = GpuFacts(device)
         self.watchdog = Watchdog(
             served, self.gpu, self.publisher, self.intake, self.give_up, self.housekeeper.renew_soon
         )
