@@ -14,6 +14,7 @@ from engine.errors import EngineError, ErrorText
 from engine.kernels.fp8 import CAPABILITY, fp8_bytes, fp8_linear, fp8_product, multiplies_fp8, padded
 from engine.kernels.layer import DenseProduct, ExpertParts, PreparedExperts, PreparedLinear
 from engine.kernels.packed import Int4Weight, Int8Weight
+from engine.kernels.pruned import semi_structured_product
 from engine.kernels.ragged import RaggedBatch
 from engine.kernels.reference import SCALE_BYTES, Reference, stored_width
 from engine.kernels.triton.attention.compressed_kv import INT8, KINDS, PLAIN
@@ -93,6 +94,13 @@ class Gpu(Reference):
             return F.linear(x, weight, bias)
 
         return DenseProduct(weight, bias, linear)
+
+    def prepare_pruned(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
+        product = semi_structured_product(weight, bias)
+        if product is None:
+            return self.prepare_linear(weight, bias)
+        self.keeps(weight.shape, weight.nbytes * 9 // 16)
+        return product
 
     def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
         """Like `prepare_linear`, for a packed weight. The kernels have no minima and are not made for groups of fewer

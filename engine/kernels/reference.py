@@ -88,6 +88,11 @@ class Reference:
 
         return linear
 
+    def prepare_pruned(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
+        """Like `prepare_linear`, for a weight of which two of each four adjacent inputs are zero. Sets that cannot skip
+        these multiply them, too."""
+        return self.prepare_linear(weight, bias)
+
     def prepare_ordered(self, weight: Int4Weight | Int8Weight, bias: Tensor | None, order: Tensor) -> PreparedLinear:
         """Like `prepare_quantised`. `order`: int64 [inputs], the input of each column of the weight."""
         run = self.prepare_quantised(weight, bias)
