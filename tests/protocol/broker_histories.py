@@ -237,6 +237,36 @@ def take_what_is_held(machine: BrokerMachine) -> None:
         machine.fetch_more(INC, count)
 
 
+def leave_what_others_hold(machine: BrokerMachine) -> None:
+    """In place of what is left neither a suspect is taken, nor what has no room, nor the ninth."""
+    if not machine.all_place:
+        return
+    machine.hold(SECOND, MARKS, set(), False)
+    machine.fetch(SECOND, 1, 0, [8] * 4, [8] * 4)
+    machine.have_come_back({"b", "c"})
+    machine.send(FIRST, [task("a", "t1", marks=2), task("b", "t1"), task("d", "t1", seqs=8)])
+    machine.fetch(INC, 1, 0, [4] * 4, [8] * 4)
+    machine.was_left_for(0, -1)
+    machine.fetch(INC, 1, 0, [4] * 4, [8] * 4)
+    machine.send(FIRST, [task("e", "t2", marks=3) for _ in range(8)])
+    machine.send(FIRST, [task("e", "t2")])
+    for _ in range(3):
+        machine.fetch(INC, 0, 0, [0] * 4, [0] * 4)
+    machine.fetch(INC, 4, 0, [4] * 4, [8] * 4)
+
+
+def hold_more_than_others(machine: BrokerMachine) -> None:
+    """What another holds a shorter part of, and what is no mark, is not left to it."""
+    if not machine.all_place:
+        return
+    odd = "G" * 16
+    machine.hold(INC, MARKS, set(), False)
+    machine.hold(SECOND, [MARKS[0], odd], set(), False)
+    machine.fetch(SECOND, 1, 0, [8] * 4, [8] * 4)
+    machine.send(FIRST, [task("a", marks=3), good("b", keys.TASK_NAME, 1, 100, True, "", odd)])
+    machine.fetch_more(INC, 2)
+
+
 def forget_the_dead(machine: BrokerMachine) -> None:
     """REAP removes what it held, of what it was the last to enter; others' stays."""
     if not machine.all_place:
@@ -278,6 +308,8 @@ HISTORIES: tuple[Callable[[BrokerMachine], None], ...] = (
     leave_to_a_holder,
     leave_to_nobody,
     take_what_is_held,
+    leave_what_others_hold,
+    hold_more_than_others,
     forget_the_dead,
 )
 

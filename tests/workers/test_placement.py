@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from typing import Any
 
+from engine.prefix import adapter_mark
+from engine.text.adapter import read_adapter
 from producers.broker.redis import keys as broker_keys
 from producers.contract.record import Record
+from producers.store.fleet import adapters
+from tests.engine.adapters.folders import write_adapter
 from tests.workers.rig import TIMES, Rig
 
 #: Two marks, in blocks of 16.
@@ -20,11 +25,12 @@ def worker(rig: Rig, **fields: Any) -> Any:
     return rig.worker(placement="prefix", STUB_CACHE="1", **fields)
 
 
-def runner_of(rig: Rig, prompt: list[int]) -> str:
+def runner_of(rig: Rig, prompt: list[int] | str, **task: Any) -> str:
     """The incarnation that has run a task."""
-    (task_id,) = rig.submit(1, prompt=prompt, max_tokens=1)
+    (task_id,) = rig.submit(1, prompt=prompt, max_tokens=1, **task)
     rig.until_settled([task_id])
-    return Record.parse(task_id, rig.record(task_id)).runs[1].owner
+    *_, run = Record.parse(task_id, rig.record(task_id)).runs.values()
+    return run.owner
 
 
 def held_by(rig: Rig) -> set[str]:
@@ -62,3 +68,15 @@ def test_without_placement_nothing_is_said_of_prefixes(rig: Rig) -> None:
     runner_of(rig, PROMPT)
     assert not rig.redis.keys(broker_keys.held("*")) + rig.redis.keys(broker_keys.PREFIXES)
     assert "placed" not in rig.leases()[0]
+
+
+def test_a_task_goes_to_the_worker_that_has_its_adapter_loaded(rig: Rig, tmp_path: Path) -> None:
+    """Whatever its prompt is, which may come as text."""
+    files = read_adapter(write_adapter(tmp_path / "mine"))
+    worker(rig, times=LONG, STUB_ADAPTERS=str(tmp_path))
+    adapters.add(rig.store, "mine", "stub", files.version, files.rank, tmp_path / "mine")
+    first = runner_of(rig, "text", model="mine")
+    rig.until(lambda: rig.redis.hget(broker_keys.PREFIXES, adapter_mark(files.version, "v1")) == first)
+    rig.until(lambda: rig.redis.hexists(broker_keys.held(first), "room"))
+    worker(rig, times=LONG, STUB_ADAPTERS=str(tmp_path))
+    assert {runner_of(rig, "other text", model="mine") for _ in range(4)} == {first}
