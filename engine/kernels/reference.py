@@ -50,6 +50,9 @@ class Reference:
     ragged = False
     #: Whether a CUDA graph can record its operations: with a ragged batch they never wait for the device.
     recordable = False
+    #: Whether adapters' changes of products come from tables on the device, so that recorded steps have them, too
+    #: (`engine/execution/device/adapters.py`). `prepare_low_rank` returns TabledLowRank then.
+    tabled = False
     #: If set before a model's layers are prepared, sets that run layers in one call report their times by kernel class.
     report_time: ReportTime | None = None
     #: This rank's end, if the model is one rank's share. Set before the model is made.
