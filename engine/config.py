@@ -141,6 +141,21 @@ class EngineConfig:
     )
     """The number of stages. Each rank of a stage holds `1 / tensor_parallel` of every matrix of the stage's layers, and
     their KV cache. It changes no output."""
+    nodes: int = declare(
+        1,
+        Integer(1, MOST_RANKS),
+        "Machines that compute the model together, each with its part of the stages (--pipeline-parallel): this one, "
+        "and others that run `penstock ranks`. Unset: 1.",
+    )
+    ranks_address: str = declare(
+        "0.0.0.0:29500",
+        Text(256),
+        "Address at which this machine waits for the others (--nodes). Unset: 0.0.0.0:29500.",
+        metavar="HOST:PORT",
+    )
+    ranks_secret: str | None = declare(
+        None, Text(), "File with a secret of 16 bytes or more, the same on all machines (--nodes).", metavar="FILE"
+    )
     adapter_bytes: int = declare(
         1 << 30,
         Integer(0, 1 << 50),
@@ -196,6 +211,18 @@ class EngineConfig:
             checked(self)
         except RequestError as error:  # a setting is the operator's, not a request's
             raise EngineError(error.message) from None
+        if self.pipeline_parallel % self.nodes:
+            raise EngineError(
+                ErrorText.of(
+                    "{pipeline_parallel}={} stages cannot be divided among {nodes}={} machines, each with as many "
+                    "whole stages; sums over {tensor_parallel} stay within a machine",
+                    *(self.pipeline_parallel, self.nodes),
+                )
+            )
+        if self.nodes > 1 and self.ranks_secret is None:
+            raise EngineError(
+                ErrorText.of("{nodes}={} needs {ranks_secret}: a file that is the same on all machines", self.nodes)
+            )
         if self.tensor_parallel * self.pipeline_parallel > MOST_RANKS:
             raise EngineError(
                 ErrorText.of(
@@ -239,3 +266,8 @@ class EngineConfig:
     def ranks(self) -> int:
         """The processes that compute the model together."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def own_ranks(self) -> int:
+        """Those of this machine."""
+        return self.ranks // self.nodes

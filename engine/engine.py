@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -60,6 +61,8 @@ class EngineStats(SchedulerStats):
     that."""
     device: str
     kernels: str
+    slow_rank: str = ""
+    """The rank for which the others wait most of the time, in words; empty if none stands out."""
 
 
 class Engine(StepLoop):
@@ -115,16 +118,11 @@ class Engine(StepLoop):
         capacity = plan_capacity(model, config, draft)
         self._publish(capacity)
         _log_choices(folder.name, model, config)
-        runner = runner_for(model, config, capacity)
+        with nullcontext() if group is None else group.in_time("to make the KV caches of all ranks"):
+            runner = runner_for(model, config, capacity)
         speculation = speculation_for(model, draft, config, capacity, runner)
-        scheduler = Scheduler(capacity, self._traits(folder, version), _policy(model, config), speculation)
-        #: Tells the marks (`engine.prefix`) of what a request finds here: of loaded adapters, then of cached prefixes,
-        #: the newest last. Any thread may call it.
-        self.marks: Callable[[], list[str]] = scheduler.marks
-        #: The tokens of a block, by which marks are made; 0: no prefix is cached.
-        self.marked_block = config.block_size if config.enable_prefix_caching else 0
         super().__init__(
-            scheduler,
+            Scheduler(capacity, self._traits(folder, version), _policy(model, config), speculation),
             runner,
             partial(model.kernels.use_threads, config.threads),
             overlap=int(model.device.type == "cuda" or model.staged) if config.overlap is None else config.overlap,
@@ -187,9 +185,9 @@ class Engine(StepLoop):
         if config.ranks == 1:
             return cls._load(folder, config, None, loaded, progress)
         check_ranks_of(folder, config.tensor_parallel, config.pipeline_parallel)
-        group = Group(folder, config, max(1, torch.get_num_threads() // config.ranks))
+        group = Group(folder, config, max(1, torch.get_num_threads() // config.own_ranks))
         try:
-            with on_nodes_of(0, config.ranks):
+            with on_nodes_of(0, config.own_ranks):
                 return cls._load(folder, config, group, loaded, progress)
         except BaseException:
             group.close()
@@ -222,7 +220,7 @@ class Engine(StepLoop):
             progress,
             exchange=None if group is None else group.exchange,
             stage=WHOLE if group is None else group.stage,
-            processes=config.ranks,
+            processes=config.own_ranks,
         )
         model: Model = share
         if group is not None:
@@ -325,6 +323,7 @@ class Engine(StepLoop):
             compute_dtype=_name(kernels.compute_dtype),
             device=str(self._model.device),
             kernels=kernels.name,
+            slow_rank="" if self._group is None else self._group.slow_rank,
         )
 
     def close(self) -> None:

@@ -301,7 +301,7 @@ class State(StrEnum):
 class Breaker:
     """Thread-safe. `enabled`: whether it may open. `send_probe` sends a probe to the engine and calls back on the
     engine's thread, with the error, or None; it raises EngineError if the engine takes none now. `give_up` ends this
-    worker, with a reason."""
+    worker, with a reason. `explain`: which part of the engine is slow, if that is known."""
 
     def __init__(
         self,
@@ -311,8 +311,10 @@ class Breaker:
         give_up: Callable[[str], None],
         *,
         enabled: bool = True,
+        explain: Callable[[], str] = lambda: "",
     ) -> None:
         self._enabled = enabled
+        self._explain = explain
         self._window = window
         self._clock = clock
         self._send_probe = send_probe
@@ -355,7 +357,8 @@ class Breaker:
 
     def outlier(self) -> str:
         """The reason why it is an outlier among its peers; empty if it is none, or may not open."""
-        return judge(self._window.figures(), self.peers) if self._enabled and self.closed else ""
+        reason = judge(self._window.figures(), self.peers) if self._enabled and self.closed else ""
+        return f"{reason}; {why}" if reason and (why := self._explain()) else reason
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, for `inspect breaker`."""

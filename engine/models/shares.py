@@ -60,16 +60,16 @@ def possible_ranks(c: DecoderSettings) -> list[int]:
     ]
 
 
-def files_of(folder: Path) -> str:
+def files_of(folder: Path, *, dates: bool = True) -> str:
     """Differs between ranks that would read other files: of the checkpoint's tensors and files, not of their values.
 
-    Raises ModelError.
+    `dates`: also where files were written again. Raises ModelError.
     """
     located = locate(folder)
     digest = sha256()
     for path in sorted({tensor.path for tensor in located.values()}):
         stat = path.stat()
-        digest.update(f"{path.name}|{stat.st_size}|{stat.st_mtime_ns}|".encode())
+        digest.update(f"{path.name}|{stat.st_size}|{stat.st_mtime_ns if dates else ''}|".encode())
     for name, tensor in sorted(located.items()):
         digest.update(f"{name}|{tensor.stored}|".encode())
     return digest.hexdigest()

@@ -42,6 +42,7 @@ MODULES: Final = {
     "watermark": "watermark",
     "prepare": "quantize warm",
     "worker": "worker",
+    "ranks": "ranks",
     "gateway": "gateway",
     "background": "sweeper sources autoscaler",
     "scale": "scale",

@@ -1,8 +1,10 @@
-"""The process of a follower: `python -m engine.execution.ranks.follower SOCKET`, started by a Group.
+"""The process of a follower: `python -m engine.execution.ranks.follower LOCAL`, started by a Group or a Node.
 
-It reads its setup from the socket, loads its share, says so, and does what the lead sends. It ends with the lead. A
-signal to the whole group of processes, such as Ctrl-C, a closed terminal's SIGHUP or a service manager's SIGTERM, is
-the lead's, who drains first.
+LOCAL is JSON of what this machine has: `socket` to the lead, `parent`, `folder` and its `files`, `threads`, the `index`
+of the rank among the machine's `processes`, `memory` of its stage, and `links` as pairs of kind and descriptor. It
+reads its setup, which is alike on all machines, from the socket, loads its share, says so, and does what the lead
+sends. It ends with the lead. A signal to the whole group of processes, such as Ctrl-C, a closed terminal's SIGHUP or a
+service manager's SIGTERM, is the lead's, who drains first.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 if TYPE_CHECKING:
     from engine.adapters import Adapter
-    from engine.kernels.native.exchange import Exchange
+    from engine.execution.ranks.stages import Link
     from engine.models.decoder import Decoder
 
 #: prctl(2)
@@ -32,21 +34,23 @@ _SIGN_S: Final = 1.0
 def main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ignored, signal.SIG_IGN)
-    lead = socket.socket(fileno=int(sys.argv[1]))
+    local = json.loads(sys.argv[1])
+    lead = socket.socket(fileno=local["socket"])
     told = lead.makefile("rb")
-    setup = json.loads(told.readline())
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != setup["lead"]:
+    if os.getppid() != local["parent"]:
         return  # it ended before the call
+    setup = json.loads(told.readline())
     listener = _Listener(lead, told)
     listener.start()
     _say(lead, started=True)
-    ends: list[Exchange] = []
+    ends: list[Link] = []
     try:
         # Only now, because this takes seconds.
         import torch
 
         from engine.errors import ModelError
+        from engine.execution.ranks.nodes import SocketLink
         from engine.execution.ranks.runner import follow
         from engine.execution.ranks.stages import lead_stage
         from engine.execution.threads import on_nodes_of
@@ -55,20 +59,28 @@ def main() -> None:
         from engine.models import load_model
         from engine.models.shares import files_of
 
-        folder = Path(setup["folder"])
-        if files_of(folder) != setup["files"]:
+        folder = Path(local["folder"])
+        if files_of(folder) != local["files"]:
             raise ModelError(f"{folder}: its files have changed since the lead looked; start again")
         library = load_library()
         assert library is not None
-        torch.set_num_threads(setup["threads"])
+        torch.set_num_threads(local["threads"])
         rank, stage = Share(setup["rank"], setup["ranks"]), Share(setup["stage"], setup["stages"])
-        every = rank.ranks * stage.ranks
-        memories = zip([setup["memory"], *setup["links"]], (rank, Share(1, 2), Share(0, 2)), strict=False)
-        for memory, share in memories:
-            ends.append(Exchange(library, memory, share, every))
-            os.close(memory)
-        exchange = ends[0] if rank.ranks > 1 else None
-        with on_nodes_of(stage.rank * rank.ranks + rank.rank, every):
+        processes = local["processes"]
+        exchange = None
+        if rank.ranks > 1:
+            exchange = Exchange(library, local["memory"], rank, processes)
+            ends.append(exchange)
+        os.close(local["memory"])
+        links: list[Link] = []
+        for (kind, descriptor), end in zip(local["links"], (Share(1, 2), Share(0, 2)), strict=False):
+            if kind == "socket":
+                links.append(SocketLink(socket.socket(fileno=descriptor)))
+            else:
+                links.append(Exchange(library, descriptor, end, processes))
+                os.close(descriptor)
+        ends += links
+        with on_nodes_of(local["index"], processes):
             model = load_model(
                 folder,
                 setup["dtype"],
@@ -79,20 +91,20 @@ def main() -> None:
                 progress=_Signs(lead),
                 exchange=exchange,
                 stage=stage,
-                processes=every,
+                processes=processes,
             )
             model.kernels.use_threads(None)
             listener.share = model
             _say(lead, ready=True)
-            if setup["links"]:
-                _, before, after = ends
+            if exchange is None or links:
+                before, after = links
                 lead_stage(model, exchange, before, after, listener.adapters)
             else:
-                follow(model, ends[0], listener.adapters)
+                follow(model, exchange, listener.adapters)
     except BaseException as error:
         _say(lead, error=f"{type(error).__name__}: {error}")
-        for end in ends:
-            end.fail()
+        for each in ends:
+            each.fail()
         raise
 
 

@@ -1,4 +1,5 @@
-"""The lead's side of the followers' processes: starts them, waits until they have their shares, notices their ends.
+"""The lead's side of the followers' processes: starts those of this machine, meets other machines, waits until all have
+their shares, notices their ends.
 
 A follower is lost when its socket closes, which the kernel does whatever ends it. Then all are: the exchange fails, so
 that nobody waits for the lost one, and the others are killed. They end with the lead in the same way, and the kernel
@@ -11,22 +12,31 @@ import json
 import logging
 import os
 import selectors
-import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from engine.config import EngineConfig
-from engine.errors import DeviceLostError, EngineError, ErrorText
+from engine.errors import DeviceLostError, EngineError, ErrorText, message_of
+from engine.execution.ranks.nodes import (
+    Joined,
+    Meeting,
+    SocketLink,
+    end_of,
+    gather,
+    read_secret,
+    shut,
+    start_follower,
+    traits_of,
+)
 from engine.execution.ranks.runner import LeadModel
-from engine.execution.ranks.stages import Chain, StagedModel
+from engine.execution.ranks.stages import Chain, Link, StagedModel
 from engine.kernels.native import load_library
 from engine.kernels.native.exchange import Exchange, Share, shared_memory
 from engine.models.decoder import Decoder
@@ -40,7 +50,12 @@ SILENCE_S: Final = 120.0
 #: Seconds that an end may take before it is enforced.
 _END_S: Final = 5.0
 #: Seconds that the reason of a failure may take to arrive after the failure.
-_REASON_S: Final = 1.0
+_REASON_S: Final = 5.0
+#: Seconds between two looks at how far the ranks have come, and the weight of a look among all.
+_LOOK_S: Final = 0.05
+_LOOK_WEIGHT: Final = 0.02
+#: The share of looks from which a rank is slow, and how many times the next one's it is.
+_SLOW_SHARE, _SLOW_TIMES = 0.4, 2.0
 #: The most bytes of a follower's message.
 _LONGEST: Final = 1 << 16
 
@@ -48,7 +63,8 @@ _LONGEST: Final = 1 << 16
 @dataclass(slots=True)
 class _Follower:
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | None
+    """None: it is another machine's."""
     socket: socket.socket
     heard: float
     ready: bool = False
@@ -56,6 +72,11 @@ class _Follower:
     unread: bytes = b""
     adapters: dict[int, str] = field(default_factory=dict)
     """The numbers of adapters that it was to load, with what went wrong."""
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+        shut(self.socket)  # another machine's ends with its socket
 
 
 class Group:
@@ -81,29 +102,37 @@ class Group:
         self._changed = threading.Condition()
         self._lost = ""
         self._closing = False
-        files = files_of(folder)
+        self._folder, self._nodes, self._joined = folder, config.nodes, Joined()
+        self._files = files_of(folder)
         stages = self.stage.ranks
-        # The memory of each stage's sums, and of the link after each stage; that after the last one leads back here.
-        self._memories = [shared_memory(self._of_stage) for _ in range(stages)]
-        self._links = [shared_memory(2) for _ in range(stages if stages > 1 else 0)]
-        #: All exchanges and links. This rank takes part in those of the first stage, and its links.
-        self._exchanges = [Exchange(library, each, Share(0, self._of_stage), self._ranks) for each in self._memories]
+        #: The ranks of this machine.
+        self._own = self._ranks // self._nodes
+        own_stages = stages // self._nodes
+        # The memory of each own stage's sums, and of the links between own stages; that after the last one leads back
+        # here, unless the next stage is another machine's.
+        self._memories = [shared_memory(self._of_stage) for _ in range(own_stages)]
+        self._links = [shared_memory(2) for _ in range(own_stages - 1 + (self._nodes == 1 < stages))]
         ends = [Share(int(i + 1 == stages), 2) for i in range(len(self._links))]
-        self._exchanges += [
-            Exchange(library, *each, processes=self._ranks) for each in zip(self._links, ends, strict=True)
-        ]
+        sums = [Exchange(library, each, Share(0, self._of_stage), self._own) for each in self._memories]
+        links = [Exchange(library, memory, end, self._own) for memory, end in zip(self._links, ends, strict=True)]
+        #: All exchanges and links. This rank takes part in those of the first stage, and its links.
+        self._exchanges: list[Exchange | SocketLink] = [*sums, *links]
         for each in self._exchanges:
             each.explain = self.check
         #: This rank's end of the first stage's sums. None if it has that stage for itself.
-        self.exchange = self._exchanges[0] if self._of_stage > 1 else None
+        self.exchange = sums[0] if self._of_stage > 1 else None
+        #: This rank's links, to the second stage and from the last one.
+        self._ends: tuple[Link | None, Link | None] = (links[0] if links else None, links[-1] if links else None)
         self._chain: Chain | None = None
+        self._rounds: list[list[int]] = []
+        #: By rank: the share of looks at which others waited for it.
+        self._waits = dict.fromkeys(range(1, self._own), 0.0)
+        self._meeting = None
+        if self._nodes > 1:
+            self._meeting = Meeting(config.ranks_address, read_secret(str(config.ranks_secret)))
         self._setup: dict[str, Any] = {
-            "folder": str(absolute(folder)),
-            "files": files,
             "ranks": self._of_stage,
             "stages": stages,
-            "threads": threads,
-            "lead": os.getpid(),
             "dtype": config.dtype,
             "deterministic": config.deterministic,
             "kv_cache_dtype": config.kv_cache_dtype,
@@ -123,7 +152,10 @@ class Group:
         """The model of all ranks, of this rank's share."""
         if self.stage.ranks == 1:
             return LeadModel(share, self.exchange)
-        self._chain = Chain(self._exchanges[self.stage.ranks], self._exchanges[-1], self.check)
+        after, back = self._ends
+        assert after is not None
+        assert back is not None
+        self._chain = Chain(after, back, self.check)
         return StagedModel(share, self.exchange, self._chain)
 
     def load_adapter(self, folder: Path, number: int) -> None:
@@ -139,6 +171,55 @@ class Group:
             if self._lost or errors:
                 raise EngineError(f"{folder} is not loaded: {self._lost or errors[0]}")
 
+    def _looks(self) -> bool:
+        """Look at whom the others wait for. Returns False if no rank has moved, and none is waited for."""
+        rounds = [each.rounds() for each in self._exchanges if isinstance(each, Exchange)]
+        moved, self._rounds = rounds != self._rounds, rounds
+        waited: set[int] = set()
+        for i, each in enumerate(rounds):
+            behind = [(each[0] - each[own]) % (1 << 32) for own in range(1, len(each))]
+            if i < len(self._memories):
+                # The stage's first rank is further.
+                waited.update(i * self._of_stage + own + 1 for own, by in enumerate(behind) if 0 < by < 1 << 31)
+            elif behind[0] < 1 << 31 and (stage := i - len(self._memories) + 1) < self.stage.ranks:
+                # Who waits for a message is one further than its sender.
+                waited.add(stage * self._of_stage)
+        if moved or waited:
+            for rank in range(1, self._own):
+                self._waits[rank] += _LOOK_WEIGHT * ((rank in waited) - self._waits[rank])
+        return moved or bool(waited)
+
+    @property
+    def slow_rank(self) -> str:
+        """The rank of this machine for which the others wait most of the time, in words; empty if none stands out."""
+        order = sorted(self._waits, key=self._waits.__getitem__, reverse=True)
+        if not order or self._waits[order[0]] < _SLOW_SHARE:
+            return ""
+        if len(order) > 1 and self._waits[order[0]] < _SLOW_TIMES * self._waits[order[1]]:
+            return ""
+        pids = {each.rank: each.process.pid for each in list(self._followers) if each.process is not None}
+        return (
+            f"the others wait for rank {order[0]} of {self._ranks} (process {pids.get(order[0])}) at "
+            f"{self._waits[order[0]]:.0%} of looks"
+        )
+
+    @contextmanager
+    def in_time(self, doing: str) -> Iterator[None]:
+        """Give the ranks up, and raise EngineError, if the block takes longer than SILENCE_S."""
+        late = threading.Timer(SILENCE_S, lambda: self._lose(f"{doing} takes more than {SILENCE_S:.0f} s{self._who()}"))
+        late.daemon = True
+        late.start()
+        try:
+            yield
+        except DeviceLostError as error:
+            raise EngineError(f"the model is not served: {error}") from error
+        finally:
+            late.cancel()
+
+    def _who(self) -> str:
+        why = self.slow_rank
+        return f": {why}" if why else ""
+
     def check(self) -> None:
         """Raise DeviceLostError if a rank has failed."""
         if any(each.failed for each in self._exchanges):
@@ -151,14 +232,15 @@ class Group:
         with self._changed:
             self._closing = True
             followers = list(self._followers)
+        self._joined.close()
         for each in followers:
-            _shut(each.socket)
+            shut(each.socket)
         deadline = time.monotonic() + _END_S
-        for each in followers:
+        for process in (each.process for each in followers if each.process is not None):
             try:
-                each.process.wait(max(0.0, deadline - time.monotonic()))
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                each.process.kill()
+                process.kill()
         self._thread.join()
         if self._chain is not None:
             self._chain.close()
@@ -167,45 +249,79 @@ class Group:
 
     def _keep(self) -> None:
         try:
+            if self._meeting is not None:
+                self._gather(self._meeting)
             for rank in range(1, self._ranks):
                 self._start(rank)
+        except EngineError as error:
+            self._lose(message_of(error))
         except OSError as error:
             self._lose(f"rank {len(self._followers) + 1} could not be started: {error}")
         finally:
+            if self._meeting is not None:
+                self._meeting.close()
             for descriptor in self._memories + self._links:
                 os.close(descriptor)
         with selectors.DefaultSelector() as selector:
             for each in self._followers:
                 selector.register(each.socket, selectors.EVENT_READ, each)
             while selector.get_map():
-                for key, _ in selector.select(1.0):
+                # More often while steps run, to see whom the others wait for.
+                for key, _ in selector.select(_LOOK_S if self._looks() else 1.0):
                     if not self._read(key.data):
                         selector.unregister(key.fileobj)
                         self._ended(key.data)
                 self._refuse_silence()
         for each in self._followers:
-            each.process.wait()
+            if each.process is not None:
+                each.process.wait()
             each.socket.close()
+
+    def _gather(self, meeting: Meeting) -> None:
+        """Wait for the other machines. Raises EngineError."""
+        part = {**self._setup, "nodes": self._nodes}
+        joined = gather(meeting, self._nodes, self._own, traits_of(self._folder), part, lambda: self._closing)
+        self._joined = joined
+        assert joined.after is not None
+        assert joined.back is not None
+        back = SocketLink(joined.back)
+        after = SocketLink(joined.after)
+        for link in (back, after):
+            link.explain = self.check
+            self._exchanges.append(link)
+        self._ends = (after if len(self._memories) == 1 else self._ends[0], back)
 
     def _start(self, rank: int) -> None:
         stage, own = divmod(rank, self._of_stage)
-        setup = self._setup | {"rank": own, "stage": stage, "memory": self._memories[stage], "links": []}
-        if stage and not own:
-            setup["links"] = [self._links[stage - 1], self._links[stage]]
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "engine.execution.ranks.follower", str(theirs.fileno())]
-        descriptors = (theirs.fileno(), self._memories[stage], *setup["links"])
-        with theirs:
-            try:
-                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors)
-            except OSError:
-                ours.close()
-                raise
-        ours.sendall(json.dumps(setup).encode() + b"\n")
+        process = None
+        if rank < self._own:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    process = self._process(rank, stage, own, theirs)
+                except OSError:
+                    ours.close()
+                    raise
+        else:
+            ours = self._joined.ranks[rank]
+        with suppress(OSError):  # it has ended, which is noticed
+            ours.sendall(json.dumps({**self._setup, "rank": own, "stage": stage}).encode() + b"\n")
         with self._changed:
             self._followers.append(_Follower(rank, process, ours, time.monotonic()))
             if self._closing:
-                _shut(ours)
+                shut(ours)
+
+    def _process(self, rank: int, stage: int, own: int, control: socket.socket) -> subprocess.Popen[bytes]:
+        """Start the process of a rank of this machine."""
+        links: list[tuple[str, int]] = []
+        if stage and not own:
+            links = [("memory", each) for each in self._links[stage - 1 : stage + 1]]
+            if len(links) == 1:
+                assert self._joined.after is not None
+                links.append(("socket", self._joined.after.fileno()))
+        local = {"folder": str(absolute(self._folder)), "files": self._files, "threads": self.threads, "index": rank}
+        local |= {"processes": self._own, "memory": self._memories[stage], "links": links}
+        return start_follower(control, local, [self._memories[stage], *(number for _, number in links)])
 
     def _read(self, follower: _Follower) -> bool:
         """Read what a follower says. Returns False at its end."""
@@ -223,7 +339,15 @@ class Group:
                     follower.adapters[said["adapter"]] = said["wrong"]
                 follower.error = said.get("error", follower.error)
             self._changed.notify_all()
+        if follower.error and not self._closing:  # its process may take long to end
+            self._lose(f"{self._named(follower)}: {follower.error}")
         return bool(data)
+
+    def _named(self, follower: _Follower) -> str:
+        whose = f"on node {follower.rank // self._own}"
+        if follower.process is not None:
+            whose = f"process {follower.process.pid}"
+        return f"rank {follower.rank} of {self._ranks} ({whose})"
 
     def _ended(self, follower: _Follower) -> None:
         if self._closing:
@@ -231,12 +355,27 @@ class Group:
                 self._lost = self._lost or "the engine is closed"
                 self._changed.notify_all()
             return
+        if self._lost:
+            return
+        if follower.process is None:
+            why = self._told_by(follower.rank // self._own, follower.rank)
+        else:
+            try:
+                why = end_of(follower.process.wait(_REASON_S))
+            except subprocess.TimeoutExpired:
+                why = end_of(None)
+        self._lose(f"{self._named(follower)}: {why}")
+
+    def _told_by(self, node: int, rank: int) -> str:
+        """How a node says that its rank has ended."""
+        end = self._joined.nodes[node]
+        end.settimeout(_REASON_S)
         try:
-            status = follower.process.wait(_REASON_S)
-        except subprocess.TimeoutExpired:
-            status = None
-        why = follower.error or _end_of(status)
-        self._lose(f"rank {follower.rank} of {self._ranks} (process {follower.process.pid}): {why}")
+            lines = end.recv(_LONGEST).decode().splitlines()
+        except OSError:
+            lines = []
+        told = [json.loads(line) for line in lines if line.startswith("{")]
+        return next((each["end"] for each in told if each.get("rank") == rank), "its connection is lost")
 
     def _refuse_silence(self) -> None:
         for each in self._followers:
@@ -252,26 +391,10 @@ class Group:
         for exchange in self._exchanges:
             exchange.fail()
         for each in self._followers:
-            each.process.kill()
+            each.kill()
+        for end in self._joined.nodes.values():
+            shut(end)
         if first:
             logger.error("The ranks of the model are lost: %s", why)
             if came and self.on_lost is not None:
                 self.on_lost()
-
-
-def _shut(end: socket.socket) -> None:
-    try:
-        end.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return
-
-
-def _end_of(status: int | None) -> str:
-    if status is None:
-        return "its socket is closed"
-    if status >= 0:
-        return f"it ended with status {status}"
-    try:
-        return f"it was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"it was killed by signal {-status}"

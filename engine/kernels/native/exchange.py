@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import struct
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from torch import Tensor
 from engine.errors import DeviceLostError
 from engine.kernels.native.library import Library, Pool
 
-#: The bytes before the slots, kHead of ranks.h.
+#: The bytes before the slots, kHead of ranks.h, and of an Arrived, which begins with the rank's round.
 _HEAD: Final = 4096
+_LINE: Final = 64
+_ROUND: Final = struct.Struct("=I")
 #: The bytes of a slot. Longer sums and messages go through it in parts; pages that are never written take no memory.
 SLOT: Final = 1 << 21
 #: The time in microseconds for which a rank polls for the others before it sleeps, where each has a core of its own.
@@ -75,6 +78,10 @@ class Exchange:
     def fail(self) -> None:
         """End all waiting of all ranks, for good. Any thread may call it."""
         self._library.fail_ranks(self.address)
+
+    def rounds(self) -> list[int]:
+        """How far each rank has come. Any thread may call it."""
+        return [_ROUND.unpack_from(self._memory, _LINE * (1 + rank))[0] for rank in range(self.share.ranks)]
 
     def check(self) -> None:
         if self.failed:

@@ -54,6 +54,13 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(monkeypatch)
 
 
+def test_the_slow_part_of_an_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, explain=lambda: "the others wait for rank 1 of 2")
+    assert bench.breaker.outlier() == ""
+    monkeypatch.setattr(module, "judge", lambda mine, peers: "its decode steps take long")
+    assert bench.breaker.outlier() == "its decode steps take long; the others wait for rank 1 of 2"
+
+
 def test_failures_in_a_row_are_the_requests_if_the_probe_passes(bench: Bench) -> None:
     assert bench.fail(2) == [False, False]
     bench.breaker.completed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import resource
 import signal
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def config(ranks: int, **settings: Any) -> EngineConfig:
 
 def followers(engine: Engine) -> list[int]:
     assert engine._group is not None
-    return [each.process.pid for each in engine._group._followers]
+    return [each.process.pid for each in engine._group._followers if each.process is not None]
 
 
 def test_a_group_is_one_engine_and_a_dead_rank_is_a_lost_device(folder: Path, tmp_path: Path) -> None:
@@ -131,6 +132,57 @@ def test_a_stopped_rank_is_gone_once_the_engine_is_closed_and_keeps_no_caller(fo
     assert gone(follower)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_rank_for_which_the_others_wait_is_named(stages: int, folder: Path) -> None:
+    with Engine.load(folder, config(3 - stages, pipeline_parallel=stages)) as engine:
+        events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        engine.submit(Request("a", [1, 2, 3], ENDLESS), events.put)
+        events.get(timeout=60)
+        (follower,) = followers(engine)
+        os.kill(follower, signal.SIGSTOP)
+        named = f"the others wait for rank 1 of 2 (process {follower}) at "
+        assert until(lambda: engine.stats().slow_rank.startswith(named))
+        engine.on_lost = lambda why, suspects: None
+        os.kill(follower, signal.SIGKILL)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_rank_that_stops_before_it_has_its_caches_is_given_up(
+    stages: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = Group.wait
+
+    def stopped(ranks: Group) -> None:
+        wait(ranks)
+        monkeypatch.setattr(group, "SILENCE_S", 1.0)
+        for each in ranks._followers:
+            assert each.process is not None
+            each.process.send_signal(signal.SIGSTOP)
+
+    monkeypatch.setattr(Group, "wait", stopped)
+    with pytest.raises(EngineError, match="not served: to make the KV caches of all ranks takes more than 1 s"):
+        Engine.load(folder, config(3 - stages, pipeline_parallel=stages))
+
+
+@pytest.mark.exhaustive
+def test_a_rank_without_memory_for_its_caches_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = Group.wait
+
+    def bounded(ranks: Group) -> None:
+        wait(ranks)
+        (follower,) = ranks._followers
+        assert follower.process is not None
+        held = int(Path(f"/proc/{follower.process.pid}/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.prlimit(follower.process.pid, resource.RLIMIT_AS, (held + (1 << 20), held + (1 << 20)))
+
+    monkeypatch.setattr(Group, "wait", bounded)
+    settings = EngineConfig(tensor_parallel=2, kv_cache_bytes=1 << 28, max_num_seqs=4096, threads=1)
+    with pytest.raises(EngineError, match=r"not served: rank 1 of 2 \(process \d+\): .*memory"):
+        Engine.load(folder, settings)
+
+
 #: A lead that says its follower's process and waits.
 _LEAD = """
 import sys, threading
@@ -169,4 +221,4 @@ def test_a_rank_that_says_nothing_does_not_come(folder: Path, monkeypatch: pytes
         pytest.raises(EngineError, match="rank 1 of 2 has said nothing"),
     ):
         ranks.wait()
-    assert all(gone(each.process.pid) for each in ranks._followers)
+    assert all(each.process is not None and gone(each.process.pid) for each in ranks._followers)

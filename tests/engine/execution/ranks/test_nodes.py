@@ -1,0 +1,225 @@
+"""Stages on several machines, here as processes that know each other by sockets alone."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Engine, EngineConfig, SamplingParams
+from engine.errors import DeviceLostError, EngineError
+from engine.execution.ranks import nodes
+from engine.execution.ranks.nodes import Meeting, Node, SocketLink, differing, gather, join, read_secret, traits_of
+from engine.kernels.native import load_library
+from engine.request import Request
+from tests.engine.random_models import VARIANTS, write_model
+from tests.waiting import gone, until
+
+pytestmark = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+SECRET = b"a secret of many bytes"
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+PROMPTS = [[1, 2, 3, 4], [5, 6, 7] * 20, [9] * 30]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("nodes") / "m", seed=5, tokenizer=False, **VARIANTS["gqa"])
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> str:
+    (tmp_path / "secret").write_bytes(SECRET + b"\n")
+    return str(tmp_path / "secret")
+
+
+@pytest.fixture
+def meeting() -> Iterator[Meeting]:
+    made = Meeting(f"127.0.0.1:{free_port()}", SECRET)
+    yield made
+    made.close()
+
+
+def config(secret: str, port: int, **settings: Any) -> EngineConfig:
+    return EngineConfig(
+        kv_cache_bytes=1 << 20, threads=1, ranks_address=f"127.0.0.1:{port}", ranks_secret=secret, **settings
+    )
+
+
+def alone(folder: Path) -> list[list[int]]:
+    with Engine.load(folder, EngineConfig(kv_cache_bytes=1 << 20, threads=1)) as engine:
+        return [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
+
+
+def started(pool: ThreadPoolExecutor, part: Node) -> Future[bool]:
+    return pool.submit(part.run)
+
+
+def test_two_machines_are_one_engine_and_a_lost_rank_is_named(folder: Path, secret: str) -> None:
+    port = free_port()
+    part = Node(folder, f"127.0.0.1:{port}", 1, SECRET, threads=1)
+    with ThreadPoolExecutor(1) as pool:
+        running = started(pool, part)
+        with Engine.load(folder, config(secret, port, pipeline_parallel=2, nodes=2)) as engine:
+            assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == alone(folder)
+            lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+            engine.on_lost = lambda why, suspects: lost.put(why)
+            events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            endless = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+            engine.submit(Request("a", [1, 2, 3], endless), events.put)
+            events.get(timeout=60)
+            (process,) = part._processes.values()
+            os.kill(process.pid, signal.SIGKILL)
+            assert lost.get(timeout=60).endswith("rank 1 of 2 (on node 1): it was killed by SIGKILL")
+        assert running.result(timeout=60) is False
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("ranks", "stages", "machines"), [(2, 4, 2), (1, 3, 3), (1, 4, 2)])
+def test_chains_of_machines(ranks: int, stages: int, machines: int, secret: str, tmp_path: Path) -> None:
+    changes = VARIANTS["gqa"] | {"num_hidden_layers": 5}
+    folder = write_model(tmp_path / "m", seed=5, tokenizer=False, **changes)
+    port, own = free_port(), [free_port() for _ in range(machines)]
+    with ThreadPoolExecutor(machines) as pool:
+        others = [
+            started(pool, Node(folder, f"127.0.0.1:{port}", i, SECRET, address=address, threads=1))
+            for i in range(1, machines)
+            for address in ("" if i + 1 == machines else f"127.0.0.1:{own[i]}",)
+        ]
+        settings = {"tensor_parallel": ranks, "pipeline_parallel": stages, "nodes": machines}
+        with Engine.load(folder, config(secret, port, **settings)) as engine:
+            assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == alone(folder)
+        assert [each.result(timeout=60) for each in others] == [True] * (machines - 1)
+
+
+@pytest.mark.exhaustive
+def test_a_machine_whose_lead_is_gone_ends_its_ranks(folder: Path, meeting: Meeting) -> None:
+    """Also one of them that is stopped."""
+    part = Node(folder, f"127.0.0.1:{meeting.port}", 1, SECRET, threads=1)
+    with ThreadPoolExecutor(1) as pool:
+        running = started(pool, part)
+        told = {"ranks": 1, "stages": 2, "nodes": 2}
+        joined = gather(meeting, 2, 1, traits_of(folder), told, lambda: False)
+        assert until(lambda: bool(part._processes))
+        (process,) = part._processes.values()
+        os.kill(process.pid, signal.SIGSTOP)
+        for end in (*joined.nodes.values(), *joined.ranks.values()):
+            end.close()
+        assert running.result(timeout=60) is False
+        assert until(lambda: gone(process.pid))
+
+
+@pytest.mark.parametrize(
+    ("trait", "value", "why"),
+    [
+        ("release", "kernels 1, torch 2", "its release is 'kernels 1, torch 2', and the lead's 'kernels"),
+        ("instruction set", "avx", "its instruction set is 'avx', and the lead's"),
+        ("model's files", "others", "its model's files is 'others', and the lead's"),
+        ("clock", 12.0, r"its clock is \d+ s off the lead's"),
+        ("clock", float("nan"), r"its clock is nan s off"),
+    ],
+)
+def test_a_machine_that_differs_is_refused_by_name(
+    trait: str, value: Any, why: str, folder: Path, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = traits_of(folder)
+    monkeypatch.setattr(nodes, "traits_of", lambda folder: {**own, "clock": time.time(), trait: value})
+    with ThreadPoolExecutor(1) as pool:
+        running = started(pool, Node(folder, f"127.0.0.1:{meeting.port}", 1, SECRET))
+        with pytest.raises(EngineError, match=rf"node 1 of 2 \(127.0.0.1\) does not fit: {why}"):
+            gather(meeting, 2, 1, own, {}, lambda: False)
+        with pytest.raises(EngineError, match=f"the lead refuses this machine: {why}"):
+            running.result(timeout=60)
+
+
+def test_the_same_traits_do_not_differ(folder: Path) -> None:
+    assert differing(traits_of(folder), traits_of(folder)) == ""
+
+
+def test_who_does_not_know_the_secret_is_turned_away_and_others_still_come(meeting: Meeting) -> None:
+    address = ("127.0.0.1", meeting.port)
+    with ThreadPoolExecutor(1) as pool:
+        for stranger in (b"another secret of many", b""):
+            tried = pool.submit(join, address, stranger, {"purpose": "node"}, 5.0, "the lead")
+            while not tried.done():
+                assert meeting.next() is None
+            with pytest.raises(EngineError, match=r"the lead at 127.0.0.1:\d+ turns this machine away"):
+                tried.result()
+        with socket.create_connection(address) as scanner:
+            scanner.sendall(b"GET / HTTP/1.1\r\n\r\n" * 8)
+            assert meeting.next() is None
+        pool.submit(join, address, SECRET, {"purpose": "node", "node": 1}, 5.0, "the lead")
+        arrived = None
+        while arrived is None:
+            arrived = meeting.next()
+        assert arrived[1] == {"purpose": "node", "node": 1}
+
+
+def test_who_does_not_come_or_is_not_reached_is_named_in_bounded_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "JOIN_S", 0.0)
+    port = free_port()
+    with pytest.raises(EngineError, match=rf"node 1 and 2 of 3 has not come to port {port} in 0 s: .*firewall"):
+        gather(Meeting(f"127.0.0.1:{port}", SECRET), 3, 1, {}, {}, lambda: False)
+    with pytest.raises(EngineError, match=r"the lead at 127.0.0.1:\d+ is not reached in 0 s .*firewall"):
+        Node(folder, f"127.0.0.1:{free_port()}", 1, SECRET).run()
+
+
+def test_a_machine_that_comes_but_not_its_ranks_is_named(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "CONNECT_S", -4.0)
+    said = {"purpose": "node", "node": 1, "traits": {"clock": time.time()}}
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(join, ("127.0.0.1", meeting.port), SECRET, said, 5.0, "the lead")
+        with pytest.raises(EngineError, match="rank 2, rank 3: not connected in 1 s though its machine has come"):
+            gather(meeting, 2, 2, {}, {}, lambda: False)
+        coming.result().close()
+
+
+def test_a_link_carries_messages_and_is_lost_with_its_end() -> None:
+    ends = socket.socketpair()
+    one, other = map(SocketLink, ends)
+    for message in (b"", b"abc", bytes(1 << 20)):
+        sender = threading.Thread(target=one.send, args=(message,))
+        sender.start()
+        assert bytes(other.receive()) == message
+        sender.join()
+    ends[0].sendall((1 << 40).to_bytes(8, "little"))
+    with pytest.raises(DeviceLostError, match="a message of 1099511627776 bytes"):
+        other.receive()
+    with pytest.raises(DeviceLostError):
+        one.send(bytes(1 << 20))
+    assert other.failed
+
+
+def test_settings_of_several_machines_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"nodes=2 needs ranks_secret"):
+        EngineConfig(pipeline_parallel=2, nodes=2)
+    with pytest.raises(EngineError, match=r"pipeline_parallel=3 stages cannot be divided among nodes=2"):
+        EngineConfig(pipeline_parallel=3, nodes=2, ranks_secret="s")
+    with pytest.raises(EngineError, match=r"tensor_parallel=4 by pipeline_parallel=8 is more than the 16"):
+        EngineConfig(tensor_parallel=4, pipeline_parallel=8)
+    (tmp_path / "short").write_bytes(b"short")
+    with pytest.raises(EngineError, match=r"ranks_secret: .* has 5 bytes; 16 is the least"):
+        read_secret(str(tmp_path / "short"))
+    with pytest.raises(EngineError, match=r"ranks_secret: .*No such file"):
+        read_secret(str(tmp_path / "none"))
+    for address in ("10.0.0.5", "10.0.0.5:0", "10.0.0.5:99999", ":1"):
+        with pytest.raises(EngineError, match="is not HOST:PORT"):
+            Meeting(address, SECRET)
