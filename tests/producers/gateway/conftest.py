@@ -65,8 +65,9 @@ def _routes() -> list[BaseRoute]:
 class Door:
     """A running gateway."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
-        listener = open_port("127.0.0.1", 0)
+    def __init__(self, settings: GatewaySettings, port: int = 0) -> None:
+        """`port`: 0, a free one."""
+        listener = open_port("127.0.0.1", port)
         bound(listener, settings)
         self.port: int = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -170,9 +171,9 @@ def open_door(valkey_url: str, tmp_path: Path) -> Iterator[Open]:
     """Starts gateways; settings by name."""
     doors: list[Door] = []
 
-    def start(**settings: Any) -> Door:
+    def start(port: int = 0, **settings: Any) -> Door:
         usual = GatewaySettings(valkey_url, valkey_url, sweep=False, files_dir=str(tmp_path / "files"))
-        doors.append(Door(replace(usual, **settings)))
+        doors.append(Door(replace(usual, **settings), port))
         return doors[-1]
 
     yield start

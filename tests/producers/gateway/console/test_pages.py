@@ -301,6 +301,24 @@ async def test_a_gateway_that_is_away_makes_the_page_stale_and_it_goes_on_by_its
 
 
 @pytest.mark.exhaustive
+async def test_a_gateway_that_is_started_again_goes_on_with_the_page_that_is_open(
+    look: Look, open_door: Open, model: str, valkey: Redis, complaints: Complaints
+) -> None:
+    announce(valkey)
+    door = open_door()
+    page = await look(door)
+    await expect(page.locator(".fleet li")).to_have_count(1)
+    await asyncio.to_thread(door.close)
+    await expect(page.locator("main")).to_contain_text("Not up to date.", timeout=60_000)
+    await expect(page.locator(".fleet li")).to_have_count(1)
+    announce(valkey, "w2.x", worker="w2")
+    open_door(port=door.port)
+    await expect(page.locator(".fleet li")).to_have_count(2, timeout=60_000)
+    await expect(page.locator("#live")).to_have_text("Live")
+    complaints.clear()  # Chromium tells of each request that failed
+
+
+@pytest.mark.exhaustive
 async def test_a_store_that_is_away_is_said_with_what_was_read_before_until_it_is_back(
     look: Look, open_door: Open, model: str, valkey: Redis, proxy: Proxy, complaints: Complaints
 ) -> None:
