@@ -14,9 +14,9 @@ from tests.workers.rig import POOL, Rig
 
 
 def begin(rig: Rig, *plugins: str) -> tuple[Worker, str]:
-    """A worker at two tasks, of which one goes on."""
+    """A worker at two tasks, of which one goes on. Its plugins see the engine and all else in one process."""
     names = ",".join(f"tests.workers.plugins:{name}" for name in ("counts_steps", *plugins))
-    worker = rig.worker(STUB_STEP_S=0.3, WORKER_PLUGINS=names, SEEN_URL=rig.url)
+    worker = rig.worker(engine_process=False, STUB_STEP_S=0.3, WORKER_PLUGINS=names, SEEN_URL=rig.url)
     unwanted, _ = rig.fill(2, max_tokens=2000)
     rig.until(lambda: rig.tokens(unwanted) > 2)
     rig.until(lambda: rig.redis.pubsub_numsub(keys.control(rig.record(unwanted)["owner"]))[0][1] == 1)

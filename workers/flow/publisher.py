@@ -105,13 +105,13 @@ class Batch:
         """Adds a token that does not end its choice and has no log probability, of a delivery that publishes its
         choices as they come: nearly every one."""
         at, entry = self.at, f"[{choice},{index},{token_id},{quote(piece)}]"
+        delivery.note_tokens(1, at)  # first: the account that goes with the entry has it
         append = self.appends.get((delivery.uuid, choice))
         if append is None:
             append = self._append_of(delivery, choice, index)
         append.scored = delivery.scored
         append.entries.append(entry)
         delivery.entries[choice].append(entry)
-        delivery.note_tokens(1, at)
         before, delivery.token_at[choice] = delivery.token_at[choice], at
         if before and before < at and delivery.record is not None:
             self.gaps[delivery.record.tier, at - before] += 1

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from engine.errors import AdapterRoomError, ModelError
 from tests.stub_engine import StubEngine
 from workers.errors import Refused
 
@@ -25,6 +26,29 @@ class Halves(StubEngine):
         self._names = named
 
     _names: Callable[[list[str]], None] | None = None
+
+
+class Spacious(StubEngine):
+    max_model_len = 1 << 20
+
+
+def spacious(model: str, options: dict[str, Any]) -> tuple[StubEngine, dict[str, bytes]]:
+    return Spacious(model), {}
+
+
+class Adapting(StubEngine):
+    """It has room for one adapter, and does not find another."""
+
+    def load_adapter(self, name: str, path: str) -> Any:
+        if name == "large":
+            raise AdapterRoomError("there is no room", 7)
+        if name == "broken":
+            raise ModelError("there is no adapter")
+        return super().load_adapter(name, path)
+
+
+def adapting(model: str, options: dict[str, Any]) -> tuple[StubEngine, dict[str, bytes]]:
+    return Adapting(model), {}
 
 
 def halves(model: str, options: dict[str, Any]) -> tuple[StubEngine, dict[str, bytes]]:

@@ -1,0 +1,105 @@
+"""The worker's side of an engine's process: no call waits for it, and what it says is what an engine says."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from engine.errors import AdapterRoomError, EngineError, ModelError, RequestError
+from engine.params import SamplingParams
+from engine.request import Event, Request
+from tests.stub_engine import STALLED, token
+from tests.waiting import gone, until
+from workers.engine_process.front import ProcessEngine
+
+#: Much more than a socket holds.
+LONG = [1] * 100_000
+
+
+@pytest.fixture
+def begin() -> Iterator[Callable[[str], ProcessEngine]]:
+    engines: list[ProcessEngine] = []
+
+    def load(factory: str) -> ProcessEngine:
+        engines.append(ProcessEngine("w", patience=300.0))
+        engines[-1].load(factory, "stub", {})
+        return engines[-1]
+
+    yield load
+    for engine in engines:
+        engine.close()
+        assert gone(engine.pid)
+
+
+def request(name: str, prompt: list[int] | None = None, tokens: int = 4) -> Request:
+    return Request(name, prompt or [1], SamplingParams(max_tokens=tokens, seed=7))
+
+
+def ended(events: list[Event]) -> bool:
+    return bool(events) and events[-1].done
+
+
+def test_no_call_waits_for_a_process_that_does_nothing(begin: Callable[[str], ProcessEngine]) -> None:
+    engine = begin("tests.workers.engine_process.engines:spacious")
+    os.kill(engine.pid, signal.SIGSTOP)
+    every: list[list[Event]] = [[] for _ in range(8)]
+    for number, events in enumerate(every):
+        engine.submit(request(str(number), LONG), events.append)
+    with pytest.raises(RequestError, match="in use"):
+        engine.submit(request("3"), print)
+    assert engine.abort("3")
+    assert not engine.abort("3")
+    os.kill(engine.pid, signal.SIGCONT)
+    assert until(lambda: all(ended(events) for number, events in enumerate(every) if number != 3))
+    assert every[3] == []
+    assert [event.token_ids for event in every[0]] == [[token(7, 0, index)] for index in range(4)]
+
+
+def test_a_step_that_does_not_end_is_seen_with_its_requests(
+    begin: Callable[[str], ProcessEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB_HUNG_BY", str(STALLED))
+    monkeypatch.setenv("STUB_HANG_S", "0.5")
+    engine = begin("tests.stub_engine:load")
+    engine.submit(request("hung", [STALLED]), print)
+    until(lambda: engine.stepping()[1] == {"hung"})
+    assert engine.abort("hung")
+
+
+def test_a_process_without_a_sign_of_life_counts_as_a_step_that_hangs(begin: Callable[[str], ProcessEngine]) -> None:
+    engine = begin("tests.stub_engine:load")
+    until(lambda: engine._ring.beat)
+    os.kill(engine.pid, signal.SIGSTOP)
+    engine._ring.beat -= 60
+    assert engine.stepping()[0] > 50
+    os.kill(engine.pid, signal.SIGCONT)
+
+
+def test_adapters_are_loaded_there_and_refused_as_here(begin: Callable[[str], ProcessEngine]) -> None:
+    engine = begin("tests.workers.engine_process.engines:adapting")
+    assert engine.load_adapter("small", "/").nbytes == 1
+    with pytest.raises(AdapterRoomError, match="no room") as refusal:
+        engine.load_adapter("large", "/")
+    assert refusal.value.nbytes == 7
+    with pytest.raises(ModelError, match="no adapter"):
+        engine.load_adapter("broken", "/")
+    assert list(engine.adapters) == ["small"]
+    assert engine.unload_adapter("small")
+    assert not engine.unload_adapter("small")
+    assert engine.adapters == {}
+
+
+def test_without_an_owner_the_requests_of_a_process_that_dies_end_in_an_error(
+    begin: Callable[[str], ProcessEngine],
+) -> None:
+    engine = begin("tests.stub_engine:load")
+    events: list[Event] = []
+    engine.submit(request("stalled", [STALLED]), events.append)
+    os.kill(engine.pid, signal.SIGKILL)
+    assert until(lambda: ended(events))
+    assert "was killed by SIGKILL" in str(events[-1].error)
+    with pytest.raises(EngineError, match="closed"):
+        engine.submit(request("late"), print)
