@@ -121,8 +121,14 @@ class Engine(StepLoop):
         with nullcontext() if group is None else group.in_time("to make the KV caches of all ranks"):
             runner = runner_for(model, config, capacity)
         speculation = speculation_for(model, draft, config, capacity, runner)
+        scheduler = Scheduler(capacity, self._traits(folder, version), _policy(model, config), speculation)
+        #: Tells the marks (`engine.prefix`) of what a request finds here: of loaded adapters, then of cached prefixes,
+        #: the newest last. Any thread may call it.
+        self.marks: Callable[[], list[str]] = scheduler.marks
+        #: The tokens of a block, by which marks are made; 0: no prefix is cached.
+        self.marked_block = config.block_size if config.enable_prefix_caching else 0
         super().__init__(
-            Scheduler(capacity, self._traits(folder, version), _policy(model, config), speculation),
+            scheduler,
             runner,
             partial(model.kernels.use_threads, config.threads),
             overlap=int(model.device.type == "cuda" or model.staged) if config.overlap is None else config.overlap,

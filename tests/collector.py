@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -53,6 +54,7 @@ class ReceivedPoint:
 
 #: What begins a line of the log that is a point.
 POINT = "point "
+WRITING = threading.Lock()
 
 
 class Collector(Process):
@@ -100,7 +102,8 @@ class Handler(BaseHTTPRequestHandler):
             assert self.headers["content-type"] == "application/x-protobuf"
             points = self.path.endswith("/v1/metrics")
             for line in _decoded_points(body) if points else _decoded(body):
-                print(f"{POINT if points else ''}{json.dumps(line)}", flush=True)
+                with WRITING:
+                    print(f"{POINT if points else ''}{json.dumps(line)}", flush=True)
         self.send_response(status)
         self.send_header("content-length", "0")
         self.end_headers()

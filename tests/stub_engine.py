@@ -11,7 +11,7 @@ unset: never). A prompt that contains DEADLY kills the process in its first step
 token, one that contains SPOILED has NaN; the text PANIC cannot be tokenised. STUB_NAN_AFTER: after so many steps
 everything has NaN, the worker's own probe too, which is no step. STUB_SICK: a file; while it says `fail`, each request
 fails in its next step, also a probe; `slow S`: each step takes so many seconds longer. STUB_VERSION, STUB_FINGERPRINT:
-of the model, and of how this engine computes.
+of the model, and of how this engine computes. STUB_CACHE: it has each prompt that it took cached, in blocks of 16.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 from engine.errors import NOT_FINITE, RequestError
 from engine.params import MAX_CHOICES
 from engine.plan import StepWork
+from engine.prefix import adapter_mark, prompt_marks
 from engine.request import Event, Request, TokenLogprobs
 from engine.scheduling.group import Candidates
 from workers.flow import probe
@@ -149,6 +150,8 @@ class StubEngine:
         self.hold_at = int(os.environ.get("STUB_HOLD_AT", "0"))
         self.go = os.environ.get("STUB_GO", "")
         self.sick = os.environ.get("STUB_SICK", "")
+        self.marked_block = 16 if "STUB_CACHE" in os.environ else 0
+        self._marks: dict[str, None] = {}
         self.adapters: dict[str, Any] = {}
         self._failed: dict[str, int] = {}
         self._inbox: deque[tuple[Request, Any]] = deque()
@@ -165,12 +168,18 @@ class StubEngine:
         """Loads any adapter, once the file STUB_ADAPTERS is there."""
         while not Path(os.environ.get("STUB_ADAPTERS", "/")).exists():
             time.sleep(0.01)
-        self.adapters[name] = SimpleNamespace(nbytes=1, rank=1)
+        self.adapters[name] = SimpleNamespace(nbytes=1, rank=1, version=name)
         return self.adapters[name]
+
+    def marks(self) -> list[str]:
+        return [*(adapter_mark(name, self.card.version) for name in list(self.adapters)), *list(self._marks)]
 
     def submit(self, request: Request, on_event: Any) -> None:
         if len(request.prompt_ids) + (request.params.max_tokens or 1) > self.max_model_len:
             raise RequestError("too long for the context", param="prompt", code="context_length_exceeded")
+        if self.marked_block and request.id != probe.ID:
+            names = {"salt": request.salt, "adapter": request.adapter, "version": self.card.version}
+            self._marks |= dict.fromkeys(prompt_marks(request.prompt_ids, self.marked_block, **names))
         self._inbox.append((request, on_event))
         self._wake.set()
 

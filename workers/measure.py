@@ -365,6 +365,11 @@ class Increments:
             self._tally.observe(STEP_SEQUENCES, work.decodes + work.prompts)
             self._tally.observe(STEP_TOKENS, work.tokens)
 
+    @property
+    def busy(self) -> float:
+        """Seconds of all steps. Any thread."""
+        return self._times.busy
+
     def on_gaps(self, gaps: Mapping[tuple[str, float], int]) -> None:
         """Enter gaps between tokens. `gaps`: (tier, seconds) -> number."""
         with self._lock:
@@ -451,6 +456,27 @@ class Duty:
         return less + (more - less) * (then - early) / (late - early)
 
 
+#: Time (s) of steps and of waits for turns after which their shares are taken, and the part of each in the mean.
+TURNS_S, TURNS_SMOOTHING = 1.0, 0.3
+
+
+class TurnShare:
+    """The part of the time in which a worker had work that it had its turn, lately, on a device that it shares. One
+    thread."""
+
+    def __init__(self) -> None:
+        self._worked = self._waited = 0.0
+        self.value = 1.0
+
+    def take(self, worked: float, waited: float) -> float:
+        """Enter the seconds of all steps, and of all waits for turns. Returns the value."""
+        more_work, more_waits = worked - self._worked, waited - self._waited
+        if more_work + more_waits >= TURNS_S:
+            self._worked, self._waited = worked, waited
+            self.value += TURNS_SMOOTHING * (more_work / (more_work + more_waits) - self.value)
+        return self.value
+
+
 class TaskSizes:
     """Means over the last tasks that ended."""
 
@@ -515,6 +541,11 @@ class Measured:
         self._task_times = TaskTimesMeter()
         self._duty = Duty(time.monotonic())
         self._last: StepWork | None = None
+        self._turns = TurnShare()
+
+    def turn_share(self, waited: float) -> float:
+        """See `TurnShare`. `waited`: seconds of all waits for turns. One thread."""
+        return self._turns.take(self.increments.busy, waited)
 
     @property
     def evidence(self) -> tuple[int, int]:

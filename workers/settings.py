@@ -43,6 +43,8 @@ class WorkerSettings:
     """Power of a busy core, for the energy of tasks on CPUs whose counters cannot be read; None: no energy is told."""
     breaker: bool = True
     """Take no tasks while the engine fails them, or is far slower than its peers' (docs/how/breaker.md)."""
+    placement: str = "off"
+    """`prefix`: tasks go to the worker that holds the longest part of their prompt (docs/how/placement.md); `off`."""
     health_port: int | None = None
     """Port of /livez and /readyz; 0: any free port; None: no port."""
     spot_notice: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -23,17 +24,18 @@ class AdapterRows:
     def __init__(self, adapters: Sequence[Adapter], owners: NDArray[np.int64], device: torch.device) -> None:
         """`owners`: [rows], the index in `adapters` of each row's, -1 for none."""
         self.adapters, self.owners, self._device = adapters, owners, device
+
+    @cached_property
+    def groups(self) -> list[tuple[Adapter, Tensor | None]]:
+        """Each adapter with its rows, int64; None: all rows."""
+        adapters, owners = self.adapters, self.owners
         counts = np.bincount(owners[owners >= 0], minlength=len(adapters))
         present = [i for i, count in enumerate(counts) if count]
-        whole = len(present) == 1 and counts[present[0]] == len(owners)
+        if len(present) == 1 and counts[present[0]] == len(owners):
+            return [(adapters[present[0]], None)]
         # The padding rows of a device's batch come after the rows here and belong to no adapter.
-        rows = upload([np.flatnonzero(owners == i) for i in present], device) if present and not whole else []
-        #: Each adapter with its rows, int64; None: all rows.
-        self.groups: list[tuple[Adapter, Tensor | None]] = (
-            [(adapters[present[0]], None)]
-            if whole
-            else [(adapters[i], of_adapter) for i, of_adapter in zip(present, rows, strict=True)]
-        )
+        rows = upload([np.flatnonzero(owners == i) for i in present], self._device) if present else []
+        return [(adapters[i], of_adapter) for i, of_adapter in zip(present, rows, strict=True)]
 
     def select(self, rows: NDArray[np.int64] | slice) -> AdapterRows:
         """Some of the rows, in the order of `rows`."""

@@ -31,6 +31,9 @@ class DeterministicGpu(Gpu):
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
         return self._fixed_linear(weight, bias)
 
+    def prepare_pruned(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
+        return self._fixed_linear(weight, bias)
+
     def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
         """Dequantise the weight, because the kernels for few rows have other tiles than cuBLAS has for many rows."""
         return self._fixed_linear(weight.dequantise().to(self.compute_dtype), bias)

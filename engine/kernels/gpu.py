@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,9 @@ from triton.runtime import driver
 
 from engine.errors import EngineError, ErrorText
 from engine.kernels.fp8 import CAPABILITY, fp8_bytes, fp8_linear, fp8_product, multiplies_fp8, padded
-from engine.kernels.layer import DenseProduct, ExpertParts, PreparedExperts, PreparedLinear
+from engine.kernels.layer import DenseProduct, ExpertParts, LowRank, PreparedExperts, PreparedLinear
 from engine.kernels.packed import Int4Weight, Int8Weight
+from engine.kernels.pruned import semi_structured_product
 from engine.kernels.ragged import RaggedBatch
 from engine.kernels.reference import SCALE_BYTES, Reference, stored_width
 from engine.kernels.triton.attention.compressed_kv import INT8, KINDS, PLAIN
@@ -33,7 +35,7 @@ from engine.kernels.triton.rowwise import (
 )
 
 #: The version of what these kernels compute. A change that gives other bits raises it.
-_VERSION = 3
+_VERSION = 4
 
 
 def interpreted() -> bool:
@@ -50,6 +52,16 @@ def _multiplies_fp8(device: torch.device) -> bool:
     return bool(driver.active.get_current_target().arch >= 10 * major + minor)
 
 
+@dataclass(frozen=True, slots=True)
+class TabledLowRank(LowRank):
+    """A LowRankChange whose matrices steps also find by tables (triton/low_rank.py)."""
+
+    a: Tensor
+    """All parts' A, [ranks of all parts, inputs]."""
+    bs: tuple[Tensor, ...]
+    """scale * B of each part, [outputs, rank]."""
+
+
 class Gpu(Reference):
     """The kernel set for CUDA. All its operations can be recorded in a CUDA graph after a first run, which compiles
     them.
@@ -60,6 +72,7 @@ class Gpu(Reference):
     name = "triton"
     ragged = True
     recordable = True
+    tabled = True
     #: The places of a tile of experts' products. None: it depends on the number of rows.
     places_of_tile: int | None = None
 
@@ -93,6 +106,17 @@ class Gpu(Reference):
             return F.linear(x, weight, bias)
 
         return DenseProduct(weight, bias, linear)
+
+    def prepare_pruned(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
+        product = semi_structured_product(weight, bias)
+        if product is None:
+            return self.prepare_linear(weight, bias)
+        self.keeps(weight.shape, weight.nbytes * 9 // 16)
+        return product
+
+    def prepare_low_rank(self, down: Tensor, ups: Sequence[tuple[slice, slice, Tensor]]) -> TabledLowRank:
+        prepared = tuple((outputs, ranks, self.prepare_adapter(up)) for outputs, ranks, up in ups)
+        return TabledLowRank(self.prepare_adapter(down), prepared, down, tuple(up for _, _, up in ups))
 
     def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
         """Like `prepare_linear`, for a packed weight. The kernels have no minima and are not made for groups of fewer

@@ -50,6 +50,9 @@ class Reference:
     ragged = False
     #: Whether a CUDA graph can record its operations: with a ragged batch they never wait for the device.
     recordable = False
+    #: Whether adapters' changes of products come from tables on the device, so that recorded steps have them, too
+    #: (`engine/execution/device/adapters.py`). `prepare_low_rank` returns TabledLowRank then.
+    tabled = False
     #: If set before a model's layers are prepared, sets that run layers in one call report their times by kernel class.
     report_time: ReportTime | None = None
     #: This rank's end, if the model is one rank's share. Set before the model is made.
@@ -87,6 +90,11 @@ class Reference:
             return F.linear(x, weight, bias)
 
         return linear
+
+    def prepare_pruned(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
+        """Like `prepare_linear`, for a weight of which two of each four adjacent inputs are zero. Sets that cannot skip
+        these multiply them, too."""
+        return self.prepare_linear(weight, bias)
 
     def prepare_ordered(self, weight: Int4Weight | Int8Weight, bias: Tensor | None, order: Tensor) -> PreparedLinear:
         """Like `prepare_quantised`. `order`: int64 [inputs], the input of each column of the weight."""

@@ -8,7 +8,7 @@ table: the capacity of one engine, sized once, by groups of layers that see equa
        in a sequence; blocks behind a window are released early
 """
 
-from engine.kv.blocks import BlockPool, block_hash, extend_hashes, long_root, root_hash
+from engine.kv.blocks import BlockPool
 from engine.kv.table import Capacity, KvGroup, KvSpace, Table, first_block, window_blocks
 from engine.kv.tables import BlockTables, Claim
 
@@ -20,10 +20,6 @@ __all__ = [
     "KvGroup",
     "KvSpace",
     "Table",
-    "block_hash",
-    "extend_hashes",
     "first_block",
-    "long_root",
-    "root_hash",
     "window_blocks",
 ]

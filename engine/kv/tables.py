@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Each
 from dataclasses import dataclass
+from typing import Final
 
 from engine.errors import EngineError
-from engine.kv.blocks import extend_hashes
 from engine.kv.table import GroupTables, KvSpace, Part, Table, WindowTables
+from engine.prefix import extend_hashes, mark_of, marked_blocks
 from engine.sequence import Sequence
+
+#: Marks of prefixes that are remembered, the newest: for a broker, which sends prompts to where they are cached.
+MARKS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,9 @@ class BlockTables:
         ]
         self.block_size = block_size
         self._caching = caching
+        self._marked_blocks = marked_blocks(block_size)
+        #: Hashes of the last MARKS blocks with a mark that were registered, the newest last.
+        self._marked: dict[bytes, None] = {}
 
     @property
     def used(self) -> int:
@@ -192,7 +199,22 @@ class BlockTables:
         for group, table in zip(self.groups, seq.tables, strict=True):
             for index in range(max(seq.registered, table.first), full):
                 group.pool.register(table.blocks[index - table.first], seq.hashes[index])
+        for count in self._marked_blocks:
+            if seq.registered < count <= full:
+                self._mark(seq.hashes[count - 1])
         seq.registered = full
+
+    def _mark(self, name: bytes) -> None:
+        self._marked.pop(name, None)
+        self._marked[name] = None
+        if len(self._marked) > MARKS:
+            del self._marked[next(iter(self._marked))]
+
+    def marks(self) -> list[str]:
+        """The marks (`engine.prefix`) of prefixes that the cache has now, at most MARKS, the newest last. Any thread
+        may ask."""
+        held = (name for name in list(self._marked) if all(group.pool.knows(name) for group in self.groups))
+        return [mark_of(name) for name in held]
 
     # ---- the end
 

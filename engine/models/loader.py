@@ -26,7 +26,7 @@ _AT_ONCE = 1 << 22
 #: and much longer on a busy machine.
 _FEW = 1 << 20
 #: The only stored type accepted for each dtype that is not floating point, and for 8-bit floats.
-_EXACT = {torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.float8_e4m3fn: "F8_E4M3"}
+_EXACT = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.float8_e4m3fn: "F8_E4M3"}
 #: The most experts of all layers together: some ten times the largest known.
 _MOST_EXPERTS = 1 << 18
 #: The ends of the names of tensors that hold all experts of a layer, as transformers 5 holds them in memory.
@@ -72,11 +72,11 @@ def match(
         )
     for name, tensor in matched.items():
         shape, expected_shape = list(tensor.stored.shape), list(places[name].shape)
-        if places[name].dtype == torch.uint8:  # GGUF's blocks as they are
+        if places[name].dtype == torch.uint8 and isinstance(tensor, GgufTensor):  # blocks as they are
             shape = [shape[0], tensor.stored.nbytes // shape[0]]
         if shape != expected_shape:
             raise ModelError(f"{tensor.path}: {tensor.name} has shape {shape}; config.json asks for {expected_shape}")
-        exact = _EXACT.get(places[name].dtype)
+        exact = None if isinstance(tensor, GgufTensor) else _EXACT.get(places[name].dtype)
         floats = (*FLOATS, *BLOCKS) if isinstance(tensor, GgufTensor) else tuple(FLOATS)
         if tensor.stored.dtype not in (floats if exact is None else (exact,)):
             expected = f"one of {', '.join(floats)}" if exact is None else exact

@@ -29,6 +29,7 @@ from engine.models.loader import Fill, Progress, match, separate, split_fused, w
 from engine.models.settings import DecoderSettings
 from engine.models.shares import Cut, check_ranks, cut_of, shares_of
 from engine.quant.formats import NarrowedStored, Scheme, Stored, read_scheme, stored_as
+from engine.quant.formats.scheme import SECTIONS
 from engine.text.config import Config, architectures, read_config
 from engine.text.gguf import TYPES, in_memory
 from engine.text.tensors import LocatedTensor, StoredTensor, locate
@@ -313,7 +314,7 @@ def size_of(folder: str | Path, dtype: str = "auto") -> Size:
             f"{path}: config.json asks for {experts} experts in all layers; at most {_MOST_EXPERTS} are read"
         )
     shape = make(Reference(weight_dtype), weight_dtype, torch.device("meta"))
-    quantised = TYPES in config or config.get("quantization_config") is not None
+    quantised = TYPES in config or any(config.get(name) is not None for name in SECTIONS)
     stored = sum(located.stored.nbytes for located in locate(path).values()) if quantised else None
     elements = sum(tensor.numel() for tensor in shape.weights().values())
     return Size(settings, weight_dtype, elements, stored)
@@ -321,6 +322,12 @@ def size_of(folder: str | Path, dtype: str = "auto") -> Size:
 
 def _scheme(path: Path, config: Config, quantization: str, device: torch.device) -> Scheme | None:
     scheme = read_scheme(config)
+    if scheme is not None and scheme.pruned:
+        skipped = device.type == "cuda" and scheme.form == "pruned" and quantization == "none"
+        zeros = "skipped where the GPU can" if skipped else "multiplied, too"
+        logger.info("%s: matrices are pruned 2:4; their zeros are %s", path.name, zeros)
+        if scheme.form == "pruned" and not scheme.bitmask and (device.type != "cuda" or quantization != "none"):
+            return None
     if scheme is not None and scheme.form == "gguf":
         # Dequantised instead: what is to be quantised otherwise, and experts on a GPU, which has no products for them.
         experts = any(config.get(name) for name in _PARTS if _PARTS[name] == "experts")

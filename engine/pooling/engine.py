@@ -61,6 +61,12 @@ class PoolingEngine(StepLoop):
     """It has none: it generates no tokens."""
     adapter_bytes = 0
     """It has no adapters."""
+    marked_block = 0
+    """It caches no prefixes."""
+
+    def marks(self) -> list[str]:
+        """See Engine; it has none."""
+        return []
 
     def __init__(self, model: Encoder | DecoderRows, config: EngineConfig, *, folder: Path, version: str) -> None:
         for name, usual in _GENERATING.items():

@@ -15,10 +15,11 @@ from typing import NamedTuple
 from engine.beams import Beam, BeamSearch
 from engine.errors import EngineError, ErrorText, FieldName, RequestError
 from engine.grammar.matcher import Grammars
-from engine.kv import BlockTables, Capacity, long_root, root_hash
+from engine.kv import BlockTables, Capacity
 from engine.output import OutputState
 from engine.params import FinishReason
 from engine.plan import Sampled, ScheduledSeq, StepPlan
+from engine.prefix import adapter_mark, long_root, root_hash
 from engine.request import Event, PromptScores, Request
 from engine.scheduling.group import Candidates, Group
 from engine.scheduling.limits import ModelTraits, RequestLimits
@@ -598,6 +599,12 @@ class Scheduler:
     def preempted(self, now: float) -> list[tuple[str, float]]:
         """See Planner.preempted."""
         return self._planner.preempted(now)
+
+    def marks(self) -> list[str]:
+        """The marks (`engine.prefix`) of loaded adapters, and of prefixes that are cached. Any thread may ask."""
+        loaded = self._traits.adapters.items().values() if self._traits.adapters is not None else ()
+        adapters = [adapter_mark(adapter.version, self._traits.version) for adapter in loaded]
+        return adapters + self._tables.marks()
 
     def check_idle(self) -> None:
         """Raise EngineError if a block or a slot is held although there is no work. Takes constant time."""

@@ -20,7 +20,7 @@ _PAGE = 64 << 10
 NO_PARAMETERS = frozenset(
     {
         *("scales", "qzeros", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_g_idx"),
-        *("weight_shape", "input_scale", "input_zero_point"),
+        *("weight_shape", "input_scale", "input_zero_point", "bitmask", "shape"),
     }
 )
 #: Name suffixes of tensors that hold several numbers in one word.
@@ -40,6 +40,8 @@ def count_parameters(folder: str | Path) -> int:
         numbers = math.prod(located.stored.shape)
         if end in PACKED:
             packed[matrix] = numbers
+        elif end == "compressed":  # of a 2:4 pruned matrix, without its zeros
+            plain += 2 * numbers
         elif end not in NO_PARAMETERS:
             plain += numbers
     bits = packed_bits(read_config(root) if packed else {})

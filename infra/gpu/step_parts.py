@@ -17,6 +17,7 @@ from infra.gpu.steps import Steps
 #: Patterns for the names of kernels (on a CPU, of operations). The first match decides.
 PARTS = {
     "attention": r"^attend|^join|attention|attn|flash|fmha",
+    "adapters": r"^low_rank",
     "norm": r"norm",
     "rope and cache": r"rope|index_copy|roll",
     "activation": r"gated|silu|gelu",

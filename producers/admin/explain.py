@@ -152,7 +152,8 @@ def reasons(observed: Observation) -> list[Reason]:
     if observed.fetched:
         text = "its message is in no queue: a worker has fetched it and not begun, or is giving it back"
         return [*_adapter(observed), Reason("fetched", text), *_workers(observed)]
-    return [*_adapter(observed), *_workers(observed), *_tasks_ahead(observed), *_room(observed), *_held_back(observed)]
+    waits = (_adapter, _workers, _left, _tasks_ahead, _room, _held_back)
+    return [reason for each in waits for reason in each(observed)]
 
 
 def _inside(observed: Observation) -> Iterator[Reason]:
@@ -183,6 +184,13 @@ def _adapter(observed: Observation) -> Iterator[Reason]:
         loading = adapters.get("loading") if isinstance(adapters, dict) else None
         if isinstance(loading, list) and adapter in loading:
             yield Reason("adapter_loading", f"worker {worker.get('worker')} loads its adapter, version {adapter}")
+
+
+def _left(observed: Observation) -> Iterator[Reason]:
+    """The worker that it is left to (docs/how/placement.md)."""
+    if observed.queue_position is not None and (holder := observed.queue_position.left_to):
+        held = "has a longer part of its prompt cached, or its adapter loaded, and has room"
+        yield Reason("left_to_holder", f"it is left to worker {holder} for at most 50 ms, which {held}")
 
 
 def _busy(worker: Lease) -> bool:

@@ -22,7 +22,7 @@ CONNECTION: Final = (
 #: not given, as SCAN and KEYS do.
 KEYS: Final = (
     "get set setex mget incr incrby decrby del unlink exists expire pexpire persist ttl pttl "
-    "hget hset hsetnx hmget hdel hexists hgetall hincrby hkeys hlen hscan hvals "
+    "hget hset hsetnx hmget hdel hexists hgetall hincrby hkeys hlen hrandfield hscan hvals "
     "lindex llen lmove blmove lpop lpos lpush lrange lrem rpop brpop rpush "
     "sadd scard sismember smembers srem sunion "
     "zadd zcard zcount zincrby zpopmin zrange zrangebyscore zrem zremrangebylex zremrangebyrank zremrangebyscore "
@@ -84,7 +84,7 @@ _TASKS_CHANNELS: Final = "penstock:tokens:* penstock:control:* penstock:alive:* 
 _DELIVERIES: Final = (
     "penstock:incarnations penstock:inflight:* penstock:delayed:* penstock:sorted:* penstock:turns:* penstock:turn:* "
     "penstock:rested:* penstock:dead penstock:reaped penstock:returned penstock:deliveries penstock:deliveries:tokens "
-    "penstock:arrivals penstock:unserved penstock:weights penstock:sqs:*"
+    "penstock:arrivals penstock:unserved penstock:weights penstock:prefixes penstock:held:* penstock:sqs:*"
 )
 _QUEUES: Final = "penstock:queue:*"
 #: Keys that every process tries at its start (`producers.store.servers`).

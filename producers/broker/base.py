@@ -57,6 +57,11 @@ class Consumer(ABC):
     home: str
     passed: frozenset[str] = frozenset()
     """Those of `queues` that `fetch` takes nothing from for now; never all of them."""
+    places: bool = False
+    """Whether `fetch` leaves messages to workers that hold longer parts of their prefixes; only where the broker can
+    (`Capabilities.places`)."""
+    look_again: float | None = None
+    """After how many seconds `fetch` is to be called again, since it left messages to others; None: it left none."""
 
     # ---- deliveries -----------------------------------------------------------------------------------------------
 
@@ -72,6 +77,14 @@ class Consumer(ABC):
         return condemns them) are handed out one at a time. Buried messages come last, and only once. `sort_limit`:
         messages of each list to sort by tenant, at most; a broker may sort fewer.
         """
+
+    def hold(self, incarnation: str, enter: Sequence[str], drop: Sequence[str] = (), *, anew: bool = False) -> int:
+        """Say what the incarnation holds: it holds the marks of prefixes `enter` from now on, and `drop` no more.
+
+        `anew`: what it said before goes first. Its end removes all of it. Returns how many marks it has entered now; -1
+        if its lease is gone. Repeatable. A broker that places nothing enters nothing.
+        """
+        return 0
 
     @abstractmethod
     def put_down(self, outcomes: Sequence[Ack | Back]) -> list[PutDown | Exception]:

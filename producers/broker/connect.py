@@ -29,6 +29,11 @@ def is_known(url: str) -> bool:
     return is_redis(url) or is_sqs(url) or _is_memory(url)
 
 
+def can_place(url: str) -> bool:
+    """Whether this broker leaves messages to workers that hold their prefixes (`Capabilities.places`)."""
+    return not is_sqs(url)
+
+
 def control_url(broker: str, store: str) -> str:
     """The Redis or Valkey server that carries Celery's remote control: the broker if it is one, else the store."""
     return broker if is_redis(broker) else store

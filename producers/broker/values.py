@@ -14,6 +14,8 @@ from producers.contract import keys
 #: Bounds of a tenant's weight; FETCH and the engine have the same. A weight outside counts as 1.
 MIN_WEIGHT: Final = 0.001
 MAX_WEIGHT: Final = 1000.0
+#: Time (ms) for which a message is left to the worker that holds its prefix.
+LEFT_MS: Final = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class Capabilities:
     """Waiting messages can be removed by others than those who receive them."""
     order_per_key: bool = False
     """Messages of one queue, tier and `order_key` are handed out one after another, in the order of sending."""
+    places: bool = False
+    """A message is left for a moment to the worker that holds the longest part of its prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,8 @@ class Rules:
     """A list whose head has waited unserved for this long counts as one tier higher."""
     max_redeliveries: int
     """Number of deliveries whose worker died, after which a message is condemned."""
+    left_ms: int = LEFT_MS
+    """Time for which a message is left to the worker that holds its prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +144,8 @@ class QueuePosition:
     """Seconds until a message that was given back with a delay waits in its list; None for others."""
     tokens: int | None = None
     """KV tokens that those `ahead` may need: of many, by samples; None: unknown."""
+    left_to: str = ""
+    """The incarnation that it is left to, since that holds a longer part of its prefix; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from engine.prefix import prompt_marks
 from producers.client.steps import FAILURES, Read, Send, Steps, lost, persistently
 from producers.connection.connect import SILENT_S
 from producers.connection.script import parsed, text
@@ -358,7 +359,8 @@ def submit(
         yield from _submit_chunks(task, task_id, current, fields, texts, patience_s)
         return task_id
     tokens, tenant, at = int(fields["tokens"]), task.tenant or "", current.now_ms()
-    message = Message(task_id, str(fields["queue"]), task.tier, task.width, tokens, tenant, at, task.order_key or "")
+    queue, order_key, prefix = str(fields["queue"]), task.order_key or "", prefix_of(task, current.card)
+    message = Message(task_id, queue, task.tier, task.width, tokens, tenant, at, order_key, prefix)
     try:
         yield from persistently(Send(message), patience_s)
     except FAILURES as error:
@@ -450,6 +452,17 @@ def record_fields(task: Task, model: ResolvedModel, *, whole: bool = True) -> di
     if task.webhook is not None:
         fields |= task.webhook.stored()
     return fields
+
+
+def prefix_of(task: Task, card: Mapping[str, Any]) -> str:
+    """The marks of a resolved task (`engine.prefix`) for its message; empty where no worker of its version places
+    tasks, or where neither token ids nor an adapter are known."""
+    block = card.get("marked_block", 0)
+    tokens = () if isinstance(task.prompt, str) else task.prompt
+    if not block or not (tokens or task.adapter):
+        return ""
+    version = str(card["version"])
+    return "".join(prompt_marks(tokens, block, salt=task.tenant or "", adapter=task.adapter or "", version=version))
 
 
 def _parent_fields(task: Task, texts: Sequence[range], fields: Mapping[str, str | int]) -> dict[str, str | int]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import socket
 import uuid
 from collections.abc import Mapping
@@ -54,6 +55,9 @@ _REPLY_TO: Final = str(uuid.uuid4())
 #: Stands where a message's own values belong. No name of a queue contains it.
 _CUT: Final = "\0cut\0"
 _NUMBERS: Final = (int, float)
+#: Hexadecimal digits of a mark (`engine.prefix`), of which a message has 16 at most.
+DIGITS: Final = 16
+_PREFIX: Final = re.compile(r"(?:[0-9a-f]{16}){0,16}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ class Message:
     """When the task was submitted (ms of the store's clock); 0: not known."""
     order_key: str = ""
     """The task's own; empty: it keeps no order. Only for brokers that keep the order of a key."""
+    prefix: str = ""
+    """The marks of its prompt (`engine.prefix`), one after another; empty: not known, or nobody goes by them."""
 
     @classmethod
     def of(cls, record: Record) -> Message:
@@ -101,6 +107,7 @@ class Message:
 
     def _size(self) -> dict[str, int | str]:
         fields: dict[str, int | str] = {"tenant": self.tenant, "at": self.at, "order_key": self.order_key}
+        fields["prefix"] = self.prefix
         return {"v": 1, "n": self.n, "tokens": self.tokens, **{name: value for name, value in fields.items() if value}}
 
 
@@ -156,6 +163,16 @@ def id_of(headers: Mapping[str, Any]) -> str | None:
     if not isinstance(task_id, str) or not task_id:
         return None
     return None if any("\ud800" <= character <= "\udfff" for character in task_id) else task_id
+
+
+def marks_in(headers: Mapping[str, Any]) -> list[str]:
+    """The marks of a task's prompt in its message's headers, the shortest part first; [] where there are none that a
+    broker takes."""
+    said = headers.get("penstock")
+    prefix = said.get("prefix") if isinstance(said, dict) else None
+    if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
+        return []
+    return [prefix[at : at + DIGITS] for at in range(0, len(prefix), DIGITS)]
 
 
 def is_plain(headers: Mapping[str, Any]) -> bool:

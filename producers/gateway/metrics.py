@@ -114,6 +114,9 @@ WORKER_FIGURES: Final = (
     ("engine_failures", "Tasks that a worker's engine failed by its own fault.", "engine_failures", True),
     ("slowness_ratio", "Time of a worker's decode steps, divided by its peers' for the same.", "slowness", False),
     ("draft_accepted_tokens", "Of these, those that were right.", "draft_accepted", True),
+    ("placed_tasks", "Tasks that a worker took and held a part of: a prefix, or the adapter.", "placed", True),
+    ("unplaced_tasks", "Tasks that a worker took and held no part of.", "unplaced", True),
+    ("left_fetches", "Fetches in which a worker left a task to another that holds more of it.", "left", True),
 )
 #: The same for a worker's GPU, as far as its driver reports it; keys are within the lease's `gpu`.
 GPU_FIGURES: Final = (

@@ -98,7 +98,11 @@ def measured(rounds: int, tasks: int, model: str) -> list[tuple[float, float]]:
             return up, url
 
         plain = started("--log-level", "warning")
-        spans = {name: value for name, value in collector.environment().items() if "SCHEDULE" not in name}
+        spans = {
+            name: value
+            for name, value in collector.environment().items()
+            if "SCHEDULE" not in name and "INTERVAL" not in name
+        }
         watched = started("--log-level", "info", **spans, **WATCHED)
         time.sleep(15)  # whatever begins has begun
 

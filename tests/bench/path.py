@@ -69,7 +69,7 @@ class DeviceEngine(StepLoop):
     """Behaves as `engine.Engine`, with such a device; plans a step ahead, as on a GPU."""
 
     kind, texts, watermarks, adapter_bytes = "generate", None, None, 0
-    fingerprint = "device"
+    fingerprint, marked_block = "device", 0
 
     def __init__(self, sequences: int, seconds: float) -> None:
         self.folder = TINY

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from engine.execution.device import DeviceRunner
-from engine.execution.device.rehearsal import dummy_sequence
+from engine.execution.device.rehearsal import dummy_adapter, dummy_sequence
 from engine.kernels.gpu import Gpu
 from engine.kernels.triton.ahead import compiling_for
 from engine.kv import KvSpace
@@ -48,13 +48,16 @@ def main() -> None:
             max_num_batched_tokens=700,
             max_model_len=model.context_length,
         )
+        adapters = [dummy_adapter(model), dummy_adapter(model)]
         for _ in range(40):
+            adapted = draw.random() < 0.5
             decodes = draw.random() < 0.5
             rows = []
             for slot in draw.sample(range(slots), draw.randint(1, slots)):
                 tokens = draw.randint(1, 1000)
                 count = 1 if decodes else draw.randint(1, min(tokens, 150))
                 sequence = dummy_sequence(slot, tokens, draw.choice(WAYS), len(model.kv_groups), 16)
+                sequence.adapter = draw.choice([None, *adapters]) if adapted else None
                 rows.append(ScheduledSeq(sequence, tokens - count, count, samples=draw.random() < 0.8))
             runner.launch(StepPlan(rows, num_tokens=sum(row.count for row in rows)))
             launches += 1

@@ -24,10 +24,11 @@ SORT_LIMIT = 3
 LIMIT = 2
 #: So long that a test's own time is nothing beside it.
 AGEING_MS = 10**8
-RULES = Rules(CAPACITY, PLAIN_TOKENS, AGEING_MS / 1000, LIMIT)
+RULES = Rules(CAPACITY, PLAIN_TOKENS, AGEING_MS / 1000, LIMIT, AGEING_MS)
 
 #: Unpacks what only Lua can: deliveries in flight (inc, uuid, order, list, message, tier, size, number, tenant, charge,
-#: weight), what is held back, and what was sorted (list, number, tenant, message).
+#: weight), what is held back, and what was sorted (list, number, tenant, message; as left: how many have overtaken it,
+#: for whom, since when).
 DUMP = """
 local out = {{}, {}, {}}
 for i, inc in ipairs(ARGV) do
@@ -44,10 +45,18 @@ end
 for k = 3, #KEYS do
   for _, packed in ipairs(redis.call('ZRANGE', KEYS[k], 0, -1)) do
     local e = cmsgpack.unpack(packed)
-    table.insert(out[3], { KEYS[k], e[1], e[4], e[2] })
+    table.insert(out[3], { KEYS[k], e[1], e[4], e[2], e[11] or 0, e[12] or '', tostring(e[10] or '') })
   end
 end
 return out
+"""
+
+#: Sets since when (ms) a sorted message is left. KEYS: sorted   ARGV: its number, since
+AGE = """
+local e = cmsgpack.unpack(redis.call('ZRANGEBYSCORE', KEYS[1], ARGV[1], ARGV[1])[1])
+e[10] = tonumber(ARGV[2])
+redis.call('ZREMRANGEBYSCORE', KEYS[1], ARGV[1], ARGV[1])
+redis.call('ZADD', KEYS[1], ARGV[1], cmsgpack.pack(e))
 """
 
 
@@ -100,7 +109,11 @@ class BrokerPair(Calls):
             pipe.exists(*map(keys.lease, [*INCS, *live]))
             pipe.lrange(broker_keys.DEAD, 0, -1)
             pipe.time()
+            pipe.hgetall(broker_keys.PREFIXES)
+            for inc in INCS:
+                pipe.hgetall(broker_keys.held(inc))
             (inflight, delayed, placed), *rest = pipe.execute()
+        *rest, prefixes, held, also_held = rest
         lists, rest = rest[: len(self.lists)], rest[len(self.lists) :]
         found, (left, listed, returned, reaped, unserved, lives, letters, time) = rest[:-8], rest[-8:]
         assert lists == [model.lists[name] for name in self.lists]
@@ -115,10 +128,15 @@ class BrokerPair(Calls):
         assert sorted(tuple(e[:3]) for e in delayed) == sorted(
             (d.uuid.encode(), d.list.encode(), d.raw) for d in model.delayed[QUEUES[0]]
         )
-        assert sorted(map(tuple, placed)) == sorted(
-            (broker_keys.sorted_of(name).encode(), number, sent.tenant.encode(), sent.raw)
+        waiting = [
+            (turns.left.get(number), name, number, sent)
             for name, turns in model.turns.items()
             for number, sent in turns.messages().items()
+        ]
+        assert sorted(tuple(e[:6]) for e in placed) == sorted(
+            (broker_keys.sorted_of(name).encode(), number, sent.tenant.encode(), sent.raw)
+            + ((0, b"") if its is None else (its.overtaken, its.to.encode()))
+            for its, name, number, sent in waiting
         )
         assert [sorted(one) for one in found] == [sorted(one) for one in expected.values()]
         assert {name.decode() for name in left} <= expected.keys(), "an empty one is left"
@@ -129,6 +147,19 @@ class BrokerPair(Calls):
         assert reaped == {t.encode(): b"%d" % n for t, n in model.reaped.items()}
         now = time[0] * 1000 + time[1] // 1000
         ages = {name.decode(): (now - int(since)) // AGEING_MS for name, since in unserved.items()}
+        assert {e[1]: (now - float(e[6])) // AGEING_MS for e in placed if e[6]} == {
+            number: (model.clock() - its.since) // AGEING_MS for its, _, number, _ in waiting if its is not None
+        }
+        # Entries of who has no lease may have been removed by others' HOLDS.
+        entered = {mark.decode(): holder.decode() for mark, holder in prefixes.items()}
+        assert entered.items() <= model.prefixes.items()
+        assert {mark for mark, holder in model.prefixes.items() if model.lives(holder)} <= entered.keys()
+        for inc, fields in zip(INCS, (held, also_held), strict=True):
+            room = model.room.get(inc)
+            said = {mark.encode(): b"1" for mark in model.held.get(inc, ())}
+            if room is not None:
+                said[b"room"] = " ".join(map(str, (*room.seqs, *room.tokens))).encode()
+            assert fields == said
         assert ages == {name: (model.clock() - since) // AGEING_MS for name, since in model.unserved.items()}
 
     def dump(self, redis: Redis) -> Any:

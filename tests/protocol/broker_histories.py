@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from producers.broker.redis import calls as broker
 from producers.contract import keys
-from tests.protocol.messages import POISON, good
+from tests.protocol.messages import MARKS, POISON, good
 
 if TYPE_CHECKING:
     from tests.protocol.test_broker import BrokerMachine
@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 QUEUE, OTHER = "penstock:m", "penstock:m@1"
 #: The queue's lists by rank, the best tier's first.
 FIRST, *_, LAST = (name for name, _ in sorted(broker.lists([QUEUE]), key=lambda one: one[1]))
-INC = "i1"
+INC, SECOND = "i1", "i2"
 
 
-def task(id_: str, tenant: str = "", seqs: int = 1, tokens: float = 100) -> bytes:
-    return good(id_, keys.TASK_NAME, seqs, tokens, True, tenant)
+def task(
+    id_: str, tenant: str = "", seqs: int = 1, tokens: float = 100, marks: int = 0, order_key: str | None = None
+) -> bytes:
+    """`marks`: of its prompt."""
+    return good(id_, keys.TASK_NAME, seqs, tokens, True, tenant, "".join(MARKS[:marks]) or None, order_key)
 
 
 def come_back(machine: BrokerMachine) -> None:
@@ -175,6 +178,106 @@ def leave_a_list(machine: BrokerMachine) -> None:
         leave()
 
 
+def leave_to_a_holder(machine: BrokerMachine) -> None:
+    """To who holds more and has room; what follows goes first, but not for ever."""
+    if not machine.all_place:
+        return
+    machine.hold(SECOND, MARKS[:2], set(), False)
+    machine.fetch(SECOND, 1, 0, [8] * 4, [8] * 4)
+    machine.send(FIRST, [task("a", "t1", marks=2), task("b", "t1", marks=3), task("c", "t1"), task("d", "t2")])
+    machine.fetch_more(INC, 2)
+    machine.fetch_more(INC, 2)
+    machine.was_left_for(0, 0)
+    machine.fetch_more(INC, 1)
+    machine.was_left_for(0, 1)
+    machine.fetch_more(INC, 1)
+    machine.fetch_more(SECOND, 2)
+
+
+def leave_to_nobody(machine: BrokerMachine) -> None:
+    """Who has no room, or holds no more, or is gone, or is a stranger to the mark, is not waited for; nor is a message
+    with an order key passed over, or one behind it taken first."""
+    if not machine.all_place:
+        return
+    for prepare in (
+        lambda: machine.fetch(SECOND, 1, 0, [0] * 4, [8] * 4),
+        lambda: machine.fetch(SECOND, 1, 0, [8] * 4, [0] * 4),
+        lambda: machine.hold(INC, MARKS[:2], set(), False),
+        lambda: machine.hold(SECOND, [], set(MARKS[:1]), True),
+        lambda: machine.lapses(SECOND),
+    ):
+        machine.hold(INC, [], set(MARKS), False)
+        machine.hold(SECOND, MARKS[:2], set(), False)
+        machine.fetch(SECOND, 1, 0, [8] * 4, [8] * 4)
+        prepare()
+        machine.send(FIRST, [task("a", "t1", marks=2), task("b", "t1")])
+        machine.fetch_more(INC, 2)
+    machine.begins(SECOND, QUEUE)
+    machine.hold(SECOND, MARKS, set(), True)
+    machine.fetch(SECOND, 1, 0, [8] * 4, [8] * 4)
+    machine.send(FIRST, [task("a", "t1", marks=2, order_key="k"), task("b", "t1")])
+    machine.fetch_more(INC, 1)
+    machine.send(FIRST, [task("a", "t1", marks=2), task("c", "t1", order_key="k"), task("d", "t1")])
+    machine.fetch_more(INC, 3)
+
+
+def take_what_is_held(machine: BrokerMachine) -> None:
+    """Of those behind what is left: the one of which most is held here, of the first eight; five times at most."""
+    if not machine.all_place:
+        return
+    machine.hold(SECOND, MARKS, set(), False)
+    machine.fetch(SECOND, 1, 0, [8] * 4, [8] * 4)
+    machine.hold(INC, MARKS[:1], set(), False)
+    machine.send(FIRST, [task("a", "t1", marks=3)])
+    machine.send(FIRST, [task(name, "t1") for name in "bcde"])
+    machine.send(FIRST, [task("b", "t1", marks=1), task("c", "t1", marks=3), task("d", "t1"), task("e", "t1", marks=1)])
+    machine.fetch(INC, 0, 0, [8] * 4, [8] * 4)
+    machine.fetch(INC, 0, 0, [8] * 4, [8] * 4)
+    for count in (1, 1, 2, 3):
+        machine.fetch_more(INC, count)
+
+
+def leave_what_others_hold(machine: BrokerMachine) -> None:
+    """In place of what is left neither a suspect is taken, nor what has no room, nor the ninth."""
+    if not machine.all_place:
+        return
+    machine.hold(SECOND, MARKS, set(), False)
+    machine.fetch(SECOND, 1, 0, [8] * 4, [8] * 4)
+    machine.have_come_back({"b", "c"})
+    machine.send(FIRST, [task("a", "t1", marks=2), task("b", "t1"), task("d", "t1", seqs=8)])
+    machine.fetch(INC, 1, 0, [4] * 4, [8] * 4)
+    machine.was_left_for(0, -1)
+    machine.fetch(INC, 1, 0, [4] * 4, [8] * 4)
+    machine.send(FIRST, [task("e", "t2", marks=3) for _ in range(8)])
+    machine.send(FIRST, [task("e", "t2")])
+    for _ in range(3):
+        machine.fetch(INC, 0, 0, [0] * 4, [0] * 4)
+    machine.fetch(INC, 4, 0, [4] * 4, [8] * 4)
+
+
+def hold_more_than_others(machine: BrokerMachine) -> None:
+    """What another holds a shorter part of, and what is no mark, is not left to it."""
+    if not machine.all_place:
+        return
+    odd = "G" * 16
+    machine.hold(INC, MARKS, set(), False)
+    machine.hold(SECOND, [MARKS[0], odd], set(), False)
+    machine.fetch(SECOND, 1, 0, [8] * 4, [8] * 4)
+    machine.send(FIRST, [task("a", marks=3), good("b", keys.TASK_NAME, 1, 100, True, "", odd)])
+    machine.fetch_more(INC, 2)
+
+
+def forget_the_dead(machine: BrokerMachine) -> None:
+    """REAP removes what it held, of what it was the last to enter; others' stays."""
+    if not machine.all_place:
+        return
+    machine.hold(INC, MARKS, set(), False)
+    machine.hold(SECOND, MARKS[:1], set(), False)
+    machine.lapses(INC)
+    machine.hold(INC, MARKS[1:], set(), False)
+    machine.reap(INC)
+
+
 def bury(machine: BrokerMachine) -> None:
     """What nobody can use is kept for people."""
     machine.send(FIRST, [task("a")])
@@ -202,6 +305,12 @@ HISTORIES: tuple[Callable[[BrokerMachine], None], ...] = (
     go_elsewhere,
     leave_a_list,
     bury,
+    leave_to_a_holder,
+    leave_to_nobody,
+    take_what_is_held,
+    leave_what_others_hold,
+    hold_more_than_others,
+    forget_the_dead,
 )
 
 

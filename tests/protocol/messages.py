@@ -61,10 +61,32 @@ TENANTS = [
 ]
 
 
-def good(id_: str, task: str, seqs: Any, tokens: Any, said: bool, tenant: Any = None) -> bytes:
+#: Marks of prefixes.
+MARKS = [f"{number:016x}" for number in range(3)]
+#: What a header may say of a prompt's prefix. Most have none.
+PREFIXES = [
+    *(None, None, None, None),
+    *("".join(MARKS[:count]) for count in (1, 2, 3)),
+    *("".join(MARKS[1:]), "".join(MARKS), MARKS[2], MARKS[0][1:], MARKS[0].upper() + "G" * 16, "é" * 8, MARKS[0] * 17),
+    *(7, [MARKS[0]]),
+]
+
+
+def good(
+    id_: str,
+    task: str,
+    seqs: Any,
+    tokens: Any,
+    said: bool,
+    tenant: Any = None,
+    prefix: Any = None,
+    order_key: Any = None,
+) -> bytes:
     headers: dict[str, Any] = {"id": id_, "task": task}
     if said:
         headers["penstock"] = {"n": seqs, "tokens": tokens, "tenant": tenant}
+        more = {"prefix": prefix, "order_key": order_key}
+        headers["penstock"] |= {name: value for name, value in more.items() if value is not None}
     return json.dumps({**GOOD, "headers": headers, "body": "é\x00\\/"}, ensure_ascii=False).encode()
 
 
@@ -78,6 +100,8 @@ messages = st.one_of(
         st.sampled_from([said for said, _ in TOKENS]),
         st.sampled_from([True, True, False]),
         st.sampled_from([said for said, _ in TENANTS]),
+        st.sampled_from(PREFIXES),
+        st.sampled_from([None] * 8 + ["k", "", 7]),
     ),
     st.sampled_from([raw for raw, _ in POISON]),
 )

@@ -23,6 +23,7 @@ from producers.contract import keys
 from producers.contract import leases as lease_protocol
 from tests.histories import examples
 from tests.protocol.broker import (
+    AGE,
     AGEING_MS,
     CAPACITY,
     INCS,
@@ -35,7 +36,7 @@ from tests.protocol.broker import (
     BrokerPair,
 )
 from tests.protocol.broker_histories import run_histories
-from tests.protocol.messages import SEQS, TOKENS, good, messages
+from tests.protocol.messages import MARKS, SEQS, TOKENS, good, messages
 from tests.protocol.server import Mutant, run_machine
 
 ages = st.sampled_from([-1, 0, 1, 3, 4])
@@ -44,6 +45,7 @@ STEADY = good("a", keys.TASK_NAME, SEQS[0][0], TOKENS[0][0], True)
 batches = st.lists(messages, min_size=1, max_size=6)
 incs = st.sampled_from(INCS)
 rarely = st.sampled_from([False, False, True])
+marks = st.sampled_from(MARKS)
 #: Room per tier, as a worker has it: a lower tier has no more than a higher one.
 credit = st.lists(st.sampled_from([8, 8, 8, 4, 2, 1, 0, -1]), min_size=4, max_size=4).map(
     lambda c: sorted(c, reverse=True)
@@ -68,6 +70,9 @@ def holding(machine: BrokerMachine) -> bool:
 
 
 class BrokerMachine(BrokerPair):
+    #: Whether the scripts of all processes know what workers hold.
+    all_place = True
+
     @initialize(**BEGIN)
     def begin(
         self, name: str, batch: list[bytes], fetched: int, tight: list[int], age: int, dies: bool, delay: bool
@@ -114,7 +119,8 @@ class BrokerMachine(BrokerPair):
         self.known[inc] += uuids[len(known) :]
         tokens = [n * 125 for n in tokens]
 
-        queues, said = self.reads(inc), self.acts(inc).of(broker)
+        queues, release = self.reads(inc), self.acts(inc)
+        said = release.of(broker)
         room = Credit((seqs[0], seqs[1], seqs[2], seqs[3]), (tokens[0], tokens[1], tokens[2], tokens[3]))
 
         def step() -> None:
@@ -128,9 +134,14 @@ class BrokerMachine(BrokerPair):
                 ageing_ms=AGEING_MS,
                 max_redeliveries=LIMIT,
                 sort_limit=SORT_LIMIT,
+                **({"places": True, "left_ms": RULES.left_ms} if release.places else {}),
             )
-            fetched = said.read_fetch(self.server.run(call), said.places(queues))
-            assert fetched == fetch(self.model, inc, queues, uuids, room, RULES, SORT_LIMIT)
+            answer = self.server.run(call)
+            fetched = said.read_fetch(answer, said.places(queues))
+            expected = fetch(self.model, inc, queues, uuids, room, RULES, SORT_LIMIT, places=release.places)
+            assert fetched == (None if expected is None else expected[0])
+            if release.places and expected is not None:
+                assert (broker.read_look_again(answer) is None) is (expected[1] is None)
 
         self.do(step)
 
@@ -139,6 +150,24 @@ class BrokerMachine(BrokerPair):
     def fetch_more(self, inc: str, count: int) -> None:
         """What a worker with room does."""
         self.fetch(inc, count, 0, [8, 8, 8, 8], [8, 8, 8, 8])
+
+    @rule(inc=incs, enter=st.lists(marks, max_size=3), drop=st.sets(marks, max_size=1), anew=rarely)
+    @precondition(lambda self: self.all_place)
+    def hold(self, inc: str, enter: list[str], drop: set[str], anew: bool) -> None:
+        """Its cache has these prefixes from now on."""
+        call = broker.holds(inc, enter, sorted(drop), anew=anew)
+        self.do(lambda: self._agree(call, lambda: self.model.hold(inc, enter, sorted(drop), anew=anew)))
+
+    @rule(pick=st.integers(0, 20), age=ages)
+    @precondition(lambda self: any(turns.left for turns in self.model.turns.values()))
+    def was_left_for(self, pick: int, age: int) -> None:
+        """For so many times as long as it may be left, and a half; the clock may have been set back meanwhile."""
+        left = [(name, number) for name, turns in self.model.turns.items() for number in sorted(turns.left)]
+        name, number = left[pick % len(left)]
+        ms = age * AGEING_MS + AGEING_MS // 2
+        self.server.redis.eval(AGE, 1, broker_keys.sorted_of(name), number, self.server.now() - ms)
+        turns = self.model.turns[name]
+        turns.left[number] = replace(turns.left[number], since=self.model.clock() - ms)
 
     def _delivery(self, inc: str, pick: int, other: bool) -> str:
         """One of its deliveries, or another's."""

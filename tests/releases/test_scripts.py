@@ -174,6 +174,11 @@ class MixedBroker(Mixed, test_broker.BrokerMachine):
         self.mix = mix
         super().begin(**drawn)
 
+    @property
+    def all_place(self) -> bool:
+        """REAP of the release before removes nothing of what is held; HOLDS does by and by."""
+        return self.mix.later
+
     def open(self) -> None:
         self.queues = (*broker_pair.QUEUES, *self.BESIDE) if self.mix.later else tuple(broker_pair.QUEUES)
         super().open()
@@ -241,7 +246,9 @@ MIXES = {
 def earlier(before: Path) -> Iterator[Earlier]:
     process = Before(before)
     # 0.1.0 does none of it
-    yield Earlier(levels.SHARED, minds_memory=False, counts_joins=False, minds_revoked=False, process=process)
+    yield Earlier(
+        levels.SHARED, minds_memory=False, counts_joins=False, minds_revoked=False, places=False, process=process
+    )
     process.close()
 
 

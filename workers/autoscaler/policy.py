@@ -15,6 +15,9 @@ number of the last cool-down is lower, and a cool-down after the last change; tw
 flapping load turns the number no more than once a cool-down. To `min`: once nothing is queued or in flight for a
 cool-down, or twice the measured cold start if that is longer. Missing numbers: the number stays as it is.
 
+On a device that several models share, a worker makes tokens_per_s only in its turns: b and the room count what it has
+had of them lately, and the duty cycle is of the time in which it had work.
+
 Tasks of priority and default are latency-sensitive. Those of flex and batch are for throughput: they count only once
 the oldest has waited for a share of its target wait, or their work is worth a start. Where a start is cheap they count
 once the oldest has waited for two cold starts. Until then they start no worker.
@@ -209,7 +212,11 @@ class Signals:
     kv_used: float | None = None
     """Share of the KV blocks of all ready workers that sequences hold (0 to 1)."""
     profile: Profile = field(default_factory=Profile)
-    """The kept profile, with the p95 TTFT and duty cycle of the ready workers (the worst and the mean of them)."""
+    """The kept profile, with the p95 TTFT and duty cycle of the ready workers (the worst and the mean of them). It is
+    measured without the waits for turns on a shared device."""
+    turn_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The part of the time in which the ready workers had work that they had their turn; 1 with devices of their
+    own."""
     levels: tuple[LevelQueue, ...] = ()
     """Of each level above 0 that tasks wait for, as far as workers of the autoscaler's own release can do them."""
     aside: int = 0
@@ -258,7 +265,7 @@ def _unread(signals: Signals | None) -> str:
 def _remember(rules: Rules, signals: Signals, memory: Memory) -> Memory:
     memory = _awake(rules, signals.at, memory)
     empty = not signals.queued and not signals.in_flight and not signals.aside
-    busy = signals.profile.duty is not None and signals.profile.duty > rules.duty_high
+    busy = signals.profile.duty is not None and signals.profile.duty / signals.turn_share > rules.duty_high
     since = memory.empty_since if memory.empty_since is not None else signals.at
     busy_since = memory.busy_since if memory.busy_since is not None else signals.at
     return replace(
@@ -340,11 +347,12 @@ def _patience(rules: Rules, signals: Signals, tier: str) -> float:
 
 
 def _seconds(signals: Signals, tasks: int) -> float | None:
-    """Time (s) in which one worker would do so many tasks; None if that was never measured."""
+    """Time (s) in which one worker would do so many tasks, waits for turns included; None if that was never
+    measured."""
     profile = signals.profile
     if not profile.tokens_per_s or not profile.tokens_per_task:
         return None
-    return tasks * profile.tokens_per_task / profile.tokens_per_s
+    return tasks * profile.tokens_per_task / (profile.tokens_per_s * signals.turn_share)
 
 
 def _knee(rules: Rules, signals: Signals) -> float:
@@ -418,7 +426,7 @@ def _by_strain(rules: Rules, signals: Signals, memory: Memory, counted: dict[str
     if signals.kv_used is not None and signals.kv_used > rules.kv_high:
         return more, f"{signals.kv_used:.0%} of the KV cache is in use"
     if memory.busy_since is not None and signals.at - memory.busy_since >= rules.duty_for:
-        return more, f"the workers compute more than {rules.duty_high:.0%} of the time"
+        return more, f"the workers have work more than {rules.duty_high:.0%} of the time"
     return 0, ""
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Final
 
 from producers.admin.fleet import Fleet, Pool
 from producers.contract import keys, levels
@@ -21,6 +21,8 @@ from workers.autoscaler.policy import LevelQueue, Signals, TierQueue
 from workers.autoscaler.pools import PoolSettings
 
 Worker = dict[str, Any]
+#: No worker counts as having less of its device.
+LEAST_SHARE: Final = 0.02
 
 
 def served(fleet: Fleet, pool: PoolSettings) -> list[Pool]:
@@ -57,6 +59,7 @@ def signals(fleet: Fleet, pool: PoolSettings) -> Signals:
         missing.sum("running", (worker.get("running", 0) for worker in working)),
         _kv_used(working),
         _profile(fleet, pool, working),
+        _turn_share(working),
         _levels(queues, working),
         missing.sum("queued", unknown_kinds),
         tuple(missing.names),
@@ -177,6 +180,12 @@ def _kv_used(working: Iterable[Worker]) -> float | None:
         if blocks and some is not None and some <= blocks:
             used, total = used + some, total + blocks
     return used / total if 0 < total < inf else None
+
+
+def _turn_share(working: Sequence[Worker]) -> float:
+    """The mean of what workers say of their turns; of those that say nothing, or nonsense, 1."""
+    shares = [sane(worker.get("turn_share")) or 1.0 for worker in working]
+    return fmean(min(1.0, max(LEAST_SHARE, share)) for share in shares) if shares else 1.0
 
 
 def _profile(fleet: Fleet, pool: PoolSettings, working: Iterable[Worker]) -> Profile:

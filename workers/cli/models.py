@@ -125,7 +125,12 @@ def _described(card: ModelCard, folder: Path, metadata: Mapping[str, Any]) -> di
     section, quantised = metadata["quantization"], None
     if isinstance(section, dict):
         bits = packed_bits({"quantization_config": section})("")
-        quantised = f"{section.get('quant_method')}, {f'{bits} bits' if bits < 32 else '8-bit floats'}"
+        numbers = (
+            f"{bits} bits" if bits < 32 else "8-bit floats" if section.get("format") != "dense" else "not quantised"
+        )
+        sparsity = section.get("sparsity_config")
+        structure = sparsity.get("sparsity_structure") if isinstance(sparsity, dict) else None
+        quantised = f"{section.get('quant_method')}, {numbers}" + (f", pruned {structure}" if structure else "")
     return {
         "name": card.name,
         "version": card.version,

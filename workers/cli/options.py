@@ -113,6 +113,8 @@ BackupKey = Annotated[
         "its keys read. Unset: they are plain.",
     ),
 ]
+#: Ways to place tasks (docs/how/placement.md).
+PLACEMENTS: Final = ("prefix", "off")
 #: An engine's settings that have an option, by name.
 ENGINE: Final = {name: field for name, field in declared(EngineConfig).items() if field.option is not None}
 #: Those of an engine that serves one request.
@@ -203,6 +205,13 @@ def provider(notice: str | None) -> str | None:
     if notice not in (None, "aws"):
         raise typer.BadParameter(f"{notice!r} is unknown; the only provider is aws")
     return notice
+
+
+def checked_placement(value: str) -> str:
+    """Raise typer.BadParameter unless it is a way to place tasks."""
+    if value not in PLACEMENTS:
+        raise typer.BadParameter(f"it is {shown(value)}; it must be {' or '.join(PLACEMENTS)}")
+    return value
 
 
 def check_spot(provider: str | None, url: str | None) -> None:

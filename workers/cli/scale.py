@@ -212,6 +212,9 @@ def simulate(
     cold_start: Annotated[
         float | None, typer.Option(min=0, help="Time from the order to start a worker until it takes tasks. Unset: 60.")
     ] = None,
+    turn_share: Annotated[
+        float, typer.Option(min=0.02, max=1, help="Part of its device's time that a worker has, beside other models.")
+    ] = 1.0,
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Time in which a worker that ends finishes tasks; it hands the rest back.")
     ] = 30.0,
@@ -269,7 +272,10 @@ def simulate(
     model_fields = {**kept, **{name: value for name, value in options.items() if value is not None}}
     with refusing(ValueError):
         model = WorkerModel(
-            **model_fields, slots=slots or 2 * model_fields.get("knee", WorkerModel().knee), drain=drain_timeout
+            **model_fields,
+            slots=slots or 2 * model_fields.get("knee", WorkerModel().knee),
+            drain=drain_timeout,
+            turn_share=turn_share,
         )
         rules = one_pool(
             {"model": "simulated", "min": min_workers, "max": max_workers, "cool_down": cool_down}, rule or []

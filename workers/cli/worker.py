@@ -35,6 +35,7 @@ from workers.cli.options import (
     as_arguments,
     as_environment,
     check_spot,
+    checked_placement,
     complete_model,
     finite,
     health_ports,
@@ -138,6 +139,14 @@ def worker(
             "more than two cores."
         ),
     ] = EngineProcess.AUTO,
+    placement: Annotated[
+        str,
+        typer.Option(
+            callback=checked_placement,
+            help="prefix: leave a task for a moment to the worker that has the longest part of its prompt cached, or "
+            "its adapter loaded. off: take what comes first.",
+        ),
+    ] = "off",
     require_signature: RequireSignature = None,
     health_port: Annotated[
         int | None,
@@ -201,6 +210,7 @@ def worker(
         step_limit=max_step_seconds,
         breaker=not no_breaker,
         core_watts=core_watts,
+        placement=placement,
         health_port=health_port,
         spot_notice=spot_provider,
         spot_endpoint=spot_metadata_url,

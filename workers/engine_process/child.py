@@ -120,6 +120,8 @@ class Child:
         self._flushing = threading.Lock()
         self._reported_at = 0.0
         self._status = b""
+        #: Whether the worker places tasks by what is cached here.
+        self._tells_marks = False
         #: The last step's, which was sent.
         self._work: StepWork | None = None
         self._named: Sequence[str] = ()
@@ -189,6 +191,9 @@ class Child:
             del self._numbers[request_id]
             self._courses.pop(number, None)
             self._engine.abort(request_id)
+
+    def _tell_marks(self) -> None:
+        self._tells_marks = True
 
     def _draws(self, watts: float) -> None:
         self._engine.draws(watts)
@@ -272,6 +277,8 @@ class Child:
                 "turn_wait_s": engine.turn_wait_s,
                 "turn_since": round(now - due, 1) if due else None,
             }
+            if self._tells_marks:
+                status["marks"] = engine.marks()
         data = json.dumps(status).encode()
         if data != self._status:
             self._status = data
@@ -310,7 +317,7 @@ def facts(engine: Any, files: dict[str, bytes]) -> dict[str, Any]:
     names = "fingerprint", "max_num_seqs", "max_model_len", "kv_capacity", "kv_tokens_total", "step_tokens", "kind"
     phases: Any = import_module("workers.runtime.cold_start").COLD_START
     return {
-        "values": {name: getattr(engine, name) for name in (*names, "adapter_bytes")},
+        "values": {name: getattr(engine, name) for name in (*names, "adapter_bytes", "marked_block")},
         "card": None if engine.card is None else engine.card.to_json(),
         "folder": folder,
         "texts": None if folder is not None else (engine.tokenizer, engine.texts),

@@ -86,6 +86,7 @@ class ProcessEngine:
     kv_capacity: int
     kv_tokens_total: int
     step_tokens: int
+    marked_block: int
     adapter_bytes: int
     kind: Any = "generate"
     card: Any = None
@@ -100,6 +101,7 @@ class ProcessEngine:
         self.last_work: StepWork | None = None
         self._patience = patience
         self._watts = self._processor_s = 0.0
+        self._tells_marks = False
         self._ring = Ring()
         self._lock = threading.Lock()
         self._tickets: dict[int, _Ticket] = {}
@@ -227,6 +229,14 @@ class ProcessEngine:
     def largest(self, count: int) -> list[Held]:
         """See Engine; some tenths of a second ago, and at most child.LARGEST."""
         return [Held(*held) for held in self._status["largest"][:count]]
+
+    def marks(self) -> list[str]:
+        """See Engine; of some tenths of a second ago, and none at first."""
+        if not self._tells_marks:
+            self._tells_marks = True
+            self._call("tell_marks")
+        marks: list[str] = self._status.get("marks", [])
+        return marks
 
     def draws(self, watts: float) -> None:
         """See Engine."""

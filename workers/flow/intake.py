@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from producers.broker.values import Credit, Fetched, Rules
+from producers.broker.values import LEFT_MS, Credit, Fetched, Rules
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.storage import STARTED, Storage, parse
 from producers.contract import keys
@@ -106,7 +106,7 @@ class Intake(threading.Thread):
         self._celery = celery
         capacity = deliveries.ledger.capacity
         self._rules = Rules(
-            capacity, min(PLAIN_TOKENS, capacity[1]), served.settings.ageing, served.settings.max_redeliveries
+            capacity, min(PLAIN_TOKENS, capacity[1]), served.settings.ageing, served.settings.max_redeliveries, LEFT_MS
         )
         self._broker = served.connect_broker()
         self._bodies = served.bodies()
@@ -117,6 +117,10 @@ class Intake(threading.Thread):
         self._attached = False
         self._paused = False
         self._unanswered = False
+        self.has_part: Callable[[dict[str, Any]], bool | None] = lambda headers: None
+        """Whether this worker holds a part of what a message's task needs; None: the message does not say."""
+        #: Tasks taken of which it held a part, or none of what they named; fetches that left some to other workers.
+        self._placed = self._unplaced = self._left = 0
         self.loop_nudged_at: float | None = None
         """When the watchdog nudged the event loop (monotonic); None once the loop has answered."""
         self._pipe = os.pipe()
@@ -124,6 +128,10 @@ class Intake(threading.Thread):
         os.set_blocking(self._pipe[1], False)
         deliveries.fetch_uuids = _fresh(BATCH)
         deliveries.ledger.on_room = self.poke
+
+    def describe(self) -> dict[str, int]:
+        """Counts of tasks by placement, for the lease; {} where tasks are not placed."""
+        return {"placed": self._placed, "unplaced": self._unplaced, "left": self._left} if self._served.places else {}
 
     def poke(self) -> None:
         """Looks again: a message may fit, or may have come."""
@@ -224,7 +232,9 @@ class Intake(threading.Thread):
                 for message in fetched:
                     self._take(life, message)
             else:
-                self._wake.wait(IDLE_S)
+                # No wake-up comes for what was left to another worker, which may not take it.
+                again = self._broker.look_again
+                self._wake.wait(IDLE_S if again is None else min(IDLE_S, again))
 
     def _fetch(self, life: Incarnation, room: int) -> list[Fetched] | None:
         """Fetches at most `room` messages. After a lost reply, a worker with little room first repeats the request
@@ -240,6 +250,7 @@ class Intake(threading.Thread):
         self._unanswered = True
         fetched = self._broker.fetch(life.id, uuids, credit, self._rules)
         self._unanswered = False
+        self._left += self._broker.look_again is not None
         return fetched
 
     def _take(self, life: Incarnation, message: Fetched) -> None:
@@ -255,6 +266,9 @@ class Intake(threading.Thread):
         delivery = Delivery(message.uuid, headers["id"], life, message.returned, message.condemned)
         if not self._deliveries.enter(delivery, self._size(headers, message.rank)):
             return
+        if (held := self.has_part(headers)) is not None:
+            self._placed += held
+            self._unplaced += not held
         pass_on = partial(self._pass_on, Arrival(life, message, payload))
         if self._attached and not message.condemned and self._celery.is_apart(payload):
             self._celery.run_native(delivery, Native(payload, properties["priority"]))

@@ -27,6 +27,7 @@ from workers.flow.deliveries import Deliveries
 from workers.flow.finisher import Finisher
 from workers.flow.publisher import Publisher
 from workers.leases.control import Control
+from workers.leases.holdings import Holdings
 from workers.leases.lease import Lease, Reconciler
 from workers.leases.neighbours import LOOK_S, Neighbours, Others, Peers
 from workers.measure import SEND_S, Keeper
@@ -94,6 +95,7 @@ class Housekeeper(threading.Thread):
         apart = self._store if served.control_url != settings.store else None
         self._neighbours = Neighbours(apart, self._broker, self.control, settings.lease)
         self._neighbours.on_join = self._worker_joined
+        self.holdings = Holdings(served, self._broker, deliveries)
         self._reconciler = Reconciler(self._store, self._broker, deliveries)
         self._others = Others(served, self._store, self._broker)
         self._peers = Peers(self._store, served.pool.queue, breaker, deliveries, finisher)
@@ -116,6 +118,7 @@ class Housekeeper(threading.Thread):
             self._look,
             Duty(self._read_what_changes, pause),
             Duty(self._release_preempted, self._tick),
+            Duty(lambda: self.holdings.tell(self._life), self._tick),
             Duty(partial(self.keeper.keep, self._store), KEEP_S),
             Duty(partial(self.keeper.send, self._store), SEND_S),
             Duty(self._look_at_neighbours, LOOK_S),

@@ -120,6 +120,7 @@ class Runtime:
         #: Where Celery's transport is plugged in; `celery` is what its pool knows.
         self.link = Link(self.intake, self.celery, served.connect_sender(), served.control_url)
         self.housekeeper = Housekeeper(served, *shared, self.describe, announce, self.keeper, self.breaker)
+        self.intake.has_part = self.housekeeper.holdings.has_part
         self.watchdog = Watchdog(
             served, self.gpu, self.publisher, self.intake, self.give_up, self.housekeeper.renew_soon
         )
@@ -255,12 +256,17 @@ class Runtime:
         return self.measured.profile(COLD_START.figures)
 
     def _shared(self) -> dict[str, float]:
-        """The engine's share of its device, and the time (s) that it has waited for its turn; empty if it shares
-        none."""
+        """The engine's share of its device, the time (s) that it has waited for its turn, and the part of its time with
+        work that it had the turn; empty if it shares none."""
         share, engine = self.served.settings.engine.get("share"), self.served.engine
         if share is None or engine.turn_wait_s is None:
             return {}
-        return {"share": share, "turn_wait_s": round(engine.turn_wait_s, 3)}
+        waited = engine.turn_wait_s
+        return {
+            "share": share,
+            "turn_wait_s": round(waited, 3),
+            "turn_share": round(self.measured.turn_share(waited), 3),
+        }
 
     def describe(self) -> str:
         """Returns the description of this worker (JSON) for its lease."""
@@ -294,6 +300,7 @@ class Runtime:
                 "slowness": None if slow is None else round(slow.ratio, 2),
                 "figures": self.window.figures().to_dict(),
                 **({} if gpu is None else {"gpu": gpu}),
+                **self.intake.describe(),
                 **self._shared(),
                 **({"adapters": adapters} if (adapters := self.adapters.describe()) else {}),
             }

@@ -46,7 +46,7 @@ from workers.runtime.health import Health
 from workers.runtime.signals import Stopping
 from workers.settings import WorkerSettings
 from workers.state.engine import ServedEngine
-from workers.state.served import Served
+from workers.state.served import Served, places
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -88,7 +88,7 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
 
     from workers.runtime.assembly import Runtime
 
-    runtime = Runtime(served, app, lambda store: announce(store, served.engine, served.files))
+    runtime = Runtime(served, app, lambda store: announce(store, served.engine, served.files, placing=served.places))
     threading.excepthook = partial(_thread_died, runtime)
     stopping.serve(runtime.stop, settings.drain)
     runtime.start()
@@ -302,7 +302,7 @@ def _announced(settings: WorkerSettings, engine: ServedEngine, files: dict[str, 
     with connect(settings.store) as store:
         while True:
             try:
-                card, pool = announce(store, engine, files)
+                card, pool = announce(store, engine, files, placing=places(settings, engine))
                 new = cards.takes_new(cards.read(store, pool.model), pool.version)
                 return Served(settings, engine, card, files, pool, takes_plain=new)
             except LOST as exc:
@@ -312,8 +312,11 @@ def _announced(settings: WorkerSettings, engine: ServedEngine, files: dict[str, 
                 time.sleep(RETRY_S)
 
 
-def announce(store: Redis, engine: ServedEngine, files: dict[str, bytes]) -> tuple[dict[str, Any], keys.Pool]:
+def announce(
+    store: Redis, engine: ServedEngine, files: dict[str, bytes], *, placing: bool = False
+) -> tuple[dict[str, Any], keys.Pool]:
     """Write the model's card, tokenizer files and pool into the store; return the card as served, and the pool.
+    `placing`: its tasks are placed by the marks of their prompts.
 
     The card outlives the worker, so that a gateway can check, tokenise and queue while no worker is up.
     """
@@ -324,6 +327,8 @@ def announce(store: Redis, engine: ServedEngine, files: dict[str, bytes]) -> tup
         card["kv_capacity"] = engine.kv_capacity
     if engine.watermarks is not None:
         card["watermark"] = engine.watermarks.describe()
+    if placing:
+        card["marked_block"] = engine.marked_block
     pool = pool_of(engine)
     cards.announce(store, card, pool, files)
     return card, pool

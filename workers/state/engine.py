@@ -41,6 +41,8 @@ class ServedEngine(Protocol):
     kv_capacity: int
     kv_tokens_total: int
     step_tokens: int
+    marked_block: int
+    """Tokens of a block, by which prompts have marks (`engine.prefix`); 0: it caches no prefixes."""
 
     @property
     def tokenizer(self) -> Any:
@@ -72,6 +74,10 @@ class ServedEngine(Protocol):
     def largest(self, count: int) -> list[Held]: ...
     def draws(self, watts: float) -> None: ...
     def stepping(self) -> tuple[float, set[str]]: ...
+    def marks(self) -> list[str]:
+        """The marks (`engine.prefix`) of what a request finds here: loaded adapters, then cached prefixes, the newest
+        last; perhaps of some tenths of a second ago."""
+
     @property
     def last_work(self) -> StepWork | None: ...
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from producers.broker.base import Consumer, Sender
-from producers.broker.connect import connect_consumer, connect_sender, control_url
+from producers.broker.connect import can_place, connect_consumer, connect_sender, control_url
 from producers.connection.connect import SILENT_S, connect
 from producers.contract.keys import Pool
 from producers.store.files import MessageBlobs
@@ -38,6 +38,11 @@ class Served:
         return name
 
     @property
+    def places(self) -> bool:
+        """Whether tasks are to go to the worker that holds the longest part of their prompt."""
+        return places(self.settings, self.engine)
+
+    @property
     def control_url(self) -> str:
         """The server that carries Celery's remote control."""
         return control_url(self.settings.broker, self.settings.store)
@@ -55,6 +60,13 @@ class Served:
 
     def connect_broker(self, timeout: float = SILENT_S) -> Consumer:
         """Connects to the broker, for one thread. `timeout`: of each answer (s)."""
-        return connect_consumer(
+        consumer = connect_consumer(
             self.settings.broker, self.pool.queues, self.settings.store, timeout, self.pool.version_queue
         )
+        consumer.places = self.places
+        return consumer
+
+
+def places(settings: WorkerSettings, engine: ServedEngine) -> bool:
+    """Whether a worker with these settings and this engine places tasks: both can, and its broker."""
+    return settings.placement == "prefix" and engine.marked_block > 0 and can_place(settings.broker)

@@ -7,6 +7,8 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -18,6 +20,8 @@ logger = logging.getLogger("penstock.engine")
 #: Contexts of up to this many tokens share a recording, then those up to four times as many, and so on. The bound
 #: limits into how many parts a recorded kernel splits its work, not what it reads.
 FEWEST_PLACES = 1024
+#: Rows with adapters in up to this many tiles share a recording, then those in up to eight times as many, and so on.
+FEWEST_TILES = 8
 
 
 class Recording(Protocol):
@@ -111,7 +115,8 @@ class DecodeGraphs:
         if not shape.decodes:
             return None
         rows = self._sizes[bisect.bisect_left(self._sizes, shape.rows)]
-        padded = Shape(rows, rows, 1, tuple(self._places(length) for length in shape.most_places))
+        places = tuple(self._places(length) for length in shape.most_places)
+        padded = Shape(rows, rows, 1, places, _room(shape.adapter_tiles, rows))
         excluded = self._fails or padded in self._too_large
         return None if excluded and padded not in self._recordings else padded
 
@@ -121,17 +126,27 @@ class DecodeGraphs:
             bound *= 4
         return min(bound, max(self._most_places, length))
 
-    def unrecorded(self, windows: Sequence[int | None], block_size: int, longest: int, version: int) -> Shape | None:
+    def unrecorded(
+        self, windows: Sequence[int | None], block_size: int, longest: int, version: int, *, adapters: bool
+    ) -> Shape | None:
         """The next shape to record, for contexts of up to `longest` tokens. None if all are recorded.
 
         Short contexts come first, and within each the most sequences, because later recordings then fit into the memory
-        of earlier ones. `windows` are the windows of the KV groups.
+        of earlier ones. `windows` are the windows of the KV groups. `adapters`: whether to record steps with adapters,
+        too: after all others.
         """
         if self._fails:
             return None
         recorded = self._recordings if version == self._version else {}
-        every = self._shapes(windows, block_size, longest)
-        return next((shape for shape in every if shape not in recorded and shape not in self._too_large), None)
+        plain = self._shapes(windows, block_size, longest)
+        adapted = (
+            replace(shape, adapter_tiles=tiles)
+            for shape in (self._shapes(windows, block_size, longest) if adapters else ())
+            for tiles in sorted({_room(tiles, shape.rows) for tiles in (1, FEWEST_TILES + 1, shape.rows)})
+        )
+        return next(
+            (shape for shape in chain(plain, adapted) if shape not in recorded and shape not in self._too_large), None
+        )
 
     def _shapes(self, windows: Sequence[int | None], block_size: int, longest: int) -> Iterator[Shape]:
         bound = FEWEST_PLACES
@@ -187,6 +202,16 @@ class DecodeGraphs:
             len(self._recordings),
         )
         return recording
+
+
+def _room(tiles: int, rows: int) -> int:
+    """The tiles that a recording for so many has room for. No tile is without a row."""
+    if not tiles:
+        return 0
+    bound = FEWEST_TILES
+    while bound < tiles:
+        bound *= 8
+    return min(bound, rows)
 
 
 @contextmanager

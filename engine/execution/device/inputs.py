@@ -93,6 +93,8 @@ class Shape:
     """An upper bound of the tokens of one sequence in this step."""
     most_places: tuple[int, ...]
     """For each KV group, an upper bound of the tokens in one table, this step's included."""
+    adapter_tiles: int = 0
+    """An upper bound of the tiles of its rows with adapters (`DeviceAdapters`)."""
 
     @property
     def decodes(self) -> bool:

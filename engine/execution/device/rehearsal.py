@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
+from engine.adapters import Adapter
 from engine.errors import EngineError, ErrorText
 from engine.execution.device.graphs import FEWEST_PLACES, batch_sizes
 from engine.execution.device.runner import DeviceRunner
@@ -142,10 +143,33 @@ def rehearse(runner: DeviceRunner, longest: int = FEWEST_PLACES) -> None:
         plan = _plan(rows, runner.spaces, runner.block_size)
         if plan is not None:
             count += _launched(runner, plan)
+    if runner.tabled:
+        adapter = dummy_adapter(runner.model)
+        for tokens in (min(20, runner.longest, runner.max_num_batched_tokens), 1):
+            plan = _plan([(min(20, runner.longest), tokens, _WAYS[0])], runner.spaces, runner.block_size)
+            if plan is not None:
+                plan.rows[0].seq.adapter = adapter
+                count += _launched(runner, plan)
     runner.forget()
     recorded = 0 if runner.graphs is None else len(runner.graphs)
     seconds = time.perf_counter() - began
     logger.info("%d steps were rehearsed and %d decode steps recorded, in %.1f s", count, recorded, seconds)
+
+
+def dummy_adapter(model: Model) -> Adapter:
+    """An adapter of one rank that changes every product that adapters may change, by nothing."""
+    kernels = model.kernels
+    products = {}
+    for prefix, linear in model.linears():
+        if prefix and ".experts." not in prefix:
+            ups, first = [], 0
+            for part, outputs in enumerate(linear.parts.values()):
+                up = torch.zeros(outputs, 1, dtype=kernels.weight_dtype, device=model.device)
+                ups.append((slice(first, first + outputs), slice(part, part + 1), up))
+                first += outputs
+            down = torch.zeros(len(ups), linear.inputs, dtype=kernels.weight_dtype, device=model.device)
+            products[linear] = kernels.prepare_low_rank(down, ups)
+    return Adapter("", 1, products)
 
 
 def _launched(runner: DeviceRunner, plan: StepPlan) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.adapters import step_adapters
+from engine.adapters import AdapterRows, step_adapters
+from engine.execution.device.adapters import AdaptedStep, DeviceAdapters
 from engine.execution.device.graphs import DecodeGraphs, Record, recorder
 from engine.execution.device.inputs import InputMaker, PinnedRing, Shape, shape_of
 from engine.execution.device.rows import DeviceRows
@@ -19,7 +20,7 @@ from engine.execution.runner import copy_blocks, logits_from
 from engine.kernels.sampling_state import Features
 from engine.kernels.upload import upload
 from engine.kv import KvSpace
-from engine.layers import AdaptedRows
+from engine.layers import AdaptedRows, StepAdapters
 from engine.models import Model
 from engine.plan import Sampled, ScheduledSeq, StepPlan, accepted
 from engine.sampling import score_prompts
@@ -79,7 +80,7 @@ class DeviceRunner:
     ) -> None:
         """`graphs`: whether decode steps are recorded and replayed. `record`, `ring`: the device's own, unless a test
         passes others."""
-        self._model = model
+        self.model = model
         self.spaces = tuple(spaces)
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
@@ -96,6 +97,11 @@ class DeviceRunner:
             self._rows, most_tokens=max_num_batched_tokens, device=device, rope_switch=model.rope_switch, ring=ring
         )
         self._sampler = DeviceSampler(max_num_seqs, model.vocab_size, device, last_tokens=self._rows.last_tokens)
+        self._adapters = (
+            DeviceAdapters(model, places=max_num_seqs, most_tokens=max_num_batched_tokens, device=device)
+            if model.kernels.tabled
+            else None
+        )
         self._every = torch.arange(max_num_seqs, device=device)
         self._hidden: Tensor | None = None
         # Waiting during a CUDA graph's recording makes it fail and leaves torch's allocator in recording mode.
@@ -114,6 +120,11 @@ class DeviceRunner:
     def kv_bytes(self) -> int:
         """The memory of the KV cache, in bytes."""
         return sum(cache.nbytes for cache in self._caches)
+
+    @property
+    def tabled(self) -> bool:
+        """Whether steps find their adapters in tables on the device."""
+        return self._adapters is not None
 
     @staticmethod
     def needs_token(sequence: Sequence) -> bool:
@@ -139,6 +150,8 @@ class DeviceRunner:
         """Send all state of the sequences again with their next step, from the tokens that they then have."""
         self._rows.forget()
         self._sampler.forget()
+        if self._adapters is not None:
+            self._adapters.forget()
 
     def _launch(self, plan: StepPlan) -> Launched:
         self.copy_blocks(plan.copies)
@@ -146,14 +159,17 @@ class DeviceRunner:
         scored = [(row, span) for row in plan.rows if (span := row.scored_span())]
         shape = shape_of(plan, self._rows.windows, self.block_size)
         adapted = any(row.seq.adapter is not None for row in plan.rows)
-        # A recorded step has no adapters.
-        padded = None if self.graphs is None or scored or adapted else self.graphs.padded(shape)
+        step = None if self._adapters is None or not adapted else self._adapters.of(plan.rows)
+        if step is not None:
+            shape = replace(shape, adapter_tiles=step.tiles)
+        recordable = not adapted or (step is not None and step.recordable)
+        padded = None if self.graphs is None or scored or not recordable else self.graphs.padded(shape)
         features = self._sampler.admit([row.seq for row in sampling]) if sampling else None
-        ended = self._run(plan, shape, scored) if padded is None else self._replay(plan, padded)
+        ended = self._run(plan, shape, scored, step) if padded is None else self._replay(plan, padded, step)
         chosen = sum(1 + len(row.draft) for row in sampling)
         prompt_states = ended.hidden[chosen:] if scored else None
         drawn = [] if features is None else self._draw(ended, sampling, features)
-        return Launched(drawn, sampling, scored, prompt_states, logits_from(self._model, ended.adapters, chosen))
+        return Launched(drawn, sampling, scored, prompt_states, logits_from(self.model, ended.adapters, chosen))
 
     def _draw(self, ended: _Forward, sampling: list[ScheduledSeq], features: Features) -> list[Drawn]:
         """Sample the token after each row's last token. Then sample after the first draft token for rows whose draft
@@ -162,7 +178,7 @@ class DeviceRunner:
         There is one pass for each token of the longest draft, and none waits for the host. After a rejected draft token
         a row samples nothing more, so its slot's counts and last token are those of the accepted tokens.
         """
-        logits = logits_from(self._model, ended.adapters)(ended.hidden[: len(sampling)], 0)
+        logits = logits_from(self.model, ended.adapters)(ended.hidden[: len(sampling)], 0)
         chosen = self._sampler.launch(logits, ended.slots, ended.positions, features)
         drawn = [self._sampler.fetch(logits, [row.seq for row in sampling])]
         longest = max(len(row.draft) for row in sampling)
@@ -178,18 +194,20 @@ class DeviceRunner:
             ]
             guessed = [row.draft[depth] for row in rows]
             which, hidden, tokens = upload(
-                [np.array(indexes, np.int64) for indexes in (kept, draft_rows, guessed)], self._model.device
+                [np.array(indexes, np.int64) for indexes in (kept, draft_rows, guessed)], self.model.device
             )
             right = (chosen[0][which] == tokens) & (chosen[1][which] == 0)
             slots = torch.where(right, slots[which], -1)
             positions, before = positions[which] + 1, rows
             adapters = None if ended.adapters is None else ended.adapters.select(np.array(draft_rows, np.int64))
-            logits = logits_from(self._model, adapters)(ended.hidden[hidden], 0)
+            logits = logits_from(self.model, adapters)(ended.hidden[hidden], 0)
             chosen = self._sampler.launch(logits, slots, positions, features)
             drawn.append(self._sampler.fetch(logits, [row.seq for row in rows]))
         return drawn
 
-    def _run(self, plan: StepPlan, shape: Shape, scored: list[tuple[ScheduledSeq, range]]) -> _Forward:
+    def _run(
+        self, plan: StepPlan, shape: Shape, scored: list[tuple[ScheduledSeq, range]], step: AdaptedStep | None
+    ) -> _Forward:
         output_rows: list[int] = []
         begins: dict[int, int] = {}
         end = 0
@@ -207,26 +225,39 @@ class DeviceRunner:
         self._inputs.make(shape)
         inputs = self._inputs.view(shape)
         places = sent[: len(output_rows)]
-        adapters = step_adapters(plan.rows, np.array(output_rows, np.int64), self.device)
-        hidden = self._model.forward(
+        outputs_at = np.array(output_rows, np.int64)
+        if step is not None and self._adapters is not None:
+            adapters: StepAdapters | None = self._adapters.send(step, [row.count for row in plan.rows], outputs_at)
+        else:
+            adapters = step_adapters(plan.rows, outputs_at, self.device)
+        hidden = self.model.forward(
             inputs.tokens, inputs.positions, inputs.long, inputs.attention, self._caches, places, adapters
         )
         outputs = None if adapters is None else adapters.outputs
         return _Forward(hidden, sent[len(output_rows) :], inputs.positions[places[:sampling]], outputs)
 
-    def _replay(self, plan: StepPlan, shape: Shape) -> _Forward:
+    def _replay(self, plan: StepPlan, shape: Shape, step: AdaptedStep | None) -> _Forward:
         chosen = [i for i, row in enumerate(plan.rows) if row.samples]
         count = len(plan.rows)
         sent = self._inputs.send(plan.rows, shape, chosen if len(chosen) < count else ())
+        adapters = None
+        if step is not None and self._adapters is not None:
+            self._adapters.send_recorded(step, shape.rows, shape.adapter_tiles)
+            adapters = AdapterRows(step.adapters, step.owners[chosen], self.device)
         if self.graphs is not None:
-            self.graphs.run(shape, self._rows.version, self._decode)
+            self.graphs.run(shape, self._recorded_version, self._decode)
         inputs, hidden = self._inputs.view(shape), self._hidden
         assert hidden is not None
-        last = _Forward(hidden[:count], inputs.attention[0].table_rows[:count], inputs.positions[:count])
+        last = _Forward(hidden[:count], inputs.attention[0].table_rows[:count], inputs.positions[:count], adapters)
         if len(chosen) == count:
             return last
         # Not all rows sample: a prefill chunk may be of one token, too.
-        return _Forward(last.hidden[sent], last.slots[sent], last.positions[sent])
+        return _Forward(last.hidden[sent], last.slots[sent], last.positions[sent], adapters)
+
+    @property
+    def _recorded_version(self) -> int:
+        """Changes, never back, when recordings become invalid."""
+        return self._rows.version + (0 if self._adapters is None else self._adapters.version)
 
     @torch.inference_mode()
     def record_next(self, longest: int | None = None) -> bool:
@@ -238,11 +269,14 @@ class DeviceRunner:
         if self.graphs is None:
             return False
         length = self.longest if longest is None else min(longest, self.longest)
-        shape = self.graphs.unrecorded(self._rows.windows, self.block_size, length, self._rows.version)
+        version, adapters = self._recorded_version, self._adapters is not None and self._adapters.used
+        shape = self.graphs.unrecorded(self._rows.windows, self.block_size, length, version, adapters=adapters)
         if shape is None:
             return False
         self._inputs.send((), shape)
-        self.graphs.run(shape, self._rows.version, self._decode)
+        if self._adapters is not None:
+            self._adapters.clear(shape.rows, shape.adapter_tiles)
+        self.graphs.run(shape, version, self._decode)
         return True
 
     def _decode(self, shape: Shape) -> None:
@@ -250,8 +284,9 @@ class DeviceRunner:
         self._inputs.make(shape)
         inputs = self._inputs.view(shape)
         every = self._every[: shape.rows]
-        hidden = self._model.forward(
-            inputs.tokens, inputs.positions, inputs.long, inputs.attention, self._caches, every
+        adapters = None if self._adapters is None else self._adapters.recorded(shape.rows, shape.adapter_tiles)
+        hidden = self.model.forward(
+            inputs.tokens, inputs.positions, inputs.long, inputs.attention, self._caches, every, adapters
         )
         if self._hidden is None:
             self._hidden = hidden.new_zeros(len(self._every), hidden.shape[1])
@@ -261,7 +296,7 @@ class DeviceRunner:
     def collect(self, launched: Launched) -> list[Sampled]:
         """Wait for a launched step. Returns one result for each sampling row, in the plan's order."""
         if launched.hidden is not None:
-            score_prompts(launched.scored, launched.hidden, launched.prompt_logits, self._model.vocab_size)
+            score_prompts(launched.scored, launched.hidden, launched.prompt_logits, self.model.vocab_size)
         if not launched.drawn:
             return []
         passes = [self._sampler.collect(drawn) for drawn in launched.drawn]

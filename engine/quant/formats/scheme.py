@@ -10,13 +10,17 @@ from engine.text.config import Config, Targets
 from engine.text.gguf import TYPES
 from engine.text.tensors import BLOCKS
 
-Form = Literal["gptq", "awq", "packed", "int8", "fp8", "gguf"]
+Form = Literal["gptq", "awq", "packed", "int8", "fp8", "gguf", "pruned"]
 
 _WITHIN = "quantization_config's "
 _METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
 _GPTQ_FORMATS = ("gptq", "gptq_v2")
 #: Maps compressed-tensors' names of formats to the engine's.
 _COMPRESSED = {"pack-quantized": "packed", "int-quantized": "int8", "float-quantized": "fp8", "naive-quantized": "fp8"}
+#: The formats of pruned matrices, in compressed-tensors' words, and the structure of those that are not dense.
+_DENSE, _BITMASK, _TWO_OF_FOUR = "dense", "sparse-24-bitmask", "2:4"
+#: The keys of config.json that may have the description; the second is compressed-tensors' older one.
+SECTIONS = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,11 @@ class Scheme:
     """The groups where matrices are quantised in several ways; None: all are alike."""
     each: tuple[Scheme, ...] = ()
     """The scheme of each of these groups."""
+    pruned: bool = False
+    """Whether two of four adjacent inputs are zero, in the matrices that the checkpoint has pruned. The form "pruned"
+    is of those that are not quantised."""
+    bitmask: bool = False
+    """Whether these are stored without the zeros, with a mask of the others."""
 
     def of(self, name: str) -> Scheme:
         """The scheme of the matrix `name`."""
@@ -60,11 +69,12 @@ def read_scheme(config: Config) -> Scheme | None:
     types = config.get(TYPES)
     if isinstance(types, dict) and types.keys() & BLOCKS.keys():
         return Scheme("gguf", 8)
-    if "quantization_config" not in config:
+    name = next((name for name in SECTIONS if name in config), None)
+    if name is None:
         return None
-    value = config.get("quantization_config")
+    value = config.get(name)
     if not isinstance(value, dict):
-        raise config.wrong("quantization_config", "must be an object")
+        raise config.wrong(name, "must be an object")
     section = Config(value, _WITHIN)
     method = section.text("quant_method")
     if method not in _METHODS:
@@ -112,7 +122,34 @@ def _fp8(section: Config) -> Scheme:
     return Scheme("fp8", 8, block=_block(section, "weight_block_size"))
 
 
-def _compressed(section: Config) -> Scheme:
+def _compressed(section: Config) -> Scheme | None:
+    pruned, bitmask = _sparsity(section)
+    if section.text("format", _DENSE) == _DENSE and not section.get("config_groups"):
+        return Scheme("pruned", 16, pruned=True, bitmask=bitmask) if pruned else None
+    scheme = _of_groups(section)
+    if bitmask and scheme.form not in ("int8", "fp8"):
+        raise section.wrong("format", f"is not supported with {_BITMASK}; int-quantized and float-quantized are")
+    each = tuple(replace(one, pruned=pruned, bitmask=bitmask) for one in scheme.each)
+    return replace(scheme, pruned=pruned, bitmask=bitmask, each=each)
+
+
+def _sparsity(section: Config) -> tuple[bool, bool]:
+    """Whether matrices are pruned 2:4, and whether they are then stored without their zeros."""
+    value = section.get("sparsity_config")
+    if value is None or value == {}:
+        return False, False
+    if not isinstance(value, dict):
+        raise section.wrong("sparsity_config", "must be an object")
+    sparsity = Config(value, f"{_WITHIN}sparsity_config ")
+    stored, structure = sparsity.text("format", _DENSE), sparsity.text("sparsity_structure", "unstructured")
+    if stored not in (_DENSE, _BITMASK):
+        raise sparsity.wrong("format", f"is not supported; {_DENSE} and {_BITMASK} are")
+    if stored == _BITMASK and structure != _TWO_OF_FOUR:
+        raise sparsity.wrong("sparsity_structure", f"is not supported with {_BITMASK}; {_TWO_OF_FOUR!r} is")
+    return structure == _TWO_OF_FOUR, stored == _BITMASK
+
+
+def _of_groups(section: Config) -> Scheme:
     groups = section.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
         raise section.wrong("config_groups", "must be an object of at least one group")

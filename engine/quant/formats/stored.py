@@ -302,6 +302,101 @@ class Fp8Stored(Stored):
         return Fp8Matrix(self.places["weight"], scales.contiguous(), block)
 
 
+@dataclass(frozen=True, slots=True)
+class Pruned(Quantised):
+    """A matrix that is not quantised, and of which two of four adjacent inputs are zero."""
+
+    values: Tensor
+    """[outputs, inputs], floating."""
+
+    def prepare(self, kernels: Kernels, bias: Tensor | None) -> PreparedLinear:
+        return kernels.prepare_pruned(self.values.to(kernels.weight_dtype), bias)
+
+    def dequantise(self) -> Tensor:
+        return self.values.float()
+
+    def table(self) -> None:
+        return None
+
+    def narrowed(self, outputs: range, inputs: range) -> Pruned:
+        return Pruned(self.values[outputs.start : outputs.stop, inputs.start : inputs.stop].clone())
+
+    def stacked_on(self, others: Sequence[Quantised]) -> Pruned | None:
+        alike = [other for other in others if isinstance(other, Pruned) and other.values.dtype == self.values.dtype]
+        return None if len(alike) < len(others) else Pruned(torch.cat([self.values, *(one.values for one in alike)]))
+
+
+class DensePruned(Stored):
+    """A pruned matrix as it is, with its zeros: floating `weight` [outputs, inputs]."""
+
+    def empty_tensors(self) -> dict[str, Tensor]:
+        return {"weight": self.empty(self.outputs, self.inputs, dtype=_FLOATS[self.headers["weight"].dtype])}
+
+    def read(self) -> Pruned:
+        return Pruned(self.places["weight"])
+
+
+class BitmaskPruned(Stored):
+    """The compressed-tensors format "sparse-24-bitmask", of plain and of quantised matrices.
+
+    compressed   [outputs, inputs / 2]: the values that are kept, row after row; floating, int8 or e4m3
+    bitmask      uint8 [outputs, inputs / 8]: where they are, the first input in the lowest bit; two of each four
+    shape        [2]: outputs and inputs
+
+    A quantised matrix has its scales beside these, as without a mask.
+    """
+
+    def empty_tensors(self) -> dict[str, Tensor]:
+        if self.inputs % 8:
+            raise ModelError(f"{self.name} has {self.inputs} inputs: a bitmask has multiples of 8")
+        dtype = {"I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, **_FLOATS}.get(self.headers["compressed"].dtype)
+        shape = self.headers.get("shape")
+        places = {
+            "compressed": self.empty(self.outputs, self.inputs // 2, dtype=dtype or torch.float32),
+            "bitmask": self.empty(self.outputs, self.inputs // 8, dtype=torch.uint8),
+            "shape": self.empty(2, dtype=torch.int32 if shape and shape.dtype == "I32" else torch.int64),
+        }
+        if (whole := self._whole("meta")) is not None:
+            scales = whole.places.keys() - {"weight"}
+            places |= {end: torch.empty_like(whole.places[end], device=self.device) for end in scales}
+        return places
+
+    def _whole(self, device: str | torch.device) -> Stored | None:
+        """The matrix as it would be stored with its zeros, if it is quantised."""
+        if self.scheme.form == "pruned":
+            return None
+        return _FORMS[self.scheme.form](
+            self.name, self.outputs, self.inputs, self.scheme, self.headers, torch.device(device)
+        )
+
+    def ignored(self) -> frozenset[str]:
+        whole = self._whole("meta")
+        return frozenset() if whole is None else whole.ignored()
+
+    def read(self) -> Quantised:
+        places = self.places
+        if (shape := places["shape"].tolist()) != [self.outputs, self.inputs]:
+            raise ModelError(f"{self.name}.shape is {shape}; config.json asks for [{self.outputs}, {self.inputs}]")
+        compressed = places["compressed"]
+        kept = unpacked_bits(places["bitmask"]).to(compressed.device)
+        if not kept.is_meta and not bool((kept.view(self.outputs, -1, 4).sum(-1) == 2).all()):
+            raise ModelError(f"{self.name}.bitmask does not keep two of each four inputs")
+        # 8-bit floats are scattered as bytes, for which every device has it.
+        numbers = compressed.view(torch.uint8) if compressed.dtype == torch.float8_e4m3fn else compressed
+        dense = numbers.new_zeros(self.outputs, self.inputs).masked_scatter_(kept, numbers).view(compressed.dtype)
+        whole = self._whole("meta")
+        if whole is None:
+            return Pruned(dense)
+        whole.places = {end: places.get(end, dense) for end in whole.places}
+        return whole.read()
+
+
+def unpacked_bits(packed: Tensor) -> Tensor:
+    """The bits of uint8 `packed`, [rows, bytes], the lowest of each byte first: bool [rows, 8 * bytes]."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(2) >> shifts) & 1).bool().flatten(1)
+
+
 class GgufMatrix(Stored):
     """A matrix of a GGUF file: rows of blocks (gguf.py), uint8 [outputs, bytes].
 
@@ -375,7 +470,10 @@ _FORMS: Final[dict[Form, type[Stored]]] = {
     "int8": Int8Matrix,
     "fp8": Fp8Stored,
     "gguf": GgufMatrix,
+    "pruned": DensePruned,
 }
+#: Matrices that no sparsity is for, by the last part of their names. The embedding is looked up, and the rest are few.
+_NOT_PRUNED: Final = ("embed_tokens", "lm_head")
 #: Maps the tensor names that only quantised matrices have to the formats that use them.
 _NAMES: Final[dict[str, tuple[Form, ...]]] = {"qweight": ("gptq", "awq"), "weight_packed": ("packed",)}
 #: Maps formats whose tensor has the usual name "weight" to its dtype.
@@ -401,7 +499,12 @@ def stored_as(
             raise ModelError(
                 f"{name}.{end} is of another form than config.json's quantization_config says, {scheme.form}"
             )
-    if scheme.form == "gguf":
+    if scheme.bitmask and "bitmask" in headers:
+        return BitmaskPruned(name, outputs, inputs, scheme, headers, device)
+    if scheme.form == "pruned":
+        plain = not scheme.bitmask and "weight" in headers and headers["weight"].dtype in _FLOATS
+        quantised = plain and name.rpartition(".")[2] not in _NOT_PRUNED and ".experts." not in name
+    elif scheme.form == "gguf":
         quantised = "weight" in headers and headers["weight"].dtype in BLOCKS
     elif scheme.form in _DTYPES:
         quantised = "weight" in headers and headers["weight"].dtype == _DTYPES[scheme.form]

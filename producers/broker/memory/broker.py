@@ -34,7 +34,7 @@ from producers.contract.leases import Observation
 from producers.contract.levels import beside
 from producers.contract.message import Message
 
-CAPABILITIES: Final = Capabilities(front_of_queue=True, max_message_bytes=sys.maxsize)
+CAPABILITIES: Final = Capabilities(front_of_queue=True, max_message_bytes=sys.maxsize, places=True)
 #: Messages of each list that one fetch sorts, by default.
 SORT_LIMIT: Final = 64
 #: A tier's rank -> the tier.
@@ -53,7 +53,16 @@ class MemoryConsumer(Consumer):
         self, incarnation: str, uuids: Sequence[str], credit: Credit, rules: Rules, sort_limit: int | None = None
     ) -> list[Fetched] | None:
         queues = [queue for queue in self.queues if queue not in self.passed]
-        return fetch(self._server, incarnation, queues, uuids, credit, rules, sort_limit or SORT_LIMIT, self.home)
+        limit, places = sort_limit or SORT_LIMIT, self.places
+        fetched = fetch(self._server, incarnation, queues, uuids, credit, rules, limit, self.home, places=places)
+        if fetched is None:
+            return None
+        taken, self.look_again = fetched
+        return taken
+
+    def hold(self, incarnation: str, enter: Sequence[str], drop: Sequence[str] = (), *, anew: bool = False) -> int:
+        with self._server.lock:
+            return self._server.hold(incarnation, enter, drop, anew=anew)
 
     def put_down(self, outcomes: Sequence[Ack | Back]) -> list[PutDown | Exception]:
         with self._server.lock:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from producers.contract import keys
+from producers.contract.message import marks_in
 
 
 class Unusable(Exception):
@@ -27,6 +28,8 @@ class Sent:
     at: float = 0
     """When its task was submitted (ms); 0: unknown."""
     order_key: str = ""
+    marks: tuple[str, ...] = ()
+    """Of its prompt's prefixes, the shortest part first."""
 
     def size(self, capacity: tuple[int, int], plain_tokens: int) -> tuple[int, int]:
         """Sequences and tokens that it needs of an engine."""
@@ -61,6 +64,7 @@ def read(raw: bytes) -> Sent:
         _whole(_of(size, "tokens")),
         _whole(_of(size, "at")),
         _name(_of(size, "order_key")),
+        tuple(marks_in(headers)) if isinstance(headers, dict) else (),
     )
 
 

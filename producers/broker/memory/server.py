@@ -25,6 +25,20 @@ from producers.contract.levels import split
 DUE: int = 100
 
 
+#: Of a tenant's messages so many are looked at for one to place; one may be overtaken by so many of its tenant
+#: (docs/how/placement.md).
+WINDOW, COUNT = 8, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A message that was left to another worker. `since`: ms; `overtaken`: by how many; `to`: an incarnation."""
+
+    since: float
+    overtaken: int
+    to: str
+
+
 @dataclass(slots=True)
 class Turns:
     """A list's sorted messages: each tenant's messages by number of arrival, and its served tokens by weight.
@@ -36,6 +50,8 @@ class Turns:
     queues: dict[str, dict[int, Sent]] = field(default_factory=dict)
     served: dict[str, float] = field(default_factory=dict)
     rested: dict[str, float] = field(default_factory=dict)
+    left: dict[int, Left] = field(default_factory=dict)
+    """By number, the messages that were left to holders of their prefixes."""
 
     def add(self, number: int, message: Sent) -> None:
         tenant = message.tenant
@@ -46,6 +62,7 @@ class Turns:
     def serve(self, tenant: str, number: int, charge: float) -> None:
         """Remove a message that was taken, and charge its tenant."""
         del self.queues[tenant][number]
+        self.left.pop(number, None)
         self.served[tenant] += charge
         if not self.queues[tenant]:
             del self.queues[tenant]
@@ -65,11 +82,16 @@ class Turns:
         last = sorted(self.messages().items(), key=_number)[-count:] if count else []
         for number, message in last:
             del self.queues[message.tenant][number]
+            self.left.pop(number, None)
             if not self.queues[message.tenant]:
                 del self.queues[message.tenant], self.served[message.tenant]
         if not self.queues:
             self.rested.clear()
         return last
+
+    def first(self, tenant: str, count: int) -> list[tuple[int, Sent]]:
+        """A tenant's oldest messages."""
+        return sorted(self.queues[tenant].items(), key=_number)[:count]
 
     def head(self, passed: set[str]) -> tuple[int, Sent] | None:
         """The oldest message of the least served tenant, of those that are not passed over."""
@@ -149,6 +171,12 @@ class Server:
     """Incarnation -> when (ms) its lease ends."""
     listed: dict[str, str] = field(default_factory=dict)
     """Incarnation -> its pool's queue."""
+    held: dict[str, set[str]] = field(default_factory=dict)
+    """Incarnation -> marks of the prefixes that it holds."""
+    prefixes: dict[str, str] = field(default_factory=dict)
+    """Mark -> the incarnation that entered it last."""
+    room: dict[str, Credit] = field(default_factory=dict)
+    """Incarnation that holds something -> what it had free at the end of its last FETCH."""
     arrivals: int = 0
     deliveries: int = 0
     delivered_tokens: int = 0
@@ -227,7 +255,27 @@ class Server:
             self.push(d.list, d.raw, front=True)
             self.reaped[d.id] = self.reaped.get(d.id, 0) + 1
             self._returns(d)
+        self._unhold(incarnation)
         return len(gone)
+
+    def hold(self, incarnation: str, enter: Sequence[str], drop: Sequence[str], *, anew: bool) -> int:
+        if not self.lives(incarnation):
+            return -1
+        if anew:
+            self._unhold(incarnation)
+        for mark in enter:
+            self.held.setdefault(incarnation, set()).add(mark)
+            self.prefixes[mark] = incarnation
+        for mark in drop:
+            self.held.get(incarnation, set()).discard(mark)
+            if self.prefixes.get(mark) == incarnation:
+                del self.prefixes[mark]
+        return len(self.held.get(incarnation, ()))
+
+    def _unhold(self, incarnation: str) -> None:
+        self.held.pop(incarnation, None)
+        self.room.pop(incarnation, None)
+        self.prefixes = {mark: holder for mark, holder in self.prefixes.items() if holder != incarnation}
 
     def _returns(self, d: Delivery) -> None:
         self.returned[d.id] = d.number
@@ -323,11 +371,15 @@ class Fetch:
     lists: dict[str, tuple[str, int]] = field(default_factory=dict)
     """List -> its queue and rank."""
     passed: dict[str, set[str]] = field(default_factory=dict)
-    """List -> tenants that wait because their head is a suspect."""
+    """List -> tenants that wait because their head is a suspect, or is left to another worker."""
+    places: bool = False
+    look_again: float | None = None
+    """After how many ms to fetch again, since messages were left to others."""
 
     def run(self, uuids: Sequence[str], sort_limit: int) -> list[Fetched]:
         server, mine = self.server, self.server.inflight[self.incarnation]
         self.now = server.clock()
+        self.places = self.places and bool(server.prefixes)
         ranked = [(rank, name, queue) for queue in self.queues for name, rank in server.places(queue)]
         self.lists = {name: (queue, rank) for rank, name, queue in sorted(ranked, key=lambda item: item[0])}
         server.due(self.home, self.now, DUE)
@@ -343,6 +395,9 @@ class Fetch:
                     break
                 mine[uuid] = self._take(*chosen)
             out.append(self._deliver(uuid, mine[uuid]))
+        if self.places and (server.held.get(self.incarnation) or self.incarnation in server.room):
+            (a, b, c, d), (e, f, g, h) = self.seqs, self.tokens
+            server.room[self.incarnation] = Credit((a, b, c, d), (e, f, g, h))
         return out + buried
 
     def _deliver(self, uuid: str, d: Delivery) -> Fetched:
@@ -392,9 +447,53 @@ class Fetch:
                 self.blocked = tier
             elif self._suspect(message.id) and any(self._suspect(d.id) for d in mine.values()):
                 self.passed.setdefault(best, set()).add(message.tenant)
+            elif (chosen := self._place(best, number, message)) is not None:
+                return best, *chosen
             else:
-                return best, number, message
+                self.passed.setdefault(best, set()).add(message.tenant)
         return None
+
+    def _place(self, name: str, number: int, head: Sent) -> tuple[int, Sent] | None:
+        """Of the head's tenant the message to take: the head, unless that is left to a holder of a longer part of its
+        prefix. Then the one of those behind it of which most is held here, if nobody else is to have it. None: all are
+        left."""
+        turns, rank = self.server.turns[name], self.lists[name][1]
+        other = self._held(head, rank)[1] if self.places and not head.order_key else None
+        left = turns.left.get(number)
+        since = self.now if left is None or left.since > self.now else left.since
+        overtaken = 0 if left is None else left.overtaken
+        if other is None or overtaken >= COUNT or since + self.rules.left_ms <= self.now:
+            return number, head
+        best, most = None, -1
+        for place, message in turns.first(head.tenant, WINDOW)[1:]:
+            if message.order_key:
+                break
+            seqs, tokens = message.size(self.rules.capacity, self.rules.plain_tokens)
+            if seqs <= self.seqs[rank] and tokens <= self.tokens[rank] and not self._suspect(message.id):
+                here, elsewhere = self._held(message, rank)
+                if elsewhere is None and here > most:
+                    best, most = (place, message), here
+        if best is not None or left is None or left.since > self.now:
+            turns.left[number] = Left(since, overtaken + (best is not None), other)
+        left_for = since + self.rules.left_ms - self.now
+        self.look_again = left_for if self.look_again is None else min(self.look_again, left_for)
+        return best
+
+    def _held(self, message: Sent, rank: int) -> tuple[int, str | None]:
+        """How many marks of a message are held here, up to the longest part; and who holds a longer part and has room
+        for it, the longest first."""
+        server, mine, other = self.server, self.server.held.get(self.incarnation, ()), None
+        seqs, tokens = message.size(self.rules.capacity, self.rules.plain_tokens)
+        for place in range(len(message.marks), 0, -1):
+            mark = message.marks[place - 1]
+            if mark in mine:
+                return place, other
+            holder = server.prefixes.get(mark)
+            if other is None and holder not in (None, self.incarnation) and server.lives(holder):
+                room = server.room.get(holder)
+                if room is not None and room.seqs[rank] >= seqs and room.tokens[rank] >= tokens:
+                    other = holder
+        return 0, other
 
     def _rank(self, name: str) -> int:
         waited = (self.now - self.server.unserved[name]) / (self.rules.ageing * 1000)
@@ -428,13 +527,17 @@ def fetch(
     rules: Rules,
     sort_limit: int,
     home: str | None = None,
-) -> list[Fetched] | None:
-    """The same as `producers.broker.base.Consumer.fetch`."""
+    *,
+    places: bool = False,
+) -> tuple[list[Fetched], float | None] | None:
+    """The same as `producers.broker.base.Consumer.fetch`, with `look_again`."""
     with server.lock:
         if not server.lives(incarnation):
             return None
         room = (list(credit.seqs), list(credit.tokens))
-        return Fetch(server, incarnation, queues, home or queues[0], rules, *room).run(uuids, sort_limit)
+        call = Fetch(server, incarnation, queues, home or queues[0], rules, *room, places=places)
+        fetched = call.run(uuids, sort_limit)
+        return fetched, None if call.look_again is None else call.look_again / 1000
 
 
 _servers: dict[str, Server] = {}

@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 CAPABILITIES: Final = Capabilities(
     front_of_queue=True,
     max_message_bytes=512 * 1024 * 1024,  # proto-max-bulk-len, unless the server says otherwise
+    places=True,
 )
 #: Messages that go back into their lists in one call.
 PAGE: Final = 1000
@@ -88,8 +89,15 @@ class RedisConsumer(Leases):
             max_redeliveries=rules.max_redeliveries,
             sort_limit=sort_limit or calls.SORT_LIMIT,
             home=self.home,
+            places=self.places,
+            left_ms=rules.left_ms,
         )
-        return calls.read_fetch(run(self._redis, call), self._places)
+        answer = run(self._redis, call)
+        self.look_again = calls.read_look_again(answer)
+        return calls.read_fetch(answer, self._places)
+
+    def hold(self, incarnation: str, enter: Sequence[str], drop: Sequence[str] = (), *, anew: bool = False) -> int:
+        return int(run(self._redis, calls.holds(incarnation, enter, drop, anew=anew)))
 
     def put_down(self, outcomes: Sequence[Ack | Back]) -> list[PutDown | Exception]:
         answers = run_many(self._redis, [self._call(outcome) for outcome in outcomes])

@@ -18,6 +18,7 @@ from redis.asyncio import Redis as AsyncRedis
 from producers.broker.base import Broker, Consumer
 from producers.broker.redis import keys
 from producers.broker.values import (
+    LEFT_MS,
     Credit,
     Fetched,
     ListedWorker,
@@ -56,10 +57,13 @@ def fetch(
     max_redeliveries: int,
     sort_limit: int = SORT_LIMIT,
     home: str | None = None,
+    places: bool = False,
+    left_ms: int = LEFT_MS,
 ) -> Call:
     """FETCH. `capacity`: (sequences, tokens) of the whole engine; a larger task counts as this much. `sort_limit`:
     messages of each list to sort by tenant, at most. `home`: the queue whose delayed messages are served, by default
-    the first."""
+    the first. `places`: a message whose prefix another holds is left to it, for `left_ms`
+    (docs/how/placement.md)."""
     ranked = lists(queues)
     return Call(
         script(PACKAGE, "fetch"),
@@ -81,6 +85,8 @@ def fetch(
             *capacity,
             plain_tokens,
             sort_limit,
+            incarnation if places else "",
+            left_ms,
             *credit.seqs,
             *credit.tokens,
             *(rank for _, rank in ranked),
@@ -102,10 +108,25 @@ def read_fetch(answer: Sequence[Any], places: Mapping[str, tuple[str, int]]) -> 
     for uuid, list_name, raw, state in zip(
         answer[::4], answer[1::4], answer[2::4], map(text, answer[3::4]), strict=True
     ):
+        if not list_name:  # `read_look_again` reads it
+            continue
         (queue, rank), buried = places[text(list_name)], "" if uuid else state
         returned = not buried and state != "0"
         fetched.append(Fetched(text(uuid), queue, rank, raw, returned, state == "condemned", buried))
     return fetched
+
+
+def read_look_again(answer: Sequence[Any]) -> float | None:
+    """After how many seconds to fetch again, since messages were left to other workers; None: none were."""
+    return int(answer[-1]) / 1000 if len(answer) > 1 and not answer[-3] else None
+
+
+def holds(incarnation: str, enter: Sequence[str], drop: Sequence[str] = (), *, anew: bool = False) -> Call:
+    """HOLDS. `enter`: marks of prefixes (`engine.prefix`) that the incarnation holds from now on; `drop`: those that it
+    holds no more; `anew`: all that it had entered before goes first. Answers how many it has entered now, or -1 if its
+    lease is gone."""
+    names = (contract_keys.lease(incarnation), keys.held(incarnation), keys.PREFIXES)
+    return Call(script(PACKAGE, "holds"), names, (incarnation, int(anew), len(enter), *enter, *drop))
 
 
 def ack(incarnation: str, uuid: str, reason: str = "", used: int = 0, settled: str = "") -> Call:
@@ -155,8 +176,8 @@ def queue_position(message: Message, counted: TenantCounts) -> Call:
 
 def read_queue_position(answer: Sequence[Any]) -> QueuePosition | None:
     match [text(part) if isinstance(part, bytes) else part for part in answer]:
-        case ["waiting", ahead, exact, tokens]:
-            return QueuePosition(int(ahead), bool(exact), tokens=int(tokens))
+        case ["waiting", ahead, exact, tokens, *left_to]:
+            return QueuePosition(int(ahead), bool(exact), tokens=int(tokens), left_to="".join(left_to))
         case ["delayed", ms]:
             return QueuePosition(due_s=int(ms) / 1000)
     return None

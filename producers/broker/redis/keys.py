@@ -23,11 +23,17 @@ DELIVERED_TOKENS: Final = "penstock:deliveries:tokens"  # string: KV tokens that
 ARRIVALS: Final = "penstock:arrivals"  # string: how many messages were ever sorted
 WEIGHTS: Final = "penstock:weights"  # hash: tenant -> its weight, if that is not 1
 UNSERVED: Final = "penstock:unserved"  # hash: list -> ms since when its head waits
+PREFIXES: Final = "penstock:prefixes"  # hash: mark of a prefix -> the incarnation that entered it last
 
 
 def inflight(incarnation: str) -> str:
     """Hash: delivery UUID -> message."""
     return f"penstock:inflight:{incarnation}"
+
+
+def held(incarnation: str) -> str:
+    """Hash: each mark that the incarnation holds -> 1; `room` -> what it had free at its last FETCH."""
+    return f"penstock:held:{incarnation}"
 
 
 def delayed(queue: str) -> str:

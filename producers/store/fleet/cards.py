@@ -14,8 +14,9 @@ A worker that starts announces its model; an operator publishes one, with no wor
     withdrawn, of another version   the worker's card               the publisher's card
 
 So new workers may come up while new tasks still go to the version before, and an old worker that starts again turns
-nothing back. Only workers know WORKER_FIELDS: `context_length`, if theirs is set shorter, `kv_capacity`, and
-`watermark`, if they have keys: then it is that of the worker that announced last.
+nothing back. Only workers know WORKER_FIELDS: `context_length`, if theirs is set shorter, `kv_capacity`,
+`watermark`, if they have keys, and `marked_block`, the tokens of a block, if they place tasks
+(docs/how/placement.md): the latter two are those of the worker that announced last.
 They write it into their pool's entry first, and into the card if that is of their version. A publisher writes the card
 first, and then reads the pools. So either sees the other.
 
@@ -73,7 +74,7 @@ from producers.store.fleet import routing
 from producers.store.protocol import PACKAGE, enter, swap
 
 #: A card's keys that workers set.
-WORKER_FIELDS = ("context_length", "kv_capacity", "watermark")
+WORKER_FIELDS = ("context_length", "kv_capacity", "watermark", "marked_block")
 #: A card's keys that say how its model is published, not what the version is.
 OF_MODEL = ("published", "publisher", "served", "withdrawn")
 #: Versions of a model whose cards are kept, though nothing serves or names them.

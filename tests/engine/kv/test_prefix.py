@@ -5,7 +5,15 @@ from hashlib import sha256
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv import block_hash, extend_hashes, root_hash
+from engine.prefix import (
+    MOST_MARKS,
+    adapter_mark,
+    block_hash,
+    extend_hashes,
+    marked_blocks,
+    prompt_marks,
+    root_hash,
+)
 
 
 def test_the_format_is_the_one_written_down():
@@ -42,3 +50,24 @@ def test_a_chain_can_be_extended_in_any_portions(tokens, size, data):
     for blocks in [*sorted(data.draw(st.lists(st.integers(0, full), max_size=3))), full]:
         extend_hashes(hashes, root, tokens, size, blocks)
     assert hashes == right
+
+
+def test_marks_are_those_of_the_cache_whoever_makes_them():
+    """After 64 tokens, 128, 256 ..., and the last one after 16,384, whatever the length of the prompt."""
+    tokens = list(range(300))
+    hashes: list[bytes] = []
+    extend_hashes(hashes, root_hash("t", "", "v"), tokens, 16, 18)
+    made = prompt_marks(tokens, 16, salt="t", adapter="", version="v")
+    assert made == [hashes[count - 1][:8].hex() for count in (4, 8, 16)]
+    assert prompt_marks(tokens[:63], 16, salt="t", adapter="", version="v") == []
+    assert len(prompt_marks(tokens * 200, 16, salt="t", adapter="a", version="v")) == 10
+    assert {len(marked_blocks(size)) <= MOST_MARKS - 1 for size in (1, 8, 16, 100, 1024)} == {True}
+
+
+def test_an_adapter_has_a_mark_for_all_tenants_and_its_prefixes_have_their_own():
+    tokens = list(range(64))
+    one, other = (prompt_marks(tokens, 16, salt=salt, adapter="a", version="v") for salt in ("t", "u"))
+    assert one[0] == other[0] == adapter_mark("a", "v")
+    assert one[1] != other[1]
+    assert one[1] != prompt_marks(tokens, 16, salt="t", adapter="", version="v")[0]
+    assert prompt_marks([-1] * 64, 16, salt="t", adapter="", version="v") == [], "ADMIT refuses such ids"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.kv import BlockTables, KvSpace, first_block, window_blocks
+from engine.prefix import prompt_marks, root_hash
 from engine.sequence import Sequence
 from tests.engine.sampling.sequences import sequence
 
@@ -24,6 +25,7 @@ def seq(tokens: int, prompt_len: int | None = None) -> Sequence:
     made.tables = []
     made.computed = 0
     made.hashes = []
+    made.root = root_hash("", "", "")
     return made
 
 
@@ -166,3 +168,22 @@ def test_the_tokens_that_a_space_has_room_for() -> None:
     # Two windows' worth: two sequences of whatever length.
     assert KvSpace(8, WINDOW).tokens_of_all(SIZE, 1000) == 2000
     assert KvSpace(8, WINDOW).tokens_of_all(SIZE, 5) == 32
+
+
+def test_marks_are_of_what_is_cached_and_go_with_it() -> None:
+    """One after 64 tokens, one after 128; a sequence that takes their blocks' memory takes them."""
+    held = tables(KvSpace(40), KvSpace(40))
+    one = seq(140)
+    admit(held, one)
+    compute(held, one, 63)
+    assert held.marks() == []
+    compute(held, one, 77)
+    assert held.marks() == prompt_marks(one.tokens, SIZE, salt="", adapter="", version="")
+    held.free(one)
+    assert len(held.marks()) == 2, "cached, though nobody holds them"
+    other = seq(60)
+    other.tokens = list(range(1000, 1060))
+    admit(held, other)
+    compute(held, other, 60)
+    assert len(held.marks()) == 1, "the end of a prefix is evicted first"
+    assert tables(KvSpace(40), caching=False).marks() == []

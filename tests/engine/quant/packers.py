@@ -97,6 +97,47 @@ def packed(given: Numbers, *, zeros: bool) -> dict[str, Tensor]:
     return tensors
 
 
+def pruned(values: Tensor) -> Tensor:
+    """The values, of each four adjacent ones those two zero that are least."""
+    kept = []
+    for row in values.float().tolist():
+        for start in range(0, len(row), 4):
+            four = row[start : start + 4]
+            largest = sorted(range(4), key=lambda at: (-abs(four[at]), at))[:2]
+            kept.append([at in largest for at in range(4)])
+    return torch.where(torch.tensor(kept).view(values.shape), values.float(), 0.0).to(values.dtype)
+
+
+def bitmask(values: Tensor) -> dict[str, Tensor]:
+    """A pruned matrix without its zeros: two of each four, zeros among them if need be."""
+    outputs, inputs = values.shape
+    compressed, mask = [], []
+    for row in values.float().tolist():
+        for start in range(0, inputs, 8):
+            byte = 0
+            for four in (range(start, start + 4), range(start + 4, start + 8)):
+                places = sorted(sorted(four, key=lambda at: row[at] == 0)[:2])
+                compressed += [row[at] for at in places]
+                byte |= sum(1 << (at - start) for at in places)
+            mask.append(byte)
+    return {
+        "compressed": torch.tensor(compressed).view(outputs, inputs // 2).to(values.dtype),
+        "bitmask": torch.tensor(mask, dtype=torch.uint8).view(outputs, inputs // 8),
+        "shape": torch.tensor([outputs, inputs]),
+    }
+
+
+def sparsity_config(form: str, structure: str = "2:4") -> Any:
+    return {
+        "format": form,
+        "global_sparsity": 0.5,
+        "ignore": ["lm_head"],
+        "registry_requires_subclass": False,
+        "sparsity_structure": structure,
+        "targets": ["Linear"],
+    }
+
+
 def compressed_config(form: str, bits: int, group: int | None, *, symmetric: bool = True, kind: str = "int") -> Any:
     weights = {
         "num_bits": bits,

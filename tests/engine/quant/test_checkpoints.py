@@ -17,9 +17,23 @@ from engine import Engine, EngineConfig, SamplingParams
 from engine.errors import ModelError
 from engine.kernels.layer import PreparedLinear
 from engine.kernels.native import load_library
+from engine.kernels.pruned import is_pruned, semi_structured_product
 from engine.kernels.reference import Reference
 from engine.models import Model, load_model, shape_of
-from tests.engine.quant.packers import Numbers, Pack, awq, compressed_config, gptq, numbers, packed, write_quantised
+from engine.text.checkpoint import count_parameters
+from tests.engine.quant.packers import (
+    Numbers,
+    Pack,
+    awq,
+    bitmask,
+    compressed_config,
+    gptq,
+    numbers,
+    packed,
+    pruned,
+    sparsity_config,
+    write_quantised,
+)
 from tests.engine.random_models import FAMILIES
 from tests.exhaustive import few
 
@@ -87,6 +101,31 @@ FORMS["packed-mixed"] = (
     MIXED,
     lambda name, weight: FORMS["packed-8" if "down_proj" in name else "packed-4"][1](name, weight),
 )
+
+
+#: Of plain weights, and of quantised ones, without the zeros of a 2:4 pruning.
+PRUNED = {"quant_method": "compressed-tensors", "format": "dense", "sparsity_config": sparsity_config("dense")}
+BITMASK = {"sparsity_config": sparsity_config("sparse-24-bitmask")}
+
+
+def pruned_plain(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    return bitmask(pruned(weight)), pruned(weight)
+
+
+def pruned_quantised(form: str) -> Pack:
+    def pack(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        parts, _ = FORMS["int8"][1](name, weight) if form == "int8" else _fp8(form)(name, weight)
+        values = pruned(parts.pop("weight"))
+        return bitmask(values) | parts, values.float() * parts["weight_scale"].float()
+
+    return pack
+
+
+FORMS |= {
+    "pruned": (PRUNED | BITMASK, pruned_plain),
+    "pruned-int8": (FORMS["int8"][0] | BITMASK, pruned_quantised("int8")),
+    "pruned-fp8": (compressed_config("float-quantized", 8, None, kind="float") | BITMASK, pruned_quantised("channel")),
+}
 
 
 def targeting(*targets: Any) -> dict[str, Any]:
@@ -278,6 +317,15 @@ BROKEN: dict[str, tuple[str, str, Tensor | None, str]] = {
     "unequal groups": ("gptq", "g_idx", torch.tensor([0] * 33 + [1] * 31 + [2] * 32).int(), "group 0 33 inputs"),
     "another shape": ("packed-4", "weight_shape", torch.tensor([64, 95]), r"weight_shape is \[64, 95\].*\[64, 96\]"),
     "another's form": ("gptq", "weight_packed", torch.zeros(64, 12, dtype=torch.int32), "is of another form"),
+    "bits of a mask": (
+        "pruned",
+        "bitmask",
+        torch.full((64, 12), 0b01110001, dtype=torch.uint8),
+        "does not keep two of each four",
+    ),
+    "a mask of others": ("pruned", "bitmask", torch.zeros(64, 11, dtype=torch.uint8), r"\[64, 11\].*\[64, 12\]"),
+    "no mask": ("pruned", "bitmask", None, r"lacks .*down_proj\.weight"),
+    "another shape of a pruned one": ("pruned-int8", "shape", torch.tensor([64, 95]), r"shape is \[64, 95\]"),
     "too much": ("awq", "g_idx", ODD, "does not use: .*g_idx"),
 }
 
@@ -336,6 +384,13 @@ def test_act_order_without_an_order_is_refused(tmp_path: Path) -> None:
         ({"quant_method": "fp8", "weight_block_size": [128]}, "must be two sizes"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2' is not supported"),
         ([1], "must be an object"),
+        (PRUNED | {"sparsity_config": sparsity_config("sparse-bitmask")}, "format='sparse-bitmask' is not supported"),
+        (
+            PRUNED | {"sparsity_config": sparsity_config("sparse-24-bitmask", "unstructured")},
+            "sparsity_structure='unstructured' is not supported with sparse-24-bitmask",
+        ),
+        (PRUNED | {"sparsity_config": 5}, "sparsity_config=5 must be an object"),
+        (PACKED | BITMASK, "format='pack-quantized' is not supported with sparse-24-bitmask"),
     ],
 )
 def test_settings_that_are_not_served_are_refused_by_name(tmp_path: Path, settings: Any, message: str) -> None:
@@ -357,3 +412,33 @@ def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
     write_quantised(tmp_path, *FORMS["gptq"])
     with pytest.raises(ModelError, match="quantised already"):
         load_model(tmp_path / "packed", "bfloat16", CPU, "reference", "fp8")
+
+
+def test_a_pruned_checkpoint_with_its_zeros_is_an_ordinary_one_on_a_cpu(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And one with settings by their older name; each says what becomes of the zeros."""
+    plain = write_quantised(tmp_path, PRUNED | BITMASK, pruned_plain)
+    wanted = products(load_model(plain, "float32", CPU, "reference"))
+    assert count_parameters(tmp_path / "packed") == count_parameters(plain)
+    path = plain / "config.json"
+    settings = json.loads(path.read_text())
+    for changes in ({"quantization_config": PRUNED}, {"compression_config": PRUNED}):
+        path.write_text(json.dumps(settings | changes))
+        with caplog.at_level("INFO"):
+            got = products(load_model(plain, "float32", CPU, "reference"))
+        assert all(torch.equal(got[name], one) for name, one in wanted.items())
+        assert "pruned 2:4; their zeros are multiplied, too" in caplog.text
+        caplog.clear()
+
+
+def test_torchs_semi_structured_form_has_a_pruned_matrix_whole() -> None:
+    """The form in which a GPU gets it, made on a CPU; and what is not so pruned is seen."""
+    conversions = pytest.importorskip("torch.sparse._semi_structured_conversions")
+    weight = pruned(torch.randn(64, 64, generator=torch.Generator().manual_seed(1))).half()
+    compressed, meta = conversions.sparse_semi_structured_from_dense_cutlass(weight)
+    assert compressed.shape == (64, 32)
+    assert torch.equal(conversions.sparse_semi_structured_to_dense_cutlass(compressed, meta), weight)
+    assert is_pruned(weight)
+    assert not is_pruned(weight + 1)
+    assert semi_structured_product(weight, None) is None, "the device is no GPU"

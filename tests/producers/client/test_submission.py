@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from engine.prefix import prompt_marks
 from producers import InvalidTask, SubmitFailed, Task, TaskExists, TaskNotFound, UnknownModel
 from producers.client.steps import drive
 from producers.client.submission import Directory, submit
@@ -69,6 +70,23 @@ def test_the_record_says_what_was_accepted(client: Face, valkey: Redis) -> None:
         repetition_penalty=1.0,
     )
     assert valkey.zcard(keys.SUBMITTING) == 0
+
+
+def test_a_message_has_the_marks_of_its_prompt_where_workers_place_tasks(client: Face, valkey: Redis) -> None:
+    """Of token ids alone, as its tenant's prefix cache has them."""
+    placed = CARD | {"marked_block": 16, "name": "placed"}
+    valkey.hset(keys.MODELS, "placed", json.dumps(placed))
+    prompt = [number % 100 for number in range(130)]
+    for model, given in (("tiny", prompt), ("placed", "text"), ("placed", prompt[:63]), ("placed", prompt)):
+        client.submit(model=model, prompt=given, max_tokens=5, tenant="t")
+    said = [
+        json.loads(raw)["headers"]["penstock"].get("prefix")
+        for name in (keys.version_queue("placed", CARD["version"]), QUEUE)
+        for raw in valkey.lrange(name, 0, -1)
+    ]
+    marks = prompt_marks(prompt, 16, salt="t", adapter="", version=CARD["version"])
+    assert said == ["".join(marks), None, None, None]
+    assert len(marks) == 2
 
 
 def test_a_webhook_lies_beside_the_task_and_its_secret_is_not_in_it(client: Face) -> None:

@@ -225,6 +225,21 @@ def test_strain_of_full_workers_asks_for_one_more(profile: dict[str, Any], said:
     assert raw(seen(0, replace(PROFILE, **profile), **{**FULL, **said}), memory=Memory(2))["c"] == number
 
 
+def test_a_worker_that_has_its_turn_half_of_the_time_counts_as_half_as_fast() -> None:
+    """By its work and in the time in which it had some, not by its knee."""
+    backlog = {"default": 200, "ready": 1, "running": 10}
+    assert raw(seen(**backlog))["b"] == 10
+    assert raw(seen(**backlog, turn_share=0.5))["b"] == 20
+    assert raw(seen(**backlog, turn_share=0.5))["a"] == raw(seen(**backlog))["a"]
+    quick = replace(PROFILE, tokens_per_s=10_000)
+    assert (raw(seen(0.0, quick, **backlog))["a"], raw(seen(0.0, quick, **backlog, turn_share=0.5))["a"]) == (1, 2)
+    for turn_share, more in ((1.0, 0), (0.5, 2)):
+        pool = Pool()
+        working = {"default": 1, "ready": 1, "running": 10, "turn_share": turn_share}
+        pool.see(121.0, replace(PROFILE, duty=0.45), **working)
+        assert pool.last.raw["c"] == more
+
+
 def test_a_high_duty_cycle_counts_once_it_lasts() -> None:
     busy = replace(PROFILE, duty=0.71)
     pool = Pool(memory=Memory(wanted=3, changed_at=0.0))

@@ -43,6 +43,16 @@ def test_tasks_of_a_version_that_no_worker_serves_are_told_where_others_are_up()
     assert watch.stranded(empty, PoolSettings("tiny")) == "", "nor do those of any: they are started"
 
 
+@pytest.mark.parametrize(
+    ("told", "share"),
+    [((0.5, 1.0), 0.75), ((0.5, None), 0.75), ((0.5, "much"), 0.75), ((7.0, -3.0), 1.0), ((1e-9,), watch.LEAST_SHARE)],
+)
+def test_what_workers_say_of_their_turns_counts_within_bounds(told: tuple[Any, ...], share: float) -> None:
+    leases = [{"worker": str(number), "turn_share": value} for number, value in enumerate(told)]
+    fleet = Fleet([pool("tiny@1", *leases)], at=100.0, versions={"tiny": "1"})
+    assert watch.signals(fleet, PoolSettings("tiny")).turn_share == pytest.approx(share)
+
+
 def test_a_pool_of_a_version_has_its_queues_and_that_of_plain_senders_if_it_is_the_cards() -> None:
     one, other = (watch.signals(FLEET, PoolSettings("tiny", version)) for version in ("1", "2"))
     assert (one.queued, one.in_flight, one.patient, one.ready, one.tiers["default"].oldest_s) == (4, 3, 1, 1, 3.0)

@@ -157,7 +157,7 @@ def test_one_model_can_be_drained_alone(
     with Redis.from_url(valkey_url) as redis:
         leases = [json.loads(redis.get(key) or b"{}") for key in redis.keys(keys.lease("*"))]
     assert {(lease["model"], lease["share"]) for lease in leases} == {("tiny", 0.5), ("two", 0.5)}
-    assert all(lease["turn_wait_s"] >= 0 for lease in leases)
+    assert all(lease["turn_wait_s"] >= 0 and 0 < lease["turn_share"] <= 1 for lease in leases)
     assert run("drain", "--pid", str(pids["two"])).out == f"worker {pids['two']} has ended\n"
     with Client(valkey_url) as client:
         task = client.submit(model="tiny", prompt="Once upon a time", max_tokens=3)

@@ -14,7 +14,7 @@ from producers.contract import keys
 from producers.store.measurements import Tally
 from workers import measure
 from workers.energy import EnergyAccount
-from workers.measure import IDLE_S, Increments, WorkerTimes
+from workers.measure import IDLE_S, TURNS_SMOOTHING, Increments, TurnShare, WorkerTimes
 
 STATISTICS = dict.fromkeys(
     ("prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "drafted", "draft_accepted"), 0
@@ -105,6 +105,16 @@ def test_energy_is_added_by_state_and_the_engine_hears_the_power_of_its_steps(va
     }
     assert charged[:2] == [0.0, 0.0]
     assert charged[2] > 75.0, "the step before was charged with nothing"
+
+
+def test_turns_count_as_they_were_lately() -> None:
+    turns = TurnShare()
+    assert turns.take(0.3, 0.3) == 1.0, "too little to tell"
+    assert turns.take(1.0, 1.0) == pytest.approx(1.0 + TURNS_SMOOTHING * (0.5 - 1.0))
+    for second in range(2, 40):
+        value = turns.take(float(second), 3.0 * second)
+    assert value == pytest.approx(0.25, abs=0.02)
+    assert turns.take(39.0, 117.0) == value, "it has no work"
 
 
 def test_a_workers_time_is_busy_idle_or_starting_and_its_states_add_up_to_its_age() -> None:

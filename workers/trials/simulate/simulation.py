@@ -41,6 +41,8 @@ class WorkerModel:
     prompt_cost: float = 0.05
     cold_start: float = 60.0
     drain: float = 30.0
+    turn_share: float = 1.0
+    """The part of the device's time that other models on it leave."""
 
     def __post_init__(self) -> None:
         """Raises ValueError, which names the bad setting."""
@@ -48,6 +50,8 @@ class WorkerModel:
             raise ValueError(f"the knee is {self.knee} and the slots are {self.slots}; it must be 1 <= knee <= slots")
         if not 0 < self.tokens_per_s < float("inf"):
             raise ValueError(f"tokens_per_s is {self.tokens_per_s:g}; it must be above 0")
+        if not 0 < self.turn_share <= 1:
+            raise ValueError(f"turn_share is {self.turn_share:g}; it must be above 0 and at most 1")
         for name in ("prompt_cost", "cold_start", "drain"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name):g}; it must be 0 or more")
@@ -131,7 +135,7 @@ class Worker:
     def _rate(self) -> float:
         """Work a second that each sequence gets."""
         running, knee = len(self._running), self._model.knee
-        return self._model.tokens_per_s / (running if running > knee else knee)
+        return self._model.tokens_per_s * self._model.turn_share / (running if running > knee else knee)
 
     def advance(self, now: float) -> None:
         self.done += (now - self._last) * self._rate()
@@ -149,7 +153,7 @@ class Worker:
 
     def _compute_prompt(self, task: Task, now: float) -> float:
         """The time at which the prompt is computed. Worse tiers' prompts wait for it."""
-        cost = task.prompt * self._model.prompt_cost / self._model.tokens_per_s
+        cost = task.prompt * self._model.prompt_cost / (self._model.tokens_per_s * self._model.turn_share)
         for rank in range(task.rank, len(TIERS)):
             self._prompts[rank] = max(self._prompts[rank], now) + cost
         return self._prompts[task.rank]
@@ -233,7 +237,7 @@ class Outcome:
     samples: list[Sample] = field(default_factory=list)
     handed_back: int = 0
     work_s: float = 0.0
-    """Time that one worker at its knee would need for all tasks."""
+    """Time that one worker at its knee would need for all tasks, with a device of its own."""
 
 
 class Simulation:
@@ -303,6 +307,7 @@ class Simulation:
             ready=len(takers),
             running=sum(worker.running for worker in takers),
             profile=self._profile(takers),
+            turn_share=self.model.turn_share if takers else 1.0,
         )
 
     def _profile(self, takers: list[Worker]) -> Profile:
@@ -312,7 +317,7 @@ class Simulation:
             tokens_per_s=self._speed,
             tokens_per_task=sum(self._ended) / len(self._ended) if len(self._ended) >= 100 else self._mean,
             ttft_p95=self._ttft_p95(),
-            duty=busy,
+            duty=None if busy is None else busy * self.model.turn_share,
             cold_start={"total": self.model.cold_start},
         )
 

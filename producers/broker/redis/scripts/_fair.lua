@@ -1,6 +1,8 @@
 -- Fair turns among tenants: virtual token counters, as in "Fairness in Serving Large Language Models" (OSDI 2024).
 -- Messages that arrive in a list L are sorted by tenant; the least served tenant, in tokens by weight, is next. Each L:
---   penstock:sorted:L  zset, number of arrival -> { number, message, id, tenant, generates (0, 1), n, tokens }, packed
+--   penstock:sorted:L  zset, number of arrival -> { number, message, id, tenant, generates (0, 1), n, tokens, prefix,
+--                      has an order key (0, 1), and where it was left (_placement.lua): since when (ms), how many have
+--                      overtaken it, for whom }, packed
 --   penstock:turn:L:T  zset, the numbers of tenant T's waiting messages (the empty name: of messages without a tenant)
 --   penstock:turns:L   zset, tenant -> its served tokens by weight, of tenants with waiting messages
 --   penstock:rested:L  zset, the same of tenants without waiting messages, while it is more than the least of the
@@ -46,27 +48,42 @@ end
 -- The part of a tenant's turn that this call has read, oldest first. Taken messages stay in the sorted sets until
 -- `take_out`: a call for each of them would be half of FETCH's time.
 local lines, taken = {}, {}
-local function oldest(list, tenant)
+-- the number of the tenant's oldest message, or of the one after so many; nil: it has none
+local function oldest(list, tenant, after)
   lines[list] = lines[list] or {}
   local line = lines[list][tenant] or { at = 1, size = 2 }
   lines[list][tenant] = line
-  if not line[line.at] then
-    local from = line.at - 1
+  local place = line.at + (after or 0)
+  while not line[place] do
+    local from = #line
     local more = redis.call('ZRANGE', 'penstock:turn:' .. list .. ':' .. tenant, from, from + line.size - 1)
     for _, number in ipairs(more) do
       line[#line + 1] = number
     end
+    if #more < line.size then
+      break
+    end
     line.size = line.size * 2
   end
-  return line[line.at]
+  return line[place]
 end
 
--- takes the tenant's oldest message, and adds its charge; `take_out` must follow
+-- takes a message of the tenant that `oldest` gave, and adds its charge; `take_out` must follow
 local function serve(list, tenant, number, charge)
   local turns, line = 'penstock:turns:' .. list, lines[list][tenant]
   taken[list] = taken[list] or {}
   table.insert(taken[list], number)
-  line.at = line.at + 1
+  if tonumber(line[line.at]) == number then
+    line.at = line.at + 1
+  else -- of what stands behind the oldest, ranks in the turn stay those of the line
+    for place = line.at + 1, #line do
+      if tonumber(line[place]) == number then
+        table.remove(line, place)
+        break
+      end
+    end
+    redis.call('ZREM', 'penstock:turn:' .. list .. ':' .. tenant, number)
+  end
   local served = redis.call('ZINCRBY', turns, charge, tenant)
   if not oldest(list, tenant) then
     redis.call('ZREM', turns, tenant)

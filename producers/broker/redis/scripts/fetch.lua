@@ -10,15 +10,20 @@
 -- A suspect (one more return and it is condemned) had company whenever its worker died, and most of that company is
 -- innocent: an incarnation holds one suspect at a time, so that whatever kills its workers condemns itself alone. Its
 -- tenant waits with it; others do not.
+-- An incarnation that places takes of a tenant's first messages the one of which it holds the longest prefix, while
+-- another one is to have the oldest (see _placement.lua).
 -- KEYS: lease, in flight of inc, delayed, dead, reaped, unserved, returned, arrivals, weights, list ...
 -- ARGV: ageing (ms), N redeliveries, capacity in sequences, capacity in tokens, tokens of a plain task, messages of
---       a list to sort (at most 1,000: Lua passes no more than some thousands of arguments), sequence credit * 4
---       tiers, token credit * 4 tiers, rank (0-3) of each list ..., uuid ...
+--       a list to sort (at most 1,000: Lua passes no more than some thousands of arguments), inc if it places or
+--       empty, ms for which a message is left, sequence credit * 4 tiers, token credit * 4 tiers, rank (0-3) of each
+--       list ..., uuid ...
 -- Answers: {lost}; else for each message: uuid, list, message, redeliveries; `condemned` instead of N of them: its
 -- workers died before they could claim it, so that it must be claimed by its id before anyone decodes it.
--- Last, for each new dead letter: empty, list, message, reason.
+-- Last, for each new dead letter: empty, list, message, reason; and, if messages were left to others: three times empty,
+-- after how many ms to look again.
 -- include: producers.connection/_now.lua
 -- include: _fair.lua
+-- include: _placement.lua
 local lease, inflight, delayed, dead, reaped, unserved = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local returned, arrivals, weights, before = KEYS[7], KEYS[8], KEYS[9], 9
 local nlists = #KEYS - before
@@ -30,8 +35,9 @@ local ageing, limit = tonumber(ARGV[1]), tonumber(ARGV[2])
 local cap_seqs, cap_tokens, plain_tokens, bite = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6]
 local seqs, tokens = {}, {}
 for k = 0, 3 do
-  seqs[k], tokens[k] = tonumber(ARGV[7 + k]), tonumber(ARGV[11 + k])
+  seqs[k], tokens[k] = tonumber(ARGV[9 + k]), tonumber(ARGV[13 + k])
 end
+local placing = begin_placing(ARGV[7], now, ARGV[8])
 local out, buried = {}, {}
 
 -- a size from a header; 0 if it is not a number, or not above 0 (as NaN, which cjson accepts)
@@ -122,7 +128,9 @@ local function sort(list)
       local generates = m.headers.task == 'penstock.generate' and 1 or 0
       local tenant = type(said.tenant) == 'string' and said.tenant or ''
       ids[#ids + 1] = id
-      entries[#entries + 1] = { 0, raw, id, tenant, generates, whole(said.n), whole(said.tokens) }
+      local keyed = type(said.order_key) == 'string' and said.order_key ~= '' and 1 or 0
+      local prefix = prefix_of(said.prefix)
+      entries[#entries + 1] = { 0, raw, id, tenant, generates, whole(said.n), whole(said.tokens), prefix, keyed }
     end
   end
   if not ids[1] then
@@ -140,6 +148,24 @@ local function sort(list)
     e[1] = before_them + k
   end
   place(list, entries)
+end
+
+-- a sorted message of list k, by its number
+local messages = {}
+local function message(k, number)
+  local list = KEYS[before + k]
+  if messages[list .. number] then
+    return messages[list .. number]
+  end
+  local e = cmsgpack.unpack(redis.call('ZRANGEBYSCORE', 'penstock:sorted:' .. list, number, number)[1])
+  local m = { number = e[1], raw = e[2], id = e[3], tenant = e[4], list = list, tier = tonumber(ARGV[16 + k]) }
+  m.entry, m.prefix, m.keyed, m.seqs, m.tokens = e, e[8] or '', e[9] == 1, 0, 0
+  if e[5] == 1 then
+    m.seqs = math.min(e[6] > 0 and e[6] or 1, cap_seqs)
+    m.tokens = math.min(e[7] > 0 and e[7] or plain_tokens, cap_tokens)
+  end
+  messages[list .. number] = placing and m
+  return m
 end
 
 -- the head of list k: the oldest message of the least served tenant that is not `passed` over
@@ -164,16 +190,33 @@ local function head(k)
     redis.call('HSET', unserved, list, now)
   end
   waits[k] = since
-  local number = oldest(list, tenant)
-  local e = cmsgpack.unpack(redis.call('ZRANGEBYSCORE', 'penstock:sorted:' .. list, number, number)[1])
-  local h = { number = e[1], raw = e[2], id = e[3], list = list, tenant = tenant, tier = tonumber(ARGV[14 + k]) }
+  local h = message(k, oldest(list, tenant))
   h.rank = h.tier - math.floor((now - since) / ageing)
-  h.seqs, h.tokens = 0, 0
-  if e[5] == 1 then
-    h.seqs = math.min(e[6] > 0 and e[6] or 1, cap_seqs)
-    h.tokens = math.min(e[7] > 0 and e[7] or plain_tokens, cap_tokens)
-  end
   return h
+end
+
+-- Of the head's tenant the message to take: the head, unless that is left to a holder (_placement.lua). Then one of
+-- those behind it which nobody else is to have, the one of which most is held here; nil: all are left.
+local function choose(k, h)
+  if not is_left(h) then
+    return h
+  end
+  local best, most
+  for after = 1, WINDOW - 1 do
+    local number = oldest(h.list, h.tenant, after)
+    local m = number and message(k, number)
+    if not m or m.keyed then
+      break
+    end
+    if m.seqs <= seqs[m.tier] and m.tokens <= tokens[m.tier] and not suspect(m.id) then
+      local here, other = held(m)
+      if not other and (not most or here > most) then
+        best, most = m, here
+      end
+    end
+  end
+  leave(h, best)
+  return best
 end
 
 for k = 1, nlists do
@@ -181,7 +224,7 @@ for k = 1, nlists do
 end
 local heads, blocked = {}, 4
 local busy, order, needed = nil, nil, 0
-local first = 15 + nlists
+local first = 17 + nlists
 local flying = ARGV[first] and redis.call('HMGET', inflight, unpack(ARGV, first))
 for u = first, #ARGV do
   local uuid, known = ARGV[u], flying[u - first + 1]
@@ -214,6 +257,14 @@ for u = first, #ARGV do
         passed[best][heads[best].tenant] = true
         heads[best] = head(best)
         best = -1
+      elseif best and placing then
+        local chosen = choose(best, heads[best])
+        if not chosen then
+          passed[best] = passed[best] or {}
+          passed[best][heads[best].tenant] = true
+        end
+        heads[best] = chosen or head(best)
+        best = chosen and best or -1
       end
     until best ~= -1
     if not best then
@@ -242,9 +293,15 @@ end
 if needed > 0 then
   redis.call('INCRBY', 'penstock:deliveries:tokens', needed)
 end
+if placing then
+  say_room(seqs, tokens)
+end
 for _, told in ipairs(buried) do
   for k = 1, 4 do
     out[#out + 1] = told[k]
   end
+end
+if look_again then
+  out[#out + 1], out[#out + 2], out[#out + 3], out[#out + 4] = '', '', '', tostring(look_again)
 end
 return out

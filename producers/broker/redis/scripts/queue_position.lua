@@ -9,7 +9,8 @@
 -- ARGV: id, tenant, at (ms), tokens, delayed messages to search at most, then the caller's counts: the share of the
 --       tenant's messages that came before, and their tokens on average ('': unknown), messages of all queues by tenant
 --       (JSON)
--- Answers: {waiting, messages ahead, exact 0|1, KV tokens that those may need} | {delayed, ms until it is due} | {} if it does not wait
+-- Answers: {waiting, messages ahead, exact 0|1, KV tokens that those may need, the incarnation that it is left to
+--          (_placement.lua), if it is} | {delayed, ms until it is due} | {} if it does not wait
 local delayed, weights = KEYS[1], KEYS[2]
 local id, tenant, at, tokens = ARGV[1], ARGV[2], tonumber(ARGV[3]), math.max(tonumber(ARGV[4]), 1)
 local NEAR, BLOCKS, BLOCK, SIZES, TENANTS, FEW, USUAL, OWN, BEFORE = 128, 16, 8, 256, 200, 32, 4, 64, 256
@@ -114,6 +115,14 @@ local function before(all, own, size)
   return total, sum
 end
 
+-- the incarnation that a sorted message is left to, for 50 ms; or empty
+local function left_to(list, turn, place)
+  local number = redis.call('ZRANGE', turn, place, place)[1]
+  local e = cmsgpack.unpack(redis.call('ZRANGEBYSCORE', 'penstock:sorted:' .. list, number, number)[1])
+  local t = redis.call('TIME')
+  return e[12] and t[1] * 1000 + t[2] / 1000 < e[10] + 50 and e[12] or ''
+end
+
 local function in_turn(list)
   local turn = 'penstock:turn:' .. list .. ':' .. tenant
   local place = search(redis.call('ZCARD', turn), function(i)
@@ -126,7 +135,8 @@ local function in_turn(list)
     local looked = math.min(place, BEFORE)
     local size = looked > 0 and sizes(list, tenant, place, looked) / looked
     local others, theirs = before(all, place, size)
-    return { 'waiting', place + others, count == 1 and 1 or 0, math.floor(place * (size or 0) + theirs + 0.5) }
+    local sum = math.floor(place * (size or 0) + theirs + 0.5)
+    return { 'waiting', place + others, count == 1 and 1 or 0, sum, left_to(list, turn, place) }
   end
 end
 

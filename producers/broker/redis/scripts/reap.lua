@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- REAP(inc) | broker lease absent: return its entries to the front, in the order in which they were fetched, as BACK
--- does. Each return is counted, because a worker killed between FETCH and CLAIM counts no death on the record.
+-- does, and forget what it holds. Each return is counted, because a worker killed between FETCH and CLAIM counts no
+-- death on the record.
 -- Early, with a looker: the lease is valid and inc is silent (see _alive.lua): its lease ends here, and the counted
 -- returns are noted for RETRACT. Ordinary Celery tasks, which nothing fences, are delayed until the lease would have
 -- lapsed.
@@ -9,6 +10,7 @@
 -- Answers: entries returned, or -1 while the lease is valid
 -- include: producers.connection/_now.lua
 -- include: _fair.lua
+-- include: _unhold.lua
 -- include: producers.contract/_alive.lua
 local left = redis.call('PTTL', KEYS[1])
 local early = left ~= -2
@@ -43,4 +45,5 @@ for _, e in ipairs(entries) do
 end
 redis.call('DEL', KEYS[2])
 redis.call('HDEL', KEYS[3], ARGV[1])
+unhold(ARGV[1])
 return #entries

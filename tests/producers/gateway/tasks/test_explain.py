@@ -16,6 +16,7 @@ from producers import Client
 from producers.admin import eta as admin_eta
 from producers.admin.eta import eta as eta_of
 from producers.broker.connect import connect_consumer, connect_sender
+from producers.broker.redis import keys as broker_keys
 from producers.broker.values import Back, Credit
 from producers.connection.script import run
 from producers.contract import keys
@@ -27,6 +28,7 @@ from producers.store import protocol
 from tests.producers.broker.conftest import RULES
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import POOL, QUEUE, Submit, until
+from tests.protocol.broker import AGE
 
 NAME = QUEUE.removeprefix(keys.model_queue(""))
 #: Of a worker with four slots that makes 10 tasks a second, each of 100 tokens and 0.4 s; outputs end at their limit.
@@ -127,6 +129,29 @@ def test_a_worker_that_takes_no_tasks(submit: Submit, explain: Explain, valkey: 
     lease(valkey_url, unready=["its GPU is lost"])
     assert names(explain(task_id)) == ["worker_not_ready", "not_scaled"]
     assert "its GPU is lost" in explain(task_id)["blocked_by"][0]["message"]
+
+
+def test_left_to_a_worker_that_has_its_prompt_cached(
+    submit: Submit, explain: Explain, valkey: Redis, valkey_url: str
+) -> None:
+    task_id, mark = submit(), "0123456789abcdef"
+    (raw,) = valkey.lrange(QUEUE, 0, -1)
+    message = json.loads(raw)
+    message["headers"]["penstock"]["prefix"] = mark
+    valkey.delete(QUEUE)
+    valkey.lpush(QUEUE, json.dumps(message))
+    lease(valkey_url)
+    lease(valkey_url, worker="w2")
+    consumer = connect_consumer(valkey_url, [QUEUE], valkey_url)
+    consumer.places = True
+    consumer.hold("w2.1", [mark])
+    room = Credit((1,) * 4, (10**6,) * 4)
+    assert consumer.fetch("w2.1", [], room, RULES) == consumer.fetch("w1.1", ["u"], room, RULES) == []
+    consumer.close()
+    # For a moment alone, but for a clock that was set back.
+    valkey.eval(AGE, 1, broker_keys.sorted_of(QUEUE), 1, 10**14)
+    reason = next(reason for reason in explain(task_id)["blocked_by"] if reason["name"] == "left_to_holder")
+    assert "worker w2.1 for at most 50 ms" in reason["message"]
 
 
 def test_workers_that_are_held_back_beside_others(

@@ -188,6 +188,41 @@ def test_an_hpa_on_cpu_keeps_seventy_percent_and_counts_starting_pods_as_idle() 
     ] == [4, 4, 1]
 
 
+def test_a_worker_beside_other_models_does_its_work_in_its_turns() -> None:
+    half = replace(MODEL, turn_share=0.5, prompt_cost=0.1)
+    out = run([(0.0, DEFAULT, 200, 100)] * 2, half)
+    assert ends(out) == [24.0, 24.0]
+    assert [round(time_to_first(task), 3) for task in out.tasks] == [2.2, 4.2]
+
+
+class Alone(Policy):
+    """The policy as if each worker had its device alone."""
+
+    def target(self, pool: Simulation) -> int:
+        told = pool.signals
+        pool.signals = lambda: replace(told(), turn_share=1.0)  # type: ignore[method-assign]
+        try:
+            return super().target(pool)
+        finally:
+            pool.signals = told  # type: ignore[method-assign]
+
+
+def test_the_policy_starts_the_workers_that_their_turns_ask_for() -> None:
+    """A backlog asks for workers by their speed, which neighbours cut to a tenth: for as many as of workers that are as
+    slow by themselves. Without that, far more tasks wait too long."""
+    fast = WorkerModel(knee=16, tokens_per_s=3200.0, prompt_cost=0.05, cold_start=10.0)
+    shared, slow = replace(fast, turn_share=0.1), replace(fast, tokens_per_s=320.0)
+    arrivals = [Arrival(number / 60, PRIORITY, 40, 40) for number in range(60 * 150)]
+    rules, objective = Rules(max=30), Objective()
+    trials = {"turns": (shared, Policy(rules)), "alone": (shared, Alone(rules)), "slow": (slow, Policy(rules))}
+    in_time = {
+        name: figures(Simulation(arrivals, model, scaler).run(), objective, 1.0)["priority_in_time"]
+        for name, (model, scaler) in trials.items()
+    }
+    assert in_time["turns"] == pytest.approx(in_time["slow"], abs=0.05)
+    assert in_time["turns"] > in_time["alone"] + 0.1
+
+
 # ---- the clairvoyant schedule, and the day in small ----------------------------------------------
 
 
