@@ -148,7 +148,9 @@ class BrokerPair(Calls):
         now = time[0] * 1000 + time[1] // 1000
         ages = {name.decode(): (now - int(since)) // AGEING_MS for name, since in unserved.items()}
         assert {e[1]: (now - float(e[6])) // AGEING_MS for e in placed if e[6]} == {
-            number: (model.clock() - its.since) // AGEING_MS for its, _, number, _ in waiting if its is not None
+            number: (model.clock() - its.since) // AGEING_MS
+            for its, _, number, _ in waiting
+            if its is not None and its.since is not None
         }
         # Entries of who has no lease may have been removed by others' HOLDS.
         entered = {mark.decode(): holder.decode() for mark, holder in prefixes.items()}

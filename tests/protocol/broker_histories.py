@@ -255,6 +255,28 @@ def leave_what_others_hold(machine: BrokerMachine) -> None:
     machine.fetch(INC, 4, 0, [4] * 4, [8] * 4)
 
 
+def overtake_with_what_is_held(machine: BrokerMachine) -> None:
+    """With more than is held of the oldest, which is left to nobody: four times."""
+    if not machine.all_place:
+        return
+    machine.hold(INC, MARKS[:2], set(), False)
+    machine.send(FIRST, [task("a", "t1", marks=1), task("b", "t1", marks=1), task("c", "t1", marks=2)])
+    machine.fetch_more(INC, 1)
+    machine.send(FIRST, [task("d", "t1", marks=2) for _ in range(4)])
+    for _ in range(2):
+        machine.fetch(INC, 0, 0, [0] * 4, [0] * 4)
+    machine.fetch_more(INC, 1)
+    machine.hold(SECOND, MARKS, set(), False)
+    machine.fetch(SECOND, 1, 0, [8] * 4, [8] * 4)
+    machine.hold(INC, [], set(MARKS), True)
+    machine.fetch(INC, 0, 0, [8] * 4, [8] * 4)
+    machine.hold(INC, MARKS, set(), False)
+    machine.fetch_more(INC, 4)
+    machine.send(FIRST, [task("a", "t2"), task("b", "t2", marks=2)])
+    machine.fetch(INC, 1, 0, [0] * 4, [0] * 4)
+    machine.fetch_more(INC, 1)
+
+
 def hold_more_than_others(machine: BrokerMachine) -> None:
     """What another holds a shorter part of, and what is no mark, is not left to it."""
     if not machine.all_place:
@@ -309,6 +331,7 @@ HISTORIES: tuple[Callable[[BrokerMachine], None], ...] = (
     leave_to_nobody,
     take_what_is_held,
     leave_what_others_hold,
+    overtake_with_what_is_held,
     hold_more_than_others,
     forget_the_dead,
 )

@@ -32,9 +32,10 @@ WINDOW, COUNT = 8, 4
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A message that was left to another worker. `since`: ms; `overtaken`: by how many; `to`: an incarnation."""
+    """A message that was passed over. `since`: when (ms) it was first left to another worker; None: it was overtaken
+    alone. `overtaken`: by how many; `to`: the incarnation that it is left to, or empty."""
 
-    since: float
+    since: float | None
     overtaken: int
     to: str
 
@@ -51,7 +52,7 @@ class Turns:
     served: dict[str, float] = field(default_factory=dict)
     rested: dict[str, float] = field(default_factory=dict)
     left: dict[int, Left] = field(default_factory=dict)
-    """By number, the messages that were left to holders of their prefixes."""
+    """By number, the messages that were passed over for what workers hold."""
 
     def add(self, number: int, message: Sent) -> None:
         tenant = message.tenant
@@ -454,29 +455,34 @@ class Fetch:
         return None
 
     def _place(self, name: str, number: int, head: Sent) -> tuple[int, Sent] | None:
-        """Of the head's tenant the message to take: the head, unless that is left to a holder of a longer part of its
-        prefix. Then the one of those behind it of which most is held here, if nobody else is to have it. None: all are
-        left."""
+        """Of the head's tenant the message to take: of those behind it the one of which most is held here, and more
+        than of the head; or if the head is left to a holder of a longer part of its prefix, the one of which most is.
+        None goes before the head that is to be left itself. Else the head. None: all are left."""
         turns, rank = self.server.turns[name], self.lists[name][1]
-        other = self._held(head, rank)[1] if self.places and not head.order_key else None
-        left = turns.left.get(number)
-        since = self.now if left is None or left.since > self.now else left.since
-        overtaken = 0 if left is None else left.overtaken
-        if other is None or overtaken >= COUNT or since + self.rules.left_ms <= self.now:
+        before = turns.left.get(number, Left(None, 0, ""))
+        if not self.places or head.order_key or before.overtaken >= COUNT:
             return number, head
-        best, most = None, -1
+        here, other = self._held(head, rank)
+        since = self.now if before.since is None else min(before.since, self.now)
+        left_for = since + self.rules.left_ms - self.now
+        leaves = other is not None and left_for > 0
+        best, most = None, -1 if leaves else here
         for place, message in turns.first(head.tenant, WINDOW)[1:]:
             if message.order_key:
                 break
             seqs, tokens = message.size(self.rules.capacity, self.rules.plain_tokens)
             if seqs <= self.seqs[rank] and tokens <= self.tokens[rank] and not self._suspect(message.id):
-                here, elsewhere = self._held(message, rank)
-                if elsewhere is None and here > most:
-                    best, most = (place, message), here
-        if best is not None or left is None or left.since > self.now:
-            turns.left[number] = Left(since, overtaken + (best is not None), other)
-        left_for = since + self.rules.left_ms - self.now
-        self.look_again = left_for if self.look_again is None else min(self.look_again, left_for)
+                its, elsewhere = self._held(message, rank)
+                if elsewhere is None and its > most:
+                    best, most = (place, message), its
+        if leaves and other is not None:
+            if best is not None or since != before.since:
+                turns.left[number] = Left(since, before.overtaken + (best is not None), other)
+            self.look_again = left_for if self.look_again is None else min(self.look_again, left_for)
+            return best
+        if best is None:
+            return number, head
+        turns.left[number] = replace(before, overtaken=before.overtaken + 1)
         return best
 
     def _held(self, message: Sent, rank: int) -> tuple[int, str | None]:

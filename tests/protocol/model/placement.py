@@ -1,10 +1,10 @@
 """Placement: a message goes to the worker that holds the longest part of its prefix, and waits for it but a moment.
 
 A model of its own, since placement decides which message FETCH takes and nothing else: whatever it leaves still waits.
-One tenant's queue: `head`, whose prefix has two marks, and others that came after it and have none. Workers hold marks
-(HOLDS), take messages (FETCH), end them, hang while their lease stands, are suspended until it has lapsed, and are
-killed. Time is the head's: `LIMIT` ticks from when it was first left. `check` visits every state, and then goes back
-from the good ends; a rule that is dropped must be missed.
+One tenant's queue: `head`, whose prefix has two marks, and others that came after it, of which one worker holds `b`.
+Workers hold marks (HOLDS), take messages (FETCH), end them, hang while their lease stands, are suspended until it has
+lapsed, and are killed. Time is the head's: `LIMIT` ticks from when it was first left. `check` visits every state, and
+then goes back from the good ends; a rule that is dropped must be missed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 RULES: Final = {
     "time": "a head that was left for the limit of time is taken by whoever has room",
-    "count": "a head that so many of its tenant's messages have overtaken is taken by whoever has room",
+    "count": "a head that so many of its tenant's messages have overtaken is passed over no more",
     "ordered": "a message with an order key is overtaken by nobody",
     "longer": "a head is left only to a holder of a longer part of its prefix than is held here",
     "alive": "a head is left only to a holder whose lease stands",
@@ -28,6 +28,8 @@ ALL: Final = frozenset(RULES)
 #: Ticks for which a head is left, and messages that may overtake it.
 LIMIT, COUNT = 2, 1
 MARKS: Final = (1, 2)
+#: The worker that holds what `b` needs, so that it may take that first.
+HOLDS_B: Final = 1
 
 
 class Worker(NamedTuple):
@@ -122,33 +124,38 @@ def _fetch(w: World, k: int, one: Worker, rules: Rules, *, ordered: bool) -> Wor
     head, *rest = w.waiting
     if head != "head":
         return _put(left._replace(waiting=tuple(rest)), k, taken)
-    to = None if ordered and "ordered" in rules else holder(w, k, rules)
-    if to is not None and "time" in rules and w.age is not None and w.age >= LIMIT:
+    may_pass = not (ordered and "ordered" in rules) and not (w.over >= COUNT and "count" in rules)
+    to = holder(w, k, rules) if may_pass else None
+    if "time" in rules and w.age is not None and w.age >= LIMIT:
         to = None
-    if to is not None and "count" in rules and w.over >= COUNT:
-        to = None
-    if to is None:
+    held_here = may_pass and k == HOLDS_B and rest[:1] == ["b"] and not here(w, k)
+    if to is None and not held_here:
         after = left._replace(waiting=tuple(rest), age=None, over=0, left_by=frozenset())
         return _put(after, k, taken)
-    bad = wrong_to_leave(w, k, to, ordered=ordered)
-    left = left._replace(age=w.age or 0, left_by=left.left_by | {(k, to)}, bad=left.bad or bad)
+    left = left._replace(bad=left.bad or wrong_to_pass(w, ordered=ordered))
+    if to is not None:
+        bad = left.bad or wrong_to_leave(w, k, to)
+        left = left._replace(age=w.age or 0, left_by=left.left_by | {(k, to)}, bad=bad)
     if rest:  # what nobody else holds goes in its place
         return _put(left._replace(waiting=("head", *rest[1:]), over=min(w.over + 1, COUNT + 1)), k, taken)
     return _put(left, k, sleeps._replace(timer="told" in rules))
 
 
-def wrong_to_leave(w: World, k: int, to: int, *, ordered: bool) -> str:
-    """What is broken where worker `k` leaves the head to another, in words."""
+def wrong_to_pass(w: World, *, ordered: bool) -> str:
+    """What is broken where the head is passed over at all, in words."""
     if ordered:
         return "a message with an order key was passed over"
+    return "overtaken more often than the limit" if w.over >= COUNT else ""
+
+
+def wrong_to_leave(w: World, k: int, to: int) -> str:
+    """What is broken where worker `k` leaves the head to another, in words."""
     if not w.workers[to].lease:
         return "left to a holder without a lease"
     if not w.workers[to].said:
         return "left to a holder that said it has no room"
     if w.age is not None and w.age >= LIMIT:
         return "left for longer than the limit"
-    if w.over >= COUNT:
-        return "overtaken more often than the limit"
     return "two workers leave it to each other" if (to, k) in w.left_by else ""
 
 

@@ -4,9 +4,10 @@
 --   penstock:held:INC   hash, each mark that INC holds -> 1; `room` -> its sequences and tokens of the four tiers that
 --                       were free at the end of its last FETCH
 -- A message is left to another incarnation only if that holds a longer part than is held here, has a lease, and had room
--- for it; for a moment, and until COUNT others of its tenant have overtaken it. Nothing overtakes an order key.
+-- for it; and for a moment. Those behind it may overtake it then, and whenever more of them is held here: COUNT at most,
+-- of the WINDOW oldest of its tenant. Nothing overtakes an order key.
 local MARK, MARKS, WINDOW, COUNT = 16, 16, 8, 4
-local me, at_ms, moment, rooms, known, look_again
+local me, at_ms, moment, rooms, known, some, look_again
 
 local function prefix_of(said)
   local fine = type(said) == 'string' and #said <= MARK * MARKS and #said % MARK == 0
@@ -59,32 +60,41 @@ local function held(m)
   return here, other
 end
 
+-- whether anything is held here
+local function holds_some()
+  if some == nil then
+    some = redis.call('EXISTS', 'penstock:held:' .. me) == 1
+  end
+  return some
+end
+
+local function overtaken(m)
+  return m.entry[11] or 0
+end
+
 -- the time (ms) for which a message may yet be left
 local function patience(m)
   local since = m.entry[10]
   return since and since <= at_ms and since + moment - at_ms or moment -- later than now: the clock was set back
 end
 
-local function is_left(m)
-  local _, other = held(m)
-  return other and not m.keyed and (m.entry[11] or 0) < COUNT and patience(m) > 0
-end
-
--- Notes that a message is left, overtaken by another one or not.
-local function leave(m, overtaken)
-  local e, sorted = m.entry, 'penstock:sorted:' .. m.list
-  local left = patience(m)
-  if overtaken or not e[10] or e[10] > at_ms then
-    local _, other = held(m)
-    e[10], e[11], e[12] = at_ms + left - moment, (e[11] or 0) + (overtaken and 1 or 0), other
+-- Notes that a message is passed over: left to another or not, overtaken by one or not.
+local function pass_over(m, by, other)
+  local e, sorted, left = m.entry, 'penstock:sorted:' .. m.list, patience(m)
+  if by or not e[10] or e[10] > at_ms then
+    e[11] = overtaken(m) + (by and 1 or 0)
+    e[10] = other and at_ms + left - moment or e[10] or false
+    e[12] = other or e[12] or false
     redis.call('ZREMRANGEBYSCORE', sorted, m.number, m.number)
     redis.call('ZADD', sorted, m.number, cmsgpack.pack(e))
   end
-  look_again = math.min(look_again or moment, left)
+  if other then
+    look_again = math.min(look_again or moment, left)
+  end
 end
 
 local function say_room(seqs, tokens)
-  if redis.call('EXISTS', 'penstock:held:' .. me) == 1 then
+  if holds_some() then
     local room = {}
     for k = 0, 3 do
       room[1 + k], room[5 + k] = string.format('%d', seqs[k]), string.format('%d', tokens[k])

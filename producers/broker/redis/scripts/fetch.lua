@@ -10,8 +10,8 @@
 -- A suspect (one more return and it is condemned) had company whenever its worker died, and most of that company is
 -- innocent: an incarnation holds one suspect at a time, so that whatever kills its workers condemns itself alone. Its
 -- tenant waits with it; others do not.
--- An incarnation that places takes of a tenant's first messages the one of which it holds the longest prefix, while
--- another one is to have the oldest (see _placement.lua).
+-- An incarnation that places takes of a tenant's first messages the one of which it holds the longest prefix, and leaves
+-- for a moment what another is to have (see _placement.lua).
 -- KEYS: lease, in flight of inc, delayed, dead, reaped, unserved, returned, arrivals, weights, list ...
 -- ARGV: ageing (ms), N redeliveries, capacity in sequences, capacity in tokens, tokens of a plain task, messages of
 --       a list to sort (at most 1,000: Lua passes no more than some thousands of arguments), inc if it places or
@@ -195,13 +195,18 @@ local function head(k)
   return h
 end
 
--- Of the head's tenant the message to take: the head, unless that is left to a holder (_placement.lua). Then one of
--- those behind it which nobody else is to have, the one of which most is held here; nil: all are left.
+-- Of the head's tenant the message to take: of those behind it the one of which most is held here, and more than of the
+-- head; or if the head is left to a holder (_placement.lua), the one of which most is. None goes before the head that is
+-- to be left itself. Else the head; nil: all are left.
 local function choose(k, h)
-  if not is_left(h) then
+  if h.keyed or overtaken(h) >= COUNT then
     return h
   end
-  local best, most
+  local here, other = held(h)
+  local left, best, most = other and patience(h) > 0, nil, nil
+  if not left and not holds_some() then
+    return h
+  end
   for after = 1, WINDOW - 1 do
     local number = oldest(h.list, h.tenant, after)
     local m = number and message(k, number)
@@ -209,14 +214,16 @@ local function choose(k, h)
       break
     end
     if m.seqs <= seqs[m.tier] and m.tokens <= tokens[m.tier] and not suspect(m.id) then
-      local here, other = held(m)
-      if not other and (not most or here > most) then
-        best, most = m, here
+      local its, elsewhere = held(m)
+      if not elsewhere and (left or its > here) and (not best or its > most) then
+        best, most = m, its
       end
     end
   end
-  leave(h, best)
-  return best
+  if left or best then
+    pass_over(h, best, left and other)
+  end
+  return best or not left and h or nil
 end
 
 for k = 1, nlists do
