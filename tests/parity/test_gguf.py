@@ -82,6 +82,10 @@ def file() -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(file: Path) -> Any:
+    return llama_of(file)
+
+
+def llama_of(file: Path) -> Any:
     """transformers' Llama with the weights that the gguf package reads. (transformers' own reader needs accelerate.)"""
     config = read_config(file)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.beams import Continuation
+from engine.beams import Beam, BeamSearch, Continuation
 from engine.errors import NONE_LEFT, RequestError
+from engine.output import OutputState
 from engine.plan import Sampled, StepPlan
-from engine.request import Event, TokenLogprobs
+from engine.request import Event, Request, TokenLogprobs
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.stepping import EOS, request, scheduler
+from tests.exhaustive import few
 
 #: A beam's likeliest next tokens are these, whatever came before it.
 SCORES = {1: -0.2, 2: -0.5, 3: -1.0, 4: -2.0}
@@ -196,3 +199,89 @@ def test_forms_are_followed_by_each_beam_and_bans_kept(engine: Engine) -> None:
     assert all(banned not in one.token_ids for one in without.choices)
     (few,) = engine.generate(["def "], SamplingParams(beam_width=3, n=3, regex="a"))
     assert few.error == "no more than 1 outputs are possible, and n is 3"
+
+
+def continuations(tokens: list[int]) -> tuple[Continuation, ...]:
+    """A model: the likeliest next tokens are a function of those before them."""
+    drawn = random.Random(repr(tokens))
+    likeliest = sorted(((-drawn.expovariate(1.0), token) for token in drawn.sample(range(1, EOS + 1), 6)), reverse=True)
+    return tuple(Continuation(token, score) for score, token in likeliest)
+
+
+def searched(asked: Request, limit: int) -> list[list[int]]:
+    """The outputs of a search with all the room in the world."""
+    search = BeamSearch(asked.params, limit)
+    beams = [Beam(OutputState(asked.params, [EOS], None, limit))]
+    while beams:
+        for beam in beams:
+            beam.continuations = continuations(asked.prompt_ids + beam.token_ids)
+        beams = [beam for _, beam in search.advance(beams)]
+    return [beam.token_ids for beam in search.outputs()]
+
+
+@pytest.mark.parametrize("seed", few(range(60), 3, 17))
+def test_whatever_else_runs_a_search_finds_the_same(seed: int) -> None:
+    """Among other requests, with few blocks and slots, put out and aborted at random, with steps that overlap or do
+    not. All blocks are free at the end."""
+    drawn = random.Random(seed)
+    switch = drawn.choice([None, 9])
+    s = scheduler(
+        num_blocks=drawn.randint(24, 40),
+        windows=drawn.choice([(None,), (None, 7)]),
+        max_num_seqs=drawn.randint(4, 7),
+        max_num_batched_tokens=drawn.randint(8, 24),
+        rope_switch=switch,
+        enable_prefix_caching=drawn.random() < 0.7,
+    )
+    overlap, waiting, asked, told = drawn.random() < 0.5, [], {}, dict[str, list[Event]]()
+    for i in range(drawn.randint(2, 6)):
+        params: dict[str, Any] = {"max_tokens": drawn.randint(1, 9)}
+        if drawn.random() < 0.75:
+            params |= {"beam_width": drawn.randint(1, 4), "length_penalty": drawn.choice([0.0, 1.0, 2.0])}
+            params |= {"n": drawn.randint(1, params["beam_width"]), "early_stopping": drawn.choice([True, "never"])}
+        waiting.append(request(f"r{i}", drawn.randint(1, 12), tier=drawn.randint(0, 3), arrival=float(i), **params))
+    flight: StepPlan | None = None
+
+    def enter(plan: StepPlan) -> None:
+        sampled = [
+            Sampled(continuations(row.seq.tokens)[0].token_id, continuations=continuations(known[id(row)]))
+            for row in plan.rows
+            if row.samples
+        ]
+        for event in s.update(plan, sampled, 0.0):
+            told.setdefault(event.request_id, []).append(event)
+
+    known: dict[int, list[int]] = {}
+    steps = 0
+    while waiting or s.has_work or flight is not None:
+        steps += 1
+        assert steps < 3000
+        if waiting and drawn.random() < 0.4:
+            one = waiting.pop()
+            s.check(one)
+            s.add(one)
+            asked[one.id] = one
+        if drawn.random() < 0.03 and asked and flight is None:
+            gone = drawn.choice([*asked])
+            s.abort(gone)
+            asked.pop(gone)
+            told.pop(gone, None)
+        if flight is None and s._planner.running and drawn.random() < 0.15:
+            s._planner.preempt(drawn.choice(s._planner.running), 0.0)
+        if flight is not None:
+            s.foresee(flight, lambda seq: True)
+        plan = s.schedule(0.0)
+        if plan is not None:
+            known |= {id(row): list(row.seq.tokens) for row in plan.rows}
+        if overlap:
+            plan, flight = flight, plan
+        if plan is not None:
+            enter(plan)
+            s.check_integrity()
+    for name, one in asked.items():
+        if one.params.beam_width is not None:
+            events = told[name]
+            found = searched(one, one.params.max_tokens or 0)
+            assert [event.token_ids for event in events] == found if len(found) == one.params.n else events[0].error
+    assert s.stats().kv_blocks_used == 0
+    s.check_integrity()
