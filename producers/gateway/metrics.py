@@ -142,6 +142,8 @@ FIGURES: Final = (
     ("knee", "Sequences at once from which on more of them raise a worker's throughput little.", "knee"),
     ("tokens_per_second", "Tokens a second that one worker makes at its knee.", "tokens_per_s"),
 )
+#: The most characters of a label that a worker names, and the most reasons that it names.
+MAX_LABEL, MAX_REASONS = 128, 16
 #: Beginnings of the names of a gateway process's own families.
 OWN: Final = ("penstock_gateway_", "penstock_build", "process_")
 router = APIRouter(tags=["health"])
@@ -214,7 +216,7 @@ def worker_metrics(fleet: Fleet) -> Iterator[Metric]:
     # One for each name, the last begun: the lease of one that was killed stands until it lapses.
     leases = list(
         {
-            (pool.model, pool.name, str(worker["worker"])): worker
+            (pool.model, pool.name, _label(worker["worker"])): worker
             for pool in fleet.pools
             for worker in sorted(pool.workers, key=lambda worker: sane(worker.get("began")) or 0.0)
         }.items()
@@ -225,20 +227,30 @@ def worker_metrics(fleet: Fleet) -> Iterator[Metric]:
     ahead = ((whose, max(0.0, (sane(worker.get("began")) or 0.0) - fleet.at)) for whose, worker in leases)
     yield family("worker_clock_ahead_seconds", text, worker_labels, ahead)
     text = "1 for each worker; its label `release` names the worker's release of Penstock."
-    releases = (((*whose, str(worker.get("release", ""))), 1) for whose, worker in leases)
+    releases = (((*whose, _label(worker.get("release", ""))), 1) for whose, worker in leases)
     yield family("worker_info", text, (*worker_labels, "release"), releases)
     text = "0 while a worker drains or says that something is wrong with it."
     ready = ((whose, not (worker.get("draining") or worker.get("unready"))) for whose, worker in leases)
     yield family("worker_ready", text, worker_labels, ready)
     gpus = [
-        ((*whose, str(gpu.get("uuid", ""))), gpu)
+        ((*whose, _label(gpu.get("uuid", ""))), gpu)
         for whose, worker in leases
         if isinstance(gpu := worker.get("gpu"), dict)
     ]
     yield from _figures("worker_gpu", GPU_FIGURES, gpu_labels, gpus)
     text = "1 for each reason that keeps the clocks of a worker's GPU down."
-    slowed = (((*which, str(reason)), 1) for which, gpu in gpus for reason in gpu.get("slowed_by", ()))
+    slowed = (((*which, reason), 1) for which, gpu in gpus for reason in _reasons(gpu.get("slowed_by")))
     yield family("worker_gpu_slowed", text, (*gpu_labels, "reason"), slowed)
+
+
+def _label(value: Any) -> str:
+    """A worker's own word as a label: it may be anything."""
+    return str(value)[:MAX_LABEL].encode(errors="replace").decode()
+
+
+def _reasons(value: Any) -> list[str]:
+    """The first reasons that a worker names, each once."""
+    return [*dict.fromkeys(map(_label, value[:MAX_REASONS]))] if isinstance(value, list) else []
 
 
 def _figures(

@@ -29,20 +29,28 @@ COUNT = 8
 
 def followers(worker: Worker) -> list[int]:
     """The processes of a worker's other ranks."""
-    parent = worker.process.pid
-    children = Path(f"/proc/{parent}/task").glob("*/children")
-    pids = [int(pid) for listed in children for pid in listed.read_text().split()]
+    pids = children(worker.process.pid)
+    pids += [pid for child in pids for pid in children(child)]  # the lead may have a process of its own
     return [pid for pid in pids if b"ranks.follower" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def children(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for each in listed for child in each.read_text().split()]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
-def test_a_rank_that_is_lost_costs_no_token(how: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("how", "process"),
+    [(signal.SIGKILL, False), (signal.SIGSTOP, False), (signal.SIGKILL, True)],
+    ids=["SIGKILL", "SIGSTOP", "SIGKILL, with an engine's process"],
+)
+def test_a_rank_that_is_lost_costs_no_token(how: signal.Signals, process: bool) -> None:
     with valkey() as (url, redis), Client(url) as client:
         rig = Rig(url, redis)
-        with Worker(url, name="first", step_limit=5.0, **REAL) as first:
+        with Worker(url, name="first", step_limit=5.0, engine_process=process, **REAL) as first:
             first.wait_ready(120)
             (rank,) = followers(first)
             asked: dict[str, Any] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from redis import Redis
 from producers.admin.roles import ROLES
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
+from producers.gateway.metrics import MAX_LABEL, MAX_REASONS
 from producers.store.fleet.adapters import StoredAdapter
 from producers.store.measurements import ENERGY, INTER_TOKEN, Tally
 from tests.producers.fake_worker import FakeWorker
@@ -317,6 +319,30 @@ def test_a_lease_that_lies_is_a_worker_without_those_figures(http: httpx.Client,
     assert ("penstock_worker_running", "tiny", POOL_NAME, "w1") not in got
     assert ("penstock_worker_waiting", "tiny", POOL_NAME, "w1") not in got
     assert got["penstock_pool_ttft_p95_seconds", "tiny", "tiny@v"] == 0.5
+
+
+def test_names_that_workers_make_up_are_bounded_and_escaped(http: httpx.Client, model: str, valkey: Redis) -> None:
+    """Half of the fleet is of an earlier release, and tells less."""
+    wild = 'x"} 1\n# EOF\\ <script>\ud800' + "é" * 500
+    gpu = {"uuid": wild, "memory_bytes": 1, "slowed_by": [wild, wild, *map(str, range(10**4))]}
+    for number in range(6):
+        new = {"release": wild, "gpu": gpu, "out_of_memory": 1} if number % 2 else {}
+        announce(valkey, f"w{number}.a", worker=f"{number}{wild}", running=number, **new)
+    announce(valkey, "w6.a", worker={"a": 1}, gpu={"uuid": 7, "slowed_by": 5}, release=None)
+    text = http.get("/metrics").text
+    lines = [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
+    assert len(lines) == len(set(lines))
+    samples = [
+        sample
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("penstock_worker")
+    ]
+    assert max(len(value) for sample in samples for value in sample.labels.values()) <= MAX_LABEL
+    counts = Counter(sample.name for sample in samples)
+    assert (counts["penstock_worker_running"], counts["penstock_worker_out_of_memory_total"]) == (7, 3)
+    assert 3 <= counts["penstock_worker_gpu_slowed"] <= 3 * MAX_REASONS
+    assert {sample.value for sample in samples if sample.name == "penstock_worker_running"} == {*range(6)}
 
 
 def test_histograms_of_a_model_are_the_same_at_each_gateway(open_door: Open, model: str, valkey: Redis) -> None:
