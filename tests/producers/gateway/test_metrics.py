@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    UnknownMetricFamily,
+)
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 from redis import Redis
 
 from producers.admin.roles import ROLES
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
-from producers.gateway.metrics import MAX_LABEL, MAX_REASONS
+from producers.gateway.metrics import MAX_LABEL, MAX_REASONS, Metrics, exposition
 from producers.store.fleet.adapters import StoredAdapter
 from producers.store.measurements import ENERGY, INTER_TOKEN, Tally
 from tests.producers.fake_worker import FakeWorker
@@ -319,6 +331,32 @@ def test_a_lease_that_lies_is_a_worker_without_those_figures(http: httpx.Client,
     assert ("penstock_worker_running", "tiny", POOL_NAME, "w1") not in got
     assert ("penstock_worker_waiting", "tiny", POOL_NAME, "w1") not in got
     assert got["penstock_pool_ttft_p95_seconds", "tiny", "tiny@v"] == 0.5
+
+
+def test_the_text_is_that_of_prometheus_own_library() -> None:
+    """Each line of it, of all kinds of families, numbers and labels."""
+
+    class Families(Collector):
+        def collect(self) -> Iterator[Metric]:
+            yield from Metrics(lambda kind: 3, process="1").collect()
+            for number, value in enumerate((0.0, 1e6, 1234567.5, 1e21, 1e-9, math.inf, -math.inf, True, 2**60)):
+                family = GaugeMetricFamily(f"g{number}", 'a "text"\n\\n of', labels=("b", "a"))
+                for label in ("", 'x"} 1\n\\n', "é"):
+                    family.add_metric((label, "y"), value)
+                yield family
+            yield UnknownMetricFamily("what", "unknown", value=5)
+            yield CounterMetricFamily("seen", "counted", value=5, created=7)
+            yield HistogramMetricFamily("h", "times", buckets=[("0.5", 1), ("+Inf", 2)], sum_value=3)
+
+    registry = Families()
+
+    def lines(text: bytes) -> list[str]:
+        """Without numbers that change from one call to the next."""
+        return [
+            line for line in text.decode().splitlines() if not re.match(r"process_|penstock_gateway_\w+_created", line)
+        ]
+
+    assert lines(exposition(registry)) == lines(generate_latest(registry))
 
 
 def test_names_that_workers_make_up_are_bounded_and_escaped(http: httpx.Client, model: str, valkey: Redis) -> None:
