@@ -318,6 +318,7 @@ async def test_a_gateway_that_is_started_again_goes_on_with_the_page_that_is_ope
     open_door(port=door.port)
     await expect(page.locator(".fleet li")).to_have_count(2, timeout=60_000)
     await expect(page.locator("#live")).to_have_text("Live")
+    await page.context.close()
     complaints.clear()  # Chromium tells of each request that failed
 
 
