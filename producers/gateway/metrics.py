@@ -45,6 +45,8 @@ from producers.store.measurements import (
     ENERGY,
     ENGINE_COUNTERS,
     HISTOGRAMS,
+    LOST_CAUSES,
+    LOST_TIME,
     MICRO,
     PROCESSOR_TIME,
     TASKS,
@@ -355,6 +357,13 @@ def measured_metrics(models: Mapping[str, Mapping[str, int]]) -> Iterator[Metric
         if (joules := fields.get(f"{ENERGY} {state} n")) is not None
     ]
     yield family("model_energy_joules", text, (*MODEL, "state"), energy, grows=True)
+    lost = [
+        ((model, cause), fields.get(f"{LOST_TIME} {cause} n", 0) / MICRO)
+        for model, fields in models.items()
+        for cause in LOST_CAUSES
+    ]
+    text = "Time that tasks lost: put off in an engine, or until another worker had them."
+    yield family("model_lost_seconds", text, (*MODEL, "cause"), lost, grows=True)
     text = "Processor time of all workers' processes."
     seconds = [((model,), fields.get(f"{PROCESSOR_TIME} {ALL} n", 0) / MICRO) for model, fields in models.items()]
     yield family("model_processor_seconds", text, MODEL, seconds, grows=True)

@@ -415,6 +415,7 @@ def test_histograms_of_a_model_are_the_same_at_each_gateway(open_door: Open, mod
         assert got["penstock_model_generated_tokens_total", "tiny"] == 70
         energy = {names[2]: joules for names, joules in got.items() if names[0] == "penstock_model_energy_joules_total"}
         assert energy == {"busy": 2.5}
+        assert got["penstock_model_lost_seconds_total", "failover", "tiny"] == 0, "so that the first is an increase"
         assert not [names for names in got if "lost" in names or "later_release" in names[0]]
 
 
