@@ -91,8 +91,8 @@ def part(store: Redis) -> tuple[str, float | None, str | None]:
     return state.default, state.split.get(ALIAS), state.aliases.get(ALIAS)
 
 
-def ended(store: Redis, count: int, **more: Any) -> None:
-    """Tasks end, as rows of the ledger: as many of the candidate, with `more`, each after eight of the baseline."""
+def ended(store: Redis, count: int, *, baseline: dict[str, Any] | None = None, **more: Any) -> None:
+    """Tasks end, as rows of the ledger: as many of the candidate, with `more`, each after eight of the `baseline`."""
     now = canaries.now_ms(store)
     usual: dict[Any, Any] = {
         "id": "t",
@@ -108,7 +108,9 @@ def ended(store: Redis, count: int, **more: Any) -> None:
     with store.pipeline(transaction=False) as pipe:
         for number in range(9 * count):
             arm: dict[Any, Any] = (
-                {"version": "a", "alias": "default"} if number % 9 < 8 else {"version": "b", "alias": ALIAS, **more}
+                {"version": "a", "alias": "default", **(baseline or {})}
+                if number % 9 < 8
+                else {"version": "b", "alias": ALIAS, **more}
             )
             pipe.xadd(keys.LEDGER, {**usual, **arm})
         pipe.execute()
@@ -159,6 +161,28 @@ def test_a_candidate_that_fails_is_rolled_back_at_the_first_step_and_says_why(st
     record = rollouts.read(store, "m")
     assert record is not None
     assert (record.phase, record.reason) == ("failed", state.reason), "its workers end"
+
+
+@pytest.mark.parametrize(
+    ("candidate", "baseline", "phase", "metric"),
+    [
+        ({"deaths": 1}, {}, "rolled_back", "failed"),  # it crashes its workers
+        ({"first": 9 * 10**12, "created": 1}, {"created": 1}, "rolled_back", "first_token"),
+        ({}, {"status": "failed", "first": ""}, "promoted", ""),
+        ({}, {"deaths": 1}, "promoted", ""),
+    ],
+)
+def test_one_that_crashes_or_is_slow_is_rolled_back_and_one_that_is_better_is_promoted(
+    store: Redis, candidate: dict[str, Any], baseline: dict[str, Any], phase: str, metric: str
+) -> None:
+    started(store)
+    store.hset(keys.CANARIES, "m", replace(state_of(store), traffic=1).to_json())
+    look(store)
+    for _ in range(5):
+        ended(store, 8, baseline=baseline, **candidate)
+        look(store)
+    assert state_of(store).phase == phase
+    assert state_of(store).reason.startswith(f"{metric}: ") == bool(metric)
 
 
 def test_one_that_only_looks_worse_is_held_and_a_paused_one_is_still_rolled_back(store: Redis) -> None:
