@@ -88,6 +88,19 @@ def guarded(*argv: str) -> list[str]:
     return processes.guarded(argv)
 
 
+def ranks_below(pid: int) -> list[int]:
+    """The processes of a model's other ranks below a worker's, also where its engine has a process of its own."""
+    found: list[int] = []
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, listed.read_text().split()):
+            with contextlib.suppress(OSError):
+                if b"ranks.follower" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(child)
+                else:
+                    found += ranks_below(child)
+    return sorted(found)
+
+
 class Worker:
     """A worker process. `fields` are WorkerSettings; capital letters are environment variables. `eyes`: a client that
     sees what it does, where the URL is of Sentinels. `warm`: it is forked, which is much faster."""

@@ -47,6 +47,7 @@ TINY = {
     "tests.bench.failover": [
         *("--kills 1 --workers 2 --streams 2", "--soak 1 --workers 1 --streams 2"),
         "--kills 2 --within 4 --workers 2 --streams 2",
+        "--rank --stages 2 --kills 1 --workers 2 --streams 2",
     ],
     "tests.bench.files": ["--lines 1000"],
     "tests.bench.full_store": ["--seconds 1 --streams 2 --tokens 20"],

@@ -1,9 +1,9 @@
-"""What dividing a model among processes costs: processor time of ranks and of one process with as many threads.
+"""What dividing a model among processes costs: ranks, or stages, and one process with as many threads.
 
     python -m tests.bench.ranks MODEL --ranks 2 --threads 2 --requests 8,32
 
-Processor time, not seconds on a clock: it says the same on a machine that is busy. The lead's Python is its thread's
-time in a decode step outside native calls, the median of all.
+Processor time says the same on a machine that is busy; tokens a second, by the clock, on a quiet one alone. The lead's
+Python is its thread's time in a decode step outside native calls, the median of all.
 """
 
 from __future__ import annotations
@@ -66,16 +66,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--requests", default="8,32")
     args = parser.parse_args()
     greedy = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
     steps = Steps()
-    for ranks in (1, args.ranks):
-        config = EngineConfig(tensor_parallel=ranks, threads=args.threads, kv_cache_bytes=512 << 20)
+    for ranks, stages in ((1, 1), (args.ranks, args.stages)):
+        config = EngineConfig(
+            tensor_parallel=ranks, pipeline_parallel=stages, threads=args.threads, kv_cache_bytes=512 << 20
+        )
         with Engine.load(args.model, config) as engine:
             group = engine._group
-            processes = [os.getpid(), *(each.process.pid for each in (group._followers if group else ()))]
+            followers = group._followers if group else ()
+            processes = [os.getpid(), *(each.process.pid for each in followers if each.process is not None)]
             steps.watch(engine)
             ids = random.Random(7)
             engine.generate([[5] * 8], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
@@ -83,10 +87,13 @@ def main() -> None:
                 prompts = [[ids.randrange(100, engine._model.vocab_size) for _ in range(PROMPT)] for _ in range(count)]
                 before = [processor_s(pid) for pid in processes]
                 steps.python.clear()
+                began = time.monotonic()
                 engine.generate(prompts, greedy)
+                seconds = time.monotonic() - began
                 spent = [round(processor_s(pid) - was, 2) for pid, was in zip(processes, before, strict=True)]
                 print(
-                    f"{ranks} ranks, {count} requests: {sum(spent):.2f} s of processor time {spent}, Python "
+                    f"{ranks} x {stages} ranks, {count} requests: {count * OUTPUT / seconds:.0f} tokens/s by the "
+                    f"clock, {sum(spent):.2f} s of processor time {spent}, Python "
                     f"{statistics.median(steps.python[-OUTPUT + 2 :]):.0f} us a step",
                     flush=True,
                 )

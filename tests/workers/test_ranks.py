@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,48 +12,65 @@ import pytest
 
 from producers import Client
 from producers.contract.stream import Token
-from tests.processes import Worker, valkey
+from tests.processes import ROOT, Worker, free_port, guarded, ranks_below, valkey
 from tests.waiting import gone, until
 from tests.workers.rig import Rig
+from workers.processes import PENSTOCK
 
-OPTIONS = {"dtype": "float32", "max_num_seqs": 4, "kv_cache_bytes": 16 << 20, "tensor_parallel": 2, "threads": 1}
-REAL: dict[str, Any] = {
-    "engine_factory": "workers.runtime.worker:load_engine",
-    "model": "tiny",
-    "engine": OPTIONS,
-    "lease": 300.0,
-}
+OPTIONS = {"dtype": "float32", "max_num_seqs": 4, "kv_cache_bytes": 16 << 20, "threads": 1}
+
+
+def real(divided: str) -> dict[str, Any]:
+    return {
+        "engine_factory": "workers.runtime.worker:load_engine",
+        "model": "tiny",
+        "engine": {**OPTIONS, divided: 2},
+        "lease": 300.0,
+    }
+
 
 #: Twice as many as run at once, so that some still run when a rank is lost, however late that is.
 COUNT = 8
 
 
-def followers(worker: Worker) -> list[int]:
-    """The processes of a worker's other ranks."""
-    pids = children(worker.process.pid)
-    pids += [pid for child in pids for pid in children(child)]  # the lead may have a process of its own
-    return [pid for pid in pids if b"ranks.follower" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-def children(pid: int) -> list[int]:
-    listed = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for each in listed for child in each.read_text().split()]
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_worker_of_two_machines_answers_and_ends_both(tmp_path: Path) -> None:
+    """By the commands that docs/run/deploy.md has, on one machine."""
+    secret, port = tmp_path / "secret", free_port()
+    secret.write_text("a secret of many bytes")
+    told = {"nodes": 2, "ranks_address": f"127.0.0.1:{port}", "ranks_secret": str(secret)}
+    options = real("pipeline_parallel")
+    options["engine"] |= told
+    joining = ["ranks", "--model", "tiny", "--lead", "127.0.0.1", "--port", str(port), "--node", "1"]
+    with valkey() as (url, redis), Client(url) as client:
+        rig = Rig(url, redis)
+        with subprocess.Popen(guarded(*PENSTOCK, *joining, "--ranks-secret", str(secret)), cwd=ROOT) as other:
+            try:
+                with Worker(url, name="first", **options) as first:
+                    first.wait_ready(120)
+                    task = client.submit(model="tiny", prompt="def f(n):", max_tokens=20, temperature=0.0)
+                    rig.until_settled([task.id], 120)
+                    assert rig.record(task.id)["status"] == "completed"
+                    first.process.terminate()
+                    first.process.wait(120)
+                assert other.wait(60) == 0
+            finally:
+                other.kill()
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("how", "process"),
-    [(signal.SIGKILL, False), (signal.SIGSTOP, False), (signal.SIGKILL, True)],
-    ids=["SIGKILL", "SIGSTOP", "SIGKILL, with an engine's process"],
-)
-def test_a_rank_that_is_lost_costs_no_token(how: signal.Signals, process: bool) -> None:
+@pytest.mark.parametrize("divided", ["tensor_parallel", "pipeline_parallel"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
+def test_a_rank_that_is_lost_costs_no_token(how: signal.Signals, divided: str) -> None:
     with valkey() as (url, redis), Client(url) as client:
         rig = Rig(url, redis)
-        with Worker(url, name="first", step_limit=5.0, engine_process=process, **REAL) as first:
+        with Worker(url, name="first", step_limit=5.0, **real(divided)) as first:
             first.wait_ready(120)
-            (rank,) = followers(first)
+            (rank,) = ranks_below(first.process.pid)
             asked: dict[str, Any] = {
                 "model": "tiny",
                 "prompt": "def f(n):",
@@ -65,7 +83,7 @@ def test_a_rank_that_is_lost_costs_no_token(how: signal.Signals, process: bool) 
             os.kill(rank, how)
             assert first.process.wait(120) == os.EX_SOFTWARE
             assert until(lambda: gone(rank))
-        with Worker(url, name="second", **REAL) as second:
+        with Worker(url, name="second", **real(divided)) as second:
             second.wait_ready(120)
             rig.until_settled(ids, 120)
             again = [client.submit(seed=seed, **asked).id for seed in range(COUNT)]

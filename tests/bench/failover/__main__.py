@@ -26,7 +26,9 @@ async def measure(asked: argparse.Namespace) -> dict[str, Any]:
     """All rounds of one kind."""
     found: dict[str, Any] = {"how": asked.how, "rounds": [], "returns": [], "load": os.getloadavg()[0]}
     gateways = 2 if asked.how == "gateway" and not asked.restart else 1
-    options = ("--drain-timeout", str(asked.drain_s))
+    options = ["--drain-timeout", str(asked.drain_s)]
+    if asked.ranks * asked.stages > 1:
+        options += ["--tensor-parallel", str(asked.ranks), "--pipeline-parallel", str(asked.stages)]
     with running(asked.workers, gateways, *options, supervised=asked.supervised) as system:
         load = Load([*system.gateways], asked.streams, asked.tokens)
         await load.start()
@@ -83,7 +85,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="rounds")
     kind = parser.add_mutually_exclusive_group()
-    for name in ("suspend", "drain", "gateway"):
+    for name in ("suspend", "drain", "gateway", "rank"):
         kind.add_argument(f"--{name}", dest="how", action="store_const", const=name, default="kill")
     kind.add_argument("--soak", type=float, metavar="SECONDS", help="kill connections in place of processes")
     kind.add_argument(
@@ -93,6 +95,8 @@ def main() -> int:
     parser.add_argument("--restart", action="store_true", help="with --gateway: there is one, which is started again")
     parser.add_argument("--supervised", action="store_true", help="workers have a supervisor, as under `penstock up`")
     parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1, help="each worker's --tensor-parallel, as for --rank")
+    parser.add_argument("--stages", type=int, default=1, help="each worker's --pipeline-parallel")
     parser.add_argument("--streams", type=int, default=16, help="streams open at a time")
     parser.add_argument("--tokens", type=int, default=900, help="tokens of each stream")
     parser.add_argument("--drain-s", type=float, default=2.0, help="the workers' drain timeout, s")
@@ -100,6 +104,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sum", type=Path, nargs="+", metavar="FILE", help="print what earlier runs wrote, as one")
     asked = parser.parse_args()
+    if asked.how == "rank" and asked.ranks * asked.stages == 1:
+        parser.error("--rank kills a rank of --ranks or --stages, and there is one")
     if asked.soak is not None:
         asked.how = "soak"
     found = summed(asked.sum) if asked.sum else asyncio.run(measure(asked))

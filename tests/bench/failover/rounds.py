@@ -49,7 +49,10 @@ async def strike(system: System, load: Load, how: str) -> Round:
     await asyncio.sleep(random.uniform(0.2, 1.5))
     victim, incarnation, held = await _victim(system, load)
     began = time.monotonic()
-    victim.signal(SIGNALS[how])
+    if how == "rank":
+        victim.kill_rank()
+    else:
+        victim.signal(SIGNALS[how])
     found = await _follow(system, incarnation, held, began)
     await asyncio.to_thread(_restore, system, victim, how)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from typing import Any
 from redis import Redis
 
 from producers.broker.redis import keys as broker_keys
-from tests.processes import ROOT, free_port, guarded, valkey
+from tests.processes import ROOT, free_port, guarded, ranks_below, valkey
 from workers.cli.client import Gateway
 from workers.processes import PENSTOCK
 
@@ -47,6 +48,10 @@ class Process:
             self.popen.send_signal(sig)
         elif said := re.search(r"^process (\d+)$", self.log.read_text(), re.MULTILINE):
             os.kill(int(said[1]), sig)
+
+    def kill_rank(self) -> None:
+        """Kill one of the other ranks of its model, whichever."""
+        os.kill(random.choice(ranks_below(self.popen.pid)), signal.SIGKILL)
 
     def until(self, ready: Callable[[], Any]) -> None:
         """Wait for it while the process lives. Raises RuntimeError with its output otherwise."""

@@ -1,15 +1,16 @@
-"""Strict JSON schemas of resources of Prometheus' operator and of the Gateway API, as far as `infra/` uses them.
+"""Strict JSON schemas of resources of Prometheus' operator, of the Gateway API and of LeaderWorkerSets, as far as
+`infra/` uses them.
 
-Sources: the API references of monitoring.coreos.com/v1 at prometheus-operator.dev, and of
-gateway.networking.k8s.io/v1 (standard channel, 1.2) at gateway-api.sigs.k8s.io.
+Sources: the API references of monitoring.coreos.com/v1 at prometheus-operator.dev, of gateway.networking.k8s.io/v1
+(standard channel, 1.2) at gateway-api.sigs.k8s.io, and of leaderworkerset.x-k8s.io/v1 at lws.sigs.k8s.io.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
+from tests.infra.deploy.keda import COUNT, TEXT, object_of, one_of
 from tests.infra.deploy.keda import SCHEMAS as KEDA
-from tests.infra.deploy.keda import TEXT, object_of, one_of
 
 DURATION: Final = {"type": "string", "pattern": r"^\d+(ms|s|m|h)$"}
 HOST: Final = {"type": "string", "pattern": r"^(\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"}
@@ -61,6 +62,29 @@ PROMETHEUS_RULE: Final = _resource(
     _MONITORING,
     "PrometheusRule",
     object_of("groups", groups=_list(object_of("name rules", name=TEXT, interval=DURATION, rules=_list(_ALERT)))),
+)
+
+#: A template of pods, whose spec others validate.
+_POD: Final = object_of("metadata spec", metadata=object_of("labels", labels=_TEXTS), spec={"type": "object"})
+LEADER_WORKER_SET: Final = _resource(
+    "leaderworkerset.x-k8s.io/v1",
+    "LeaderWorkerSet",
+    object_of(
+        "replicas leaderWorkerTemplate",
+        replicas=COUNT,
+        rolloutStrategy=object_of(
+            "type rollingUpdateConfiguration",
+            type=one_of("RollingUpdate"),
+            rollingUpdateConfiguration=object_of("maxUnavailable maxSurge", maxUnavailable=COUNT, maxSurge=COUNT),
+        ),
+        leaderWorkerTemplate=object_of(
+            "size leaderTemplate workerTemplate",
+            size={"type": "integer", "minimum": 1},
+            restartPolicy=one_of("RecreateGroupOnPodRestart", "None"),
+            leaderTemplate=_POD,
+            workerTemplate=_POD,
+        ),
+    ),
 )
 
 _GATEWAY_API: Final = "gateway.networking.k8s.io/v1"

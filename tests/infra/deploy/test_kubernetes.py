@@ -13,18 +13,32 @@ from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import kubernetes_validate
 import pytest
 from redis import Redis
 from redis.exceptions import NoPermissionError
 
+from engine.config import EngineConfig
 from producers.admin.deployment import make
 from producers.connection.addresses import Address, is_public
 from producers.connection.connect import connect
 from producers.sources.settings import read
 from tests.infra.deploy import rules
-from tests.infra.deploy.code import wrong_in
+from tests.infra.deploy.code import parsed, wrong_in
+from tests.infra.deploy.crds import LEADER_WORKER_SET
 from tests.infra.deploy.kustomize import render
-from tests.infra.deploy.pods import OF_SECRET, OTHERS, SECRETS, complaints, scaled_pools
+from tests.infra.deploy.pods import (
+    LEAST,
+    OF_SECRET,
+    OTHERS,
+    SECRETS,
+    _container,
+    _pod,
+    _volumes,
+    complaints,
+    scaled_pools,
+)
 from tests.infra.deploy.programs import program
 from tests.infra.deploy.templates import document, documents
 from tests.processes import ROOT, free_port, guarded
@@ -49,6 +63,45 @@ def test_each_way_to_scale_has_an_overlay_and_no_component_is_left_over() -> Non
     said = [document((OVERLAYS / name / "kustomization.yaml").read_text("utf-8")) for name in NAMES]
     used = {path.rpartition("/")[2] for one in said for path in one["components"]}
     assert used == {path.name for path in (OVERLAYS.parent / "components").iterdir()}
+
+
+def test_a_model_on_several_machines_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, settings, *policies = documents((OVERLAYS.parent / "leaderworkerset.yaml").read_text("utf-8"))
+    jsonschema.validate(group, LEADER_WORKER_SET)
+    template = group["spec"]["leaderWorkerTemplate"]
+    pods = [template["leaderTemplate"], template["workerTemplate"]]
+    claim = {"kind": "PersistentVolumeClaim", "metadata": {"name": "penstock-models"}}
+    objects = [*rendered("whole"), claim, settings, {"kind": "Secret", "metadata": {"name": "penstock-ranks"}}]
+    for pod in pods:
+        whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p", **pod["metadata"]}, "spec": pod["spec"]}
+        kubernetes_validate.validate(whole, LEAST, strict=True)
+        owner = {"kind": "LeaderWorkerSet", "metadata": group["metadata"], "spec": {"template": pod}}
+        assert [*_pod(owner), *_volumes(owner, objects)] == []
+    leader = {"kind": "StatefulSet", "metadata": group["metadata"], "spec": {"template": pods[0]}}
+    assert [*_container(leader, objects)] == []
+    lead, other = ([str(word) for word in pod["spec"]["containers"][0]["args"]] for pod in pods)
+    for name, value in {"LWS_LEADER_ADDRESS": "worker-large-0.worker-large.penstock", "LWS_WORKER_INDEX": "1"}.items():
+        monkeypatch.setenv(name, value)
+    served, joined = parsed(lead), parsed(other)
+    assert (joined["lead"], joined["node"]) == ("worker-large-0.worker-large.penstock", 1)
+    assert joined["model"] == served["model"][0]
+    assert Path(joined["ranks_secret"]) == Path(served["ranks_secret"])
+    names = ("tensor_parallel", "pipeline_parallel", "nodes", "ranks_secret")
+    config = EngineConfig(**{name: served[name] for name in names})
+    assert config.nodes == template["size"]
+    # Who may reach whom, and where.
+    port = int(config.ranks_address.rpartition(":")[2])
+    assert joined["port"] == port
+    assert {"name": "ranks", "containerPort": port} in pods[0]["spec"]["containers"][0]["ports"]
+    labels = [pod["metadata"]["labels"].items() for pod in pods]
+    for policy, own, direction, way in zip(policies, labels, ("ingress", "egress"), ("from", "to"), strict=True):
+        kubernetes_validate.validate(policy, LEAST, strict=True)
+        (rule,) = policy["spec"][direction]
+        assert policy["spec"]["podSelector"]["matchLabels"].items() <= own
+        assert rule["ports"] == [{"port": port, "protocol": "TCP"}]
+        (peer,) = rule[way]
+        others = labels[1] if direction == "ingress" else labels[0]
+        assert peer["podSelector"]["matchLabels"].items() <= others
 
 
 def test_kubectl_renders_the_same() -> None:
