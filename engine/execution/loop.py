@@ -58,6 +58,8 @@ class StepLoop:
         #: Called on the loop's thread with the ids of the requests of all steps under way, before one of them is
         #: launched, and with none once all are entered.
         self.on_under_way: Callable[[list[str]], None] | None = None
+        #: The plan whose requests were named last, and their ids.
+        self._named: tuple[StepPlan | None, list[str]] = None, []
         self._stepping_since: float | None = None
         self._wake = threading.Condition()
         # Guarded by _wake: the unfinished tickets by id, and the tickets to add to or remove from the scheduler.
@@ -313,8 +315,18 @@ class StepLoop:
         self._call_on_step()
 
     def _tell_under_way(self, plans: tuple[StepPlan, ...]) -> None:
-        if self.on_under_way is not None:
-            self.on_under_way([row.seq.request.id for plan in plans for row in plan.rows])
+        if self.on_under_way is None:
+            return
+        ids: list[str] = []
+        for plan in plans:
+            if plan is not self._named[0]:
+                self._named = plan, [row.seq.request.id for row in plan.rows]
+            # Nearly always the same as in the step before, which is still under way.
+            if ids != self._named[1]:
+                ids = ids + self._named[1]
+        if not plans:
+            self._named = None, []
+        self.on_under_way(ids)
 
     def _call_on_step(self) -> None:
         if self.on_step is not None:

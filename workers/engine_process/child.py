@@ -47,8 +47,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Time (s) between two signs of life, and at most between two reports of statistics and courses while steps run.
+#: Time (s) between two signs of life, and at most between two reports of statistics while steps run.
 BEAT_S: Final = 0.25
+#: Time (s) after which it is told again what steps have spent on the requests that run.
+COURSES_S: Final = 1.0
 #: The most sequences that are reported by the blocks that they hold.
 LARGEST: Final = 64
 #: Before each call of the worker: its length.
@@ -118,7 +120,7 @@ class Child:
         #: Numbers of requests whose courses changed.
         self._changed: deque[int] = deque()
         self._flushing = threading.Lock()
-        self._reported_at = 0.0
+        self._reported_at = self._told_at = 0.0
         self._status = b""
         #: Whether the worker places tasks by what is cached here.
         self._tells_marks = False
@@ -242,7 +244,7 @@ class Child:
             ended = [(number, event) for number, event in events if event.done]
             now = time.monotonic()
             due = now - self._reported_at >= BEAT_S
-            courses = self._told_courses(ended, due)
+            courses = self._told_courses(ended, now)
             if events or courses or work is not None:
                 self._write(Kind.STEP, pack(events, work, courses))
             if due:
@@ -250,11 +252,12 @@ class Child:
             if ended or due:
                 self._report(whole=due)
 
-    def _told_courses(self, ended: list[tuple[int, Event]], due: bool) -> list[tuple[int, Course]]:
-        """The courses that changed, those of requests that ended, and if it is `due` those of all that run."""
+    def _told_courses(self, ended: list[tuple[int, Event]], now: float) -> list[tuple[int, Course]]:
+        """The courses that changed, those of requests that ended, and each COURSES_S those of all that run."""
         changed = {self._changed.popleft() for _ in range(len(self._changed))}
         courses = self._courses
-        if due:
+        if now - self._told_at >= COURSES_S:
+            self._told_at = now
             changed.update(number for number, course in list(courses.items()) if course.running)
         changed.update(number for number, _ in ended)
         told = [(number, course) for number in changed if (course := courses.get(number)) is not None]
