@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import json
+import random
 import signal
 from pathlib import Path
 from typing import Any
 
-from engine.prefix import adapter_mark
+import pytest
+
+from engine.prefix import adapter_mark, prompt_marks
 from engine.text.adapter import read_adapter
 from producers.broker.redis import keys as broker_keys
+from producers.contract import keys
 from producers.contract.record import Record
 from producers.store.fleet import adapters
 from tests.engine.adapters.folders import write_adapter
@@ -80,3 +85,31 @@ def test_a_task_goes_to_the_worker_that_has_its_adapter_loaded(rig: Rig, tmp_pat
     rig.until(lambda: rig.redis.hexists(broker_keys.held(first), "room"))
     worker(rig, times=LONG, STUB_ADAPTERS=str(tmp_path))
     assert {runner_of(rig, "other text", model="mine") for _ in range(4)} == {first}
+
+
+@pytest.mark.exhaustive
+def test_conversations_over_real_workers_find_what_one_worker_would_find(rig: Rig) -> None:
+    """Of 12 conversations of four turns, at least nine tenths of the tokens before each turn's question."""
+    for _ in range(3):
+        worker(
+            rig,
+            times=LONG,
+            model="tiny",
+            engine_factory="workers.runtime.worker:load_engine",
+            engine={"threads": 1, "kv_cache_bytes": 1 << 24},
+        )
+    rng, version = random.Random(5), json.loads(rig.store.hget(keys.MODELS, "tiny") or "")["version"]
+    talks: list[list[int]] = [[rng.randrange(10, 200) for _ in range(70)] for _ in range(12)]
+    cached = before = 0
+    for turn in range(4):
+        for talk in talks:
+            known = len(talk) if turn else 0
+            talk += [rng.randrange(10, 200) for _ in range(50)]
+            (task_id,) = rig.submit(1, model="tiny", prompt=talk, max_tokens=6, ignore_eos=True, temperature=0.0)
+            rig.until_settled([task_id])
+            *_, run = Record.parse(task_id, rig.record(task_id)).runs.values()
+            cached, before = cached + run.cached * bool(turn), before + known
+            mark = prompt_marks(talk, 16, salt="", adapter="", version=version)[-1]
+            rig.until(lambda mark=mark, owner=run.owner: rig.redis.hexists(broker_keys.held(owner), mark))
+            talk += [entry[2] for entry in rig.entries(task_id) if isinstance(entry, list)]
+    assert cached >= 0.9 * before, (cached, before)
