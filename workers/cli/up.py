@@ -62,6 +62,7 @@ OF_WORKERS: Final = (
     "engine_process",
     "no_breaker",
     "core_watts",
+    "placement",
     "require_signature",
     "spot_provider",
     "spot_metadata_url",

@@ -58,6 +58,7 @@ def of(monkeypatch: pytest.MonkeyPatch, program: Program) -> WorkerSettings:
 
 SAID = (
     *("--max-worker-deaths", "7", "--max-step-seconds", "45", "--no-breaker", "--core-watts", "4.5"),
+    *("--placement", "prefix"),
     *("--engine-process", "on"),
     *("--spot-provider", "aws", "--spot-metadata-url", "http://imds"),
     *("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--max-non-priority-step-tokens", "32"),
@@ -79,6 +80,7 @@ def test_each_worker_is_told_what_was_said(conducted: Conducted, monkeypatch: py
     for one in workers:
         assert (one.max_deaths, one.step_limit, one.drain, one.core_watts) == (7, 45.0, 5.0, 4.5)
         assert one.engine_process
+        assert one.placement == "prefix"
         assert (one.spot_notice, one.spot_endpoint) == ("aws", "http://imds")
         assert one.engine == {
             "max_num_seqs": 8,

@@ -25,7 +25,7 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         *("--kv-cache-bytes", "1000000"),
         *("--memory-share", "0.5"),
         *("--dtype", "float32", "--quantization", "none", "--deterministic", "--device", "cpu", "--threads", "1"),
-        *("--draft-model", "tiny-draft", "--speculate-tokens", "3", "--no-breaker"),
+        *("--draft-model", "tiny-draft", "--speculate-tokens", "3", "--no-breaker", "--placement", "prefix"),
     )
     engine = {
         "max_num_seqs": 8,
@@ -42,8 +42,23 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         "threads": 1,
     }
     assert settings == WorkerSettings(
-        URL, "redis://127.0.0.1:2/0", "tiny", "w", engine, lease=20.0, drain=5.0, max_deaths=7, breaker=False
+        URL,
+        "redis://127.0.0.1:2/0",
+        "tiny",
+        "w",
+        engine,
+        lease=20.0,
+        drain=5.0,
+        max_deaths=7,
+        breaker=False,
+        placement="prefix",
     )
+
+
+def test_a_placement_that_there_is_not_is_misuse() -> None:
+    result = invoke(*WORKER, "--placement", "random")
+    assert result.exit_code == 2
+    assert "must be prefix or off" in " ".join(result.output.replace("│", " ").split())
 
 
 def test_what_is_not_said_is_the_settings_own_default(monkeypatch: pytest.MonkeyPatch) -> None:
