@@ -122,6 +122,11 @@ class Ring:
             self._unread = unread[start:]
         return records
 
+    @property
+    def unread(self) -> int:
+        """The bytes that were written and not read yet."""
+        return self._words[_TAIL] - self._words[_HEAD]
+
     def names(self) -> Sequence[int] | None:
         """The requests of the steps under way; None if it may be any."""
         at = _SLOTS + self._words[_SLOT] * _SLOT_BYTES

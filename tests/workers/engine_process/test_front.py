@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -90,6 +91,30 @@ def test_adapters_are_loaded_there_and_refused_as_here(begin: Callable[[str], Pr
     assert engine.unload_adapter("small")
     assert not engine.unload_adapter("small")
     assert engine.adapters == {}
+
+
+def test_what_a_process_made_before_it_died_is_delivered_before_it_is_said_to_be_lost(
+    begin: Callable[[str], ProcessEngine],
+) -> None:
+    engine = begin("tests.stub_engine:load")
+    delivered: list[Event | str] = []
+    free = threading.Event()
+
+    def deliver(event: Event) -> None:
+        delivered.append(event)
+        assert free.wait(60)
+
+    engine.on_lost = lambda why, suspects: delivered.append(why)
+    engine.submit(request("long", tokens=4000), deliver)
+    until(lambda: engine._ring.unread > 5_000)  # dozens of steps
+    os.kill(engine.pid, signal.SIGKILL)
+    until(lambda: gone(engine.pid))
+    free.set()
+    until(lambda: isinstance(delivered[-1], str))
+    *events, lost = delivered
+    assert [event.index for event in events if isinstance(event, Event)] == list(range(len(events)))
+    assert len(events) > 20
+    assert "was killed by SIGKILL" in str(lost)
 
 
 def test_without_an_owner_the_requests_of_a_process_that_dies_end_in_an_error(
