@@ -15,22 +15,25 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 from redis.asyncio import Redis
+from redis.exceptions import OutOfMemoryError, WatchError
 
 from producers.admin.dead_letters import letters, purge
 from producers.backup.journal import Journal
 from producers.client.aio import AsyncClient
 from producers.connection.log_throttle import warn_throttled
-from producers.connection.script import Call, aexecute_many, arun, ms, parsed, seconds, text
+from producers.connection.script import Call, aexecute, aexecute_many, arun, ms, parsed, seconds, text
 from producers.contract import keys
 from producers.store import files, task_index
 from producers.store.blobs import Blobs
 from producers.store.fleet import cards
 from producers.store.fleet.routing import Routing
+from producers.store.measurements import KEPT_S
 from producers.store.outbox import Due, backlog, trim, untaken
 from producers.store.protocol import swap
 from producers.store.usage.ledger import BATCH_SIZE, fold, prune, roll
@@ -265,6 +268,27 @@ class Trimmed:
     dead: int = 0
     untaken: int = 0
     """Replies that are dead from now on, since nobody took them."""
+
+
+async def count_outbox(store: Redis) -> None:
+    """Add to `penstock:swept` the webhooks and replies that were delivered, or given up, since the last call of
+    whomever: each once, since the mark moves in the same step. Raises redis.exceptions.RedisError or OSError."""
+    mark = keys.metrics_mark("outbox")
+    now = ms(await aexecute(store, "TIME")) - 1  # more of this millisecond may come
+    async with store.pipeline(transaction=True) as pipe:
+        await pipe.watch(mark)
+        since = await pipe.get(mark)
+        counts = {}
+        if since is not None:
+            for state, index in (("delivered", keys.WEBHOOKS_DELIVERED), ("dead", keys.WEBHOOKS_DEAD)):
+                counts[state] = await pipe.zcount(index, f"({text(since)}", now)
+        pipe.multi()
+        pipe.set(mark, now, ex=KEPT_S)
+        for state, count in counts.items():
+            if count:
+                pipe.hincrby(keys.SWEPT, f"webhooks_{state}", count)
+        with suppress(WatchError, OutOfMemoryError):  # another sweeper has counted them; a full store counts later
+            await pipe.execute()
 
 
 async def trim_outbox(

@@ -77,6 +77,7 @@ from producers.sweeper.retention import (
     USUAL_AGES,
     Ages,
     Stale,
+    count_outbox,
     erase,
     remove_files,
     sum_usage,
@@ -332,6 +333,13 @@ async def _duties(
         done = await trim_outbox(client.store, settings.delivered_kept, settings.dead_kept, settings.untaken)
         return {"removed_webhooks": done.delivered + done.dead, "untaken_replies": done.untaken}
 
+    async def count_ended_webhooks() -> Counts:
+        try:
+            await count_outbox(client.store)
+        except NoPermissionError as error:  # users of the server as an earlier release made them
+            warn_throttled(log, "Webhooks that end are not in the metrics, make the users' file anew: %s", error)
+        return {}
+
     async def end_unserved() -> Counts:
         return {"unserved": await undone.sweep()}
 
@@ -380,7 +388,15 @@ async def _duties(
             windows = {"window": settings.batch_lines, "max_lines": settings.tenant_lines}
             batches = Batches(client, blobs, endpoints, partial(_count, client), **windows)
             group.create_task(batches.run(min(BATCHES_EVERY_S, settings.every)))
-        often: tuple[Duty, ...] = (store_celery_results, pack, returned, end_unserved, models.sweep, add_up)
+        often: tuple[Duty, ...] = (
+            store_celery_results,
+            pack,
+            returned,
+            end_unserved,
+            models.sweep,
+            add_up,
+            count_ended_webhooks,
+        )
         expired_files = partial(_named, "files", partial(remove_files, client.store, blobs))
         removals = (partial(_named, "removed", pools.sweep), partial(_named, "removed", stale.sweep))
         deleted = partial(_named, "erased", partial(erase, client, journal))

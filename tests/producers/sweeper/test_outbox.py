@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
@@ -13,7 +14,7 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.store import outbox as store_outbox
 from producers.sweeper import retention
-from producers.sweeper.retention import Trimmed, trim_outbox
+from producers.sweeper.retention import Trimmed, count_outbox, trim_outbox
 
 
 def rows(valkey: Redis, index: str, count: int, at_ms: int) -> None:
@@ -37,6 +38,35 @@ async def test_what_is_old_goes_and_what_is_due_never(
     left = {name.decode().removeprefix("penstock:webhooks:row:") for name in valkey.keys("penstock:webhooks:row:*")}
     assert left == {name.decode() for name in valkey.zrange(keys.WEBHOOKS_DUE, 0, -1)}
     assert len(left) == 5
+
+
+async def test_what_was_delivered_or_given_up_is_counted_once(valkey: Redis, valkey_url: str) -> None:
+    """However many sweepers count; what had ended before the first one counted is nobody's."""
+
+    def end(index: str, name: str) -> None:
+        seconds, micros = valkey.time()
+        valkey.zadd(index, {name: seconds * 1000 + micros // 1000})
+
+    def counts() -> dict[str, int]:
+        return {name.decode(): int(count) for name, count in valkey.hgetall(keys.SWEPT).items()}
+
+    async with AsyncClient(valkey_url) as client:
+
+        async def count() -> dict[str, int]:
+            await asyncio.sleep(0.003)  # it ended before this millisecond
+            await asyncio.gather(*(count_outbox(client.store) for _ in range(4)))
+            return counts()
+
+        end(keys.WEBHOOKS_DEAD, "before")
+        assert await count() == {}
+        for number in range(3):
+            end(keys.WEBHOOKS_DELIVERED, f"row-{number}")
+        end(keys.WEBHOOKS_DEAD, "lost")
+        assert await count() == {"webhooks_delivered": 3, "webhooks_dead": 1}
+        end(keys.WEBHOOKS_DELIVERED, "lost")
+        valkey.zrem(keys.WEBHOOKS_DEAD, "lost")
+        assert await count() == {"webhooks_delivered": 4, "webhooks_dead": 1}
+        assert await count() == {"webhooks_delivered": 4, "webhooks_dead": 1}
 
 
 async def test_rows_that_nobody_takes_are_told_of_now_and_then(
