@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from producers.client.aio import AsyncClient
-from producers.client.submission import record_fields
+from producers.client.submission import prefix_of, record_fields
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun
 from producers.connection.storage import PRESSED, read_storage
@@ -195,7 +195,9 @@ def _block(batch: Batch, page: Requests, planned: Sequence[PlannedTask | Answer]
         if plan.charge is not None:
             accounts, charge = plan.charge.names, plan.charge.request_json(task, plan.resolved_model.card, tokens)
         entries.append(Entry(behind, name, fields, charge))
-        messages[line] = Message(name, str(fields["queue"]), task.tier, task.width, tokens, batch.tenant, at)
+        prefix = prefix_of(task, plan.resolved_model.card)
+        queue, size = str(fields["queue"]), (task.width, tokens)
+        messages[line] = Message(name, queue, task.tier, *size, batch.tenant, at, prefix=prefix)
     return _Ready(Block(page.first, entries, accounts, spent), messages, worked)
 
 

@@ -133,7 +133,7 @@ def test_each_process_does_its_work_as_its_own_user_and_is_denied_nothing(tmp_pa
     port = free_port()
     kept = ["--journal", str(tmp_path / "journal")]
     commands = {
-        "worker": ["worker", "--model", "tiny", "--device", "cpu"],
+        "worker": ["worker", "--model", "tiny", "--device", "cpu", "--placement", "prefix"],
         "gateway": ["gateway", "--port", str(port), "--webhook-allow", "127.0.0.0/8", "--auth", "keys"],
         "sweeper": ["sweeper", *kept],
         "webhooks": ["webhooks", "run", "--webhook-allow", "127.0.0.0/8"],
