@@ -42,6 +42,8 @@ from workers.cli.up import first_call
 from workers.errors import Refused
 from workers.library import ResolvedModel
 
+#: Four models, each with its worker, are loaded first.
+pytestmark = pytest.mark.timeout(300)
 EXAMPLES = examples_of((Path(__file__).parents[2] / "docs" / "use" / "embeddings.md").read_text("utf-8"))
 #: What an example of each section of the page prints.
 SAYS = {
@@ -444,6 +446,35 @@ def test_coheres_clients_rank_documents(served: Served) -> None:
     assert (told["best"], told["documents"]) == (told["ranked"][:1], [documents[index] for index in order])
     assert told["id"].startswith("rerank-")
     assert "cannot rerank; it can embed" in told["refused"]
+
+
+def test_infinitys_clients_say_what_asks_for_nothing(served: Served) -> None:
+    body = {"model": "embedder", "input": SHORT[:1], "encoding_format": "float", "user": "", "modality": "text"}
+    answer = served.post("/v1/embeddings", **body).json()
+    assert close(answer["data"][0]["embedding"], served.embedder.embed(SHORT[:1])[0])
+    rank = {"model": "reranker", "query": TEXTS[0], "documents": SHORT, "return_documents": False, "raw_scores": False}
+    assert len(served.post("/v1/rerank", **rank, modality="text").json()["results"]) == 3
+    for path, fields, name in (("embeddings", body, "modality"), ("rerank", rank, "raw_scores")):
+        refused = served.post(f"/v1/{path}", **{**fields, name: "image" if name == "modality" else True})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
+@pytest.mark.exhaustive
+def test_litellm_embeds_and_ranks_by_each_provider(served: Served) -> None:
+    told = python("litellm_embeddings_client.py", served.url)
+    texts = ["A penstock feeds a turbine.", "rain"]
+    expected = served.embedder.embed(texts)
+    assert told["vectors"].keys() == {"openai", "infinity", "hosted_vllm"}
+    assert all(close(vectors, expected) for vectors in told["vectors"].values())
+    assert close(told["cut"], served.embedder.embed(texts, dimensions=16))
+    documents = [*texts, "The queue is long."]
+    scores = served.reranker.score([("What feeds a turbine?", document) for document in documents])
+    order = sorted(range(3), key=lambda index: -scores[index])[:2]
+    assert told["ranked"].keys() == {"infinity", "cohere", "hosted_vllm", "jina_ai"}
+    for ranked in told["ranked"].values():
+        assert [index for index, _ in ranked] == order
+        assert [score for _, score in ranked] == pytest.approx([scores[index] for index in order])
+    assert "cannot embed; it can rerank" in told["refused"]
 
 
 def test_langchains_embeddings_are_the_engines(served: Served) -> None:

@@ -60,6 +60,7 @@ _EVERY: Final[dict[str, Any]] = {
     "truncate": {"type": "boolean", "description": "cut texts that are too long"},
     "on_error": {"type": "string", "enum": ["request", "item"], "description": "what a bad text fails"},
     "user": {"type": "string", "description": "taken, and not used"},
+    "modality": {"type": "string", "enum": ["text"], "description": "what infinity's clients say"},
 }
 
 
@@ -166,6 +167,13 @@ def _input(value: Any, name: str) -> Any:
 def _count(value: Any, name: str) -> int:
     if type(value) is not int or not 1 <= value <= MAX_INT32:
         raise InvalidTask(f"{name} is {shown(value)}; it must be an integer from 1 to {MAX_INT32}", param=name)
+    return value
+
+
+def _activated(value: Any, name: str) -> bool:
+    """What infinity's clients say: whether scores are those before the model's activation, which is not offered."""
+    if value is not False:
+        raise InvalidTask(f"{name} is {shown(value)}; it must be false: scores are probabilities", param=name)
     return value
 
 
@@ -278,6 +286,7 @@ _EMBEDDINGS: Final = _schema(
     dimensions={"type": "integer", "minimum": 1, "maximum": MAX_INT32},
     prompt_name={"type": "string", "minLength": 1, "maxLength": 200, "description": "one of the model's prompts"},
 )
+_RAW: Final = {"type": "boolean", "enum": [False], "description": "what infinity's clients say"}
 _RERANK: Final = _schema(
     ["query", "documents"],
     query=_TEXT,
@@ -294,9 +303,10 @@ _RERANK: Final = _schema(
     },
     top_n={"type": "integer", "minimum": 1, "maximum": MAX_INT32},
     return_documents={"type": "boolean"},
+    raw_scores=_RAW,
 )
 _DOCUMENTS: Final = {"query": "query", "input": "documents"}
-_OF_RERANK: Final = {"documents": _documents, "top_n": _count}
+_OF_RERANK: Final = {"documents": _documents, "top_n": _count, "raw_scores": _activated}
 _THRESHOLD: Final = {"type": "number", "minimum": 0, "maximum": 1}
 EMBEDDINGS, RERANK, CLASSIFY, SCORE = "/v1/embeddings", "/v1/rerank", "/v1/classify", "/v1/score"
 TOKEN_CLASSIFY = "/v1/token_classify"  # noqa: S105 (a path)
@@ -316,11 +326,14 @@ ENDPOINTS: Final = {
     CLASSIFY: Endpoint(
         "classify",
         _schema(
-            ["input"], input=_INPUT, threshold=_THRESHOLD | {"description": "list the labels from this probability on"}
+            ["input"],
+            input=_INPUT,
+            threshold=_THRESHOLD | {"description": "list the labels from this probability on"},
+            raw_scores=_RAW,
         ),
         {"input": "input"},
         _classified,
-        {"input": _input},
+        {"input": _input, "raw_scores": _activated},
         entries=_classes,
     ),
     TOKEN_CLASSIFY: Endpoint(
