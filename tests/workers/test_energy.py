@@ -186,10 +186,10 @@ def test_rapl_by_the_part_of_the_processor_time_also_over_the_end_of_its_range(t
 
 def test_a_gpu_has_nvml_a_cpu_rapl_else_what_is_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(tmp_path)
-    monkeypatch.setattr(energy, "RaplMeter", lambda: RaplMeter(tmp_path, tmp_path / "stat"))
+    monkeypatch.setattr(energy, "RaplMeter", lambda **options: RaplMeter(tmp_path, tmp_path / "stat", **options))
     assert isinstance(open_meter("cuda:0", lambda: None, 4.0), NvmlMeter)
     assert isinstance(open_meter("cpu", lambda: None, 4.0), RaplMeter)
-    monkeypatch.setattr(energy, "RaplMeter", lambda: RaplMeter(tmp_path / "none"))
+    monkeypatch.setattr(energy, "RaplMeter", lambda **options: RaplMeter(tmp_path / "none", **options))
     stated = open_meter("cpu", lambda: None, 4.0)
     assert isinstance(stated, StatedMeter)
     readings = [reading for _ in range(2) if (reading := stated.read()) is not None]
