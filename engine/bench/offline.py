@@ -118,13 +118,21 @@ def settings(args: argparse.Namespace, plans: dict[str, list[list[Job]]]) -> Eng
 
 
 def bench_engines(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
-    """Run the workloads. With `--deterministic`, `--speculate` or `--tensor-parallel`, the plain engine runs too, in
-    turns, so that other load on the machine affects both."""
+    """Run the workloads. With `--deterministic`, `--speculate`, `--tensor-parallel` or `--pipeline-parallel`, the plain
+    engine runs too, in turns, so that other load on the machine affects both."""
     plans = workloads(args, vocab_size)
     config = settings(args, plans)
     configs = {"penstock": config}
-    if config.deterministic or config.speculate != "none" or config.tensor_parallel > 1:
-        plain = replace(config, deterministic=False, speculate="none", draft_model=None, tensor_parallel=1)
+    if config.deterministic or config.speculate != "none" or config.ranks > 1:
+        plain = replace(
+            config,
+            deterministic=False,
+            speculate="none",
+            draft_model=None,
+            tensor_parallel=1,
+            pipeline_parallel=1,
+            nodes=1,
+        )
         configs = {"plain": plain, "penstock": config}
     engines: dict[str, Engine] = {}
     results: dict[str, Any] = {}

@@ -70,8 +70,8 @@ def checked(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> a
     args = parser.parse_args(argv)
     if args.peer is not None and (args.load or args.breakdown):
         parser.error("--peer is compared by throughput, and not with --load or --breakdown")
-    if args.breakdown and args.tensor_parallel > 1:
-        parser.error("--breakdown times the parts of one process, and not with --tensor-parallel")
+    if args.breakdown and max(args.tensor_parallel, args.pipeline_parallel) > 1:
+        parser.error("--breakdown times the parts of one process, not with --tensor-parallel or --pipeline-parallel")
     if args.peer is not None and find_spec("transformers") is None:
         parser.error(f"--peer {args.peer} needs transformers, which is not installed")
     return args

@@ -145,9 +145,9 @@ class StagesRunner(RanksRunner):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Any:
-        """Compute the first stage's part of a plan, and send it on. After an exception all links fail."""
+        """Compute the first stage's part of a plan, and send it on. After an exception on the way all links fail."""
+        step = self._prepare(plan)
         try:
-            step = self._prepare(plan)
             self._send(self._lead.adapters_message(step.batch.adapters))
             entering = self._lead.step(step.batch, 0, self._caches)
             first, rows = step.batch.attention[0], len(step.batch.output_rows)

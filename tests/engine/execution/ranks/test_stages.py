@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,11 +16,16 @@ from engine.kernels.native import load_library
 from engine.models import load_model
 from engine.models.registry import check_ranks_of
 from engine.params import SamplingParams
+from engine.plan import ScheduledSeq, StepPlan
 from engine.speculate import Lookup, Speculation
 from tests.engine.adapters.folders import write_adapter
 from tests.engine.adapters.test_native import adapter_of
 from tests.engine.execution.ranks.in_threads import ranks_of
 from tests.engine.execution.ranks.test_parity import ODD_HEADS, SHAPES
+from tests.engine.execution.ranks.test_quantised import SHAPE
+from tests.engine.gguf_files import write_gguf
+from tests.engine.quant.packers import write_quantised
+from tests.engine.quant.test_checkpoints import FORMS, FP8_CONFIGS, _fp8
 from tests.engine.random_models import FAMILIES, VARIANTS, write_model
 from tests.exhaustive import few
 from tests.parity.driver import Driver, greedy, prompts_of
@@ -135,3 +141,46 @@ def test_each_stage_has_its_part_of_an_adapter(tmp_path: Path) -> None:
         assert (
             run(together.driver(), *(together.adapter(tmp_path / name, i) for i, name in enumerate("ab"))) == expected
         )
+
+
+def alike(folder: Path, ranks: int) -> None:
+    """Stages of `ranks` ranks give what one stage of as many gives."""
+    with ranks_of(folder, ranks, stages=1) as alone:
+        expected = answers(alone.driver() if ranks > 1 else Driver(alone.shares[0]))
+    with ranks_of(folder, ranks, stages=2) as together:
+        assert answers(together.driver()) == expected
+
+
+@pytest.mark.parametrize(
+    ("form", "ranks"), few([(form, ranks) for form in [*FORMS, *FP8_CONFIGS] for ranks in (1, 2)], ("awq", 1))
+)
+def test_quantised_checkpoints_in_stages(form: str, ranks: int, tmp_path: Path) -> None:
+    config, pack = FORMS[form] if form in FORMS else (FP8_CONFIGS[form], _fp8(form))
+    write_quantised(tmp_path, config, pack, **SHAPE, num_key_value_heads=4)
+    if "act-order" not in form or ranks == 1:
+        alike(tmp_path / "packed", ranks)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    few([("gqa", "Q8_0"), ("gqa", "F16"), ("gemma3", "Q8_0"), ("qwen2", "Q4_0"), ("phi3", "Q8_0")], ("gemma3", "Q8_0")),
+)
+def test_gguf_files_in_stages(family: str, kind: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", **FAMILIES.get(family, {}) | SHAPE)
+    alike(write_gguf(folder, tmp_path / "m.gguf", kind), 1)
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (1, 2)])
+def test_a_fault_before_a_step_is_sent_costs_no_rank(
+    ranks: int, stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path / "m", tokenizer=False)
+    with ranks_of(folder, ranks, stages) as together:
+        driver = together.driver()
+        driver.add("a", [1, 2, 3], greedy(3))
+        with monkeypatch.context() as patched:
+            patched.setattr(driver.runner._sampling, "gather", Mock(side_effect=RuntimeError("of one request")))
+            with pytest.raises(RuntimeError, match="of one request"):
+                driver.step()
+        plan = StepPlan([ScheduledSeq(seq, 0, 3, True) for seq in driver.scheduler._planner.running], num_tokens=3)
+        assert len(driver.runner.collect(driver.runner.launch(plan))) == 1
