@@ -1,7 +1,9 @@
 """What one FETCH costs with many tenants and a long backlog: `python -m tests.bench.fetch`.
 
 A real Valkey, the real scripts, no worker. A backlog is sorted by tenant, then a worker with room for so many tasks
-fetches and acknowledges, again and again. Times are those of the round trip.
+fetches and acknowledges, again and again. Times are those of the round trip; `server_us` is the server's own processor
+time for a fetch and its acknowledgements, and for a sort. With `--placement prefix` messages have `--marks` marks, of
+which this worker holds those of every second message, and another worker, which has no room, the others'.
 """
 
 from __future__ import annotations
@@ -24,22 +26,34 @@ QUEUE = keys.pool_queue("m", "1", "bench")
 INC = "w.1"
 
 
-def measure(redis: Redis, tenants: int, backlog: int, batch: int, rounds: int) -> dict[str, float]:
+#: Different prefixes.
+PREFIXES = 1000
+
+
+def measure(
+    redis: Redis, tenants: int, backlog: int, batch: int, rounds: int, *, places: bool = False, marks: int = 0
+) -> dict[str, float]:
     redis.flushall()
-    redis.set(keys.lease(INC), "{}")
+    prefixes = [[f"{number * 16 + k:016x}" for k in range(marks)] for number in range(PREFIXES)]
+    for holder, inc in enumerate((INC, "w.2")):
+        redis.set(keys.lease(inc), "{}")
+        for number in range(holder, PREFIXES if places and marks else 0, 2):
+            run(redis, broker.holds(inc, prefixes[number]))
     for start in range(0, backlog, 5000):
         with redis.pipeline(transaction=False) as pipe:
             for number in range(start, min(backlog, start + 5000)):
                 tenant = f"tenant-{number % tenants}" if tenants > 1 else ""
-                message = Message(f"t{number}", QUEUE, "default", 1, 100 + number % 500, tenant)
+                prefix = "".join(prefixes[number % PREFIXES])
+                message = Message(f"t{number}", QUEUE, "default", 1, 100 + number % 500, tenant, prefix=prefix)
                 pipe.lpush(broker_keys.list_of(message), message.envelope())
             pipe.execute()
-    sorting = []
+    sorting, before = [], _used_s(redis)
     while redis.llen(QUEUE):
-        sorting.append(_timed(redis, batch, 0, 0)[0])
+        sorting.append(_timed(redis, batch, 0, 0, places=places)[0])
+    between = _used_s(redis)
     taking, acking = [], []
     for number in range(rounds):
-        seconds, uuids = _timed(redis, batch, 10**6, number + 1)
+        seconds, uuids = _timed(redis, batch, 10**6, number + 1, places=places)
         taking.append(seconds)
         start_s = time.perf_counter()
         run_many(redis, [broker.ack(INC, uuid, "", 80) for uuid in uuids])
@@ -50,10 +64,18 @@ def measure(redis: Redis, tenants: int, backlog: int, batch: int, rounds: int) -
         f"sort_{broker.SORT_LIMIT}_ms_p50": _ms(sorting or [0.0]),
         f"fetch_{batch}_ms_p50": _ms(taking),
         f"ack_{batch}_ms_p50": _ms(acking),
+        "sort_server_us": round((between - before) / max(len(sorting), 1) * 1e6),
+        "fetch_and_ack_server_us": round((_used_s(redis) - between) / rounds * 1e6),
     }
 
 
-def _timed(redis: Redis, batch: int, room: int, number: int) -> tuple[float, list[str]]:
+def _used_s(redis: Redis) -> float:
+    """The server's processor time."""
+    used = redis.info("cpu")
+    return float(used["used_cpu_user"]) + float(used["used_cpu_sys"])
+
+
+def _timed(redis: Redis, batch: int, room: int, number: int, *, places: bool = False) -> tuple[float, list[str]]:
     uuids = [f"u{number}.{k}" for k in range(batch)]
     call = broker.fetch(
         INC,
@@ -64,6 +86,7 @@ def _timed(redis: Redis, batch: int, room: int, number: int) -> tuple[float, lis
         plain_tokens=512,
         ageing_ms=30_000,
         max_redeliveries=5,
+        places=places,
     )
     start = time.perf_counter()
     answer = run(redis, call)
@@ -84,10 +107,15 @@ def main() -> None:
     parser.add_argument("--backlog", type=int, default=100_000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=500)
+    parser.add_argument("--trials", type=int, default=1, help="of each; the least times are those of a quiet machine")
+    parser.add_argument("--placement", choices=("prefix", "off"), default="off")
+    parser.add_argument("--marks", type=int, default=0, help="of each message, at most 16")
     args = parser.parse_args()
     with valkey() as (_, redis):
         for tenants in args.tenants:
-            print(json.dumps(measure(redis, tenants, args.backlog, args.batch, args.rounds)))
+            for _ in range(args.trials):
+                more = {"places": args.placement == "prefix", "marks": args.marks}
+                print(json.dumps(measure(redis, tenants, args.backlog, args.batch, args.rounds, **more)), flush=True)
 
 
 if __name__ == "__main__":
