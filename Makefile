@@ -32,6 +32,7 @@ test: .venv/.collected  ## Run the tests that every push has to pass
 
 test-all: .venv/.collected  ## Run every test: also long histories, all kernels, all mutants, soaks; draws new histories
 	HISTORIES=$${HISTORIES:-1} $(PYTEST)
+	ENGINE_PROCESS=1 $(PYTEST) -m "not exhaustive" tests/workers
 	@$(MAKE) image
 
 REAL := tests/real tests/parity/test_gguf.py

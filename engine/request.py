@@ -97,14 +97,22 @@ class Course:
     """Its part of the time (s) of steps, which is split by the tokens that each sequence had computed."""
     joules: float = 0.0
     """The same part of what the device drew in these steps, where a meter tells its power."""
+    put_off_s: float = 0.0
+    """Seconds in which none of its choices ran, from preemptions until it went on."""
+    put_off_at: float | None = None
+    """When it was preempted last; None once it has gone on."""
 
     def admit(self, now: float, cached_tokens: int) -> None:
         if self.began_at is None:
             self.began_at, self.cached_tokens = now, cached_tokens
+        if self.put_off_at is not None and self.running <= 0:
+            self.put_off_s += now - self.put_off_at
+            self.put_off_at = None
         self.running += 1
 
     def preempt(self, now: float, why: str) -> None:
         self.preemptions += 1
+        self.put_off_at = now
         if len(self.preempted) < REMEMBERED:
             self.preempted.append((now, why))
 

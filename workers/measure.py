@@ -72,6 +72,7 @@ from producers.store.measurements import (
     ENERGY,
     ENGINE_COUNTERS,
     INTER_TOKEN,
+    LOST_TIME,
     PROCESSOR_TIME,
     STEP,
     STEP_SEQUENCES,
@@ -376,6 +377,12 @@ class Increments:
             for (tier, seconds), count in gaps.items():
                 self._tally.observe(INTER_TOKEN, seconds, tier if tier in keys.TIERS else "default", count)
 
+    def on_lost_time(self, seconds: Mapping[str, float]) -> None:
+        """Enter time that a task lost, by cause."""
+        with self._lock:
+            for cause, its in seconds.items():
+                self._tally.add(LOST_TIME, round(1e6 * its), cause)
+
     def send(self, store: Redis) -> None:
         """Add what has come to the store. Raises nothing: what is not acknowledged is sent again next time."""
         with self._sending:
@@ -571,6 +578,14 @@ class Measured:
     def on_end(self, prompt: int, cached: int, generated: int) -> None:
         """A task has ended with so many tokens. One thread."""
         self._tasks.take(prompt, cached, generated)
+
+    def on_lost_time(self, delivery: Delivery) -> None:
+        """A task has ended here. Enter the time that it lost. One thread."""
+        if delivery.record is None:
+            return
+        times = delivery.record.lost_ms(delivery.start, delivery.began)
+        seconds = {cause: ms / 1000 for cause, ms in times.items()} | {"preemption": delivery.course.put_off_s}
+        self.increments.on_lost_time(seconds)
 
     def on_completed(self, delivery: Delivery) -> None:
         """A task has completed. One thread. Tasks that were begun more than once are left out."""

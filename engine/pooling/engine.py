@@ -38,7 +38,7 @@ from engine.text import ModelCard, Tokenizer
 from engine.text.checkpoint import model_version
 from engine.text.config import Config, architectures, read_config
 from engine.text.pooled import PooledTexts, Text
-from engine.text.pooling import ScoreSettings, label_names, purpose, read_pooling, score_activation, several_labels
+from engine.text.pooling import label_names, purpose, read_pooling, score_activation, several_labels
 from engine.text.tokenizer import EncodedText
 
 #: The default of max_num_batched_tokens: enough that products are compute-bound. A text may wait for one such step.
@@ -158,6 +158,16 @@ class PoolingEngine(StepLoop):
         loaded("weights")
         return cls(model, config, folder=folder, version=model_version(folder.resolve()))
 
+    def _token_ids(self, folder: Path, *tokens: int | str | None) -> list[int]:
+        """The ids of those tokens that are given. Raises ModelError."""
+        ids = []
+        for token in (token for token in tokens if token is not None):
+            token_id = self.tokenizer.token_id(token) if isinstance(token, str) and self.tokenizer else token
+            if not isinstance(token_id, int):
+                raise ModelError(f"{folder}: pairs are scored by the token {token!r}, which tokenizer.json lacks")
+            ids.append(token_id)
+        return ids
+
     def _finisher(
         self, folder: Path, model: Encoder | DecoderRows
     ) -> tuple[Callable[[Tensor, Sequence[int], Sequence[AskedText]], list[Sampled]], int]:
@@ -176,7 +186,9 @@ class PoolingEngine(StepLoop):
             return embed, pooler.dimensions
         activation = self._probabilities(folder)
         if isinstance(model, DecoderRows):
-            return partial(_scores, model, self.pooling.score, activation), 1
+            assert self.pooling.score is not None
+            tokens = self._token_ids(folder, self.pooling.score.true_token, self.pooling.score.false_token)
+            return partial(_scores, model, tokens, activation), 1
         assert model.head is not None
         several = several_labels(Config(read_config(folder)))
 
@@ -316,21 +328,18 @@ class PoolingEngine(StepLoop):
 
 def _scores(
     model: DecoderRows,
-    settings: ScoreSettings | None,
+    tokens: Sequence[int],
     activation: Callable[[Tensor], Tensor],
     hidden: Tensor,
     lengths: Sequence[int],
     texts: Sequence[AskedText],
 ) -> list[Sampled]:
-    """The scores of pairs, of the logits after their last tokens."""
-    assert settings is not None
+    """The scores of pairs, of the logits after their last tokens: of the first token, less that of a second one."""
     last = torch.tensor(lengths, device=hidden.device).cumsum(0) - 1
     scores: list[Sampled] = []
     for rows in torch.split(hidden[last], _ROWS_OF_LOGITS):
         logits = model.model.logits(rows).double()
-        score = logits[:, settings.true_token]
-        if settings.false_token is not None:
-            score = score - logits[:, settings.false_token]
+        score = logits[:, tokens[0]] - (logits[:, tokens[1]] if len(tokens) > 1 else 0.0)
         scores += map(numbers, activation(score).unsqueeze(1))
     return scores
 

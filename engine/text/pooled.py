@@ -81,6 +81,36 @@ class PairTemplate:
         return common
 
 
+class WrittenPairs:
+    """Pairs with texts around them, as the first code for Qwen3-Reranker has them: what stands before the pair, the
+    pair and what stands after it become tokens each by itself, and only the pair is cut."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer | None, around: tuple[str, str, str, str]) -> None:
+        """Raises ModelError for a folder without a tokenizer."""
+        if tokenizer is None:
+            raise ModelError(f"{folder}: pairs are texts, and it has no tokenizer.json")
+        self._tokenizer, (first, self._before, self._between, last) = tokenizer, around
+        self._first, self._last = (tokenizer.encode(text, add_special_tokens=False) for text in (first, last))
+
+    def encode(self, query: str, document: str, limit: int | None = None) -> EncodedText:
+        """See PairTemplate.encode."""
+        pair = self._tokenizer.encode(f"{self._before}{query}{self._between}{document}", add_special_tokens=False)
+        around = len(self._first) + len(self._last)
+        whole = len(pair) + around
+        if limit is not None:
+            pair = pair[: max(0, limit - around)]
+        return EncodedText([*self._first, *pair, *self._last][:limit], None, whole)
+
+    def close(self) -> None:
+        """Nothing: there is no process."""
+
+
+def _pairs(folder: Path, tokenizer: Tokenizer | None, score: ScoreSettings) -> PairTemplate | WrittenPairs:
+    if score.around is None:
+        return PairTemplate(folder, tokenizer, score)
+    return WrittenPairs(folder, tokenizer, score.around)
+
+
 class PooledTexts:
     """Thread-safe. Close it after use."""
 
@@ -101,7 +131,7 @@ class PooledTexts:
         self._settings = settings
         self._max_model_len = max_model_len
         self.vocab_size = vocab_size
-        self._pairs = None if settings.score is None else PairTemplate(folder, tokenizer, settings.score)
+        self._pairs = None if settings.score is None else _pairs(folder, tokenizer, settings.score)
 
     def text_before(self, name: str | None) -> str:
         """See PoolingSettings."""

@@ -7,6 +7,7 @@ layers, a normalisation. A folder without it makes vectors as Sentence-Transform
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,17 @@ _MOST_MODULES: Final = 16
 _MOST_LABELS: Final = 10_000
 _MOST_PROMPTS: Final = 100
 _LONGEST_TEXT: Final = 4096
+#: The README of a Qwen3-Reranker, and what its published code writes around a query and a document, without an
+#: instruction of the user's own; and the most tokens that it takes.
+_IS_RERANKER: Final = re.compile(rb"---\s.*^pipeline_tag: *text-ranking\s.*^---\s.*^# *Qwen3-Reranker\b", re.M | re.S)
+_AROUND_PAIRS: Final = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
+    "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n<Query>: ",
+    "\n<Document>: ",
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+)
+_PUBLISHED_LENGTH: Final = 8192
 #: The largest file of a module's settings, in bytes.
 _LONGEST: Final = 1 << 20
 #: Beginnings of the names of architectures whose positions are counted from after the padding's.
@@ -74,11 +86,14 @@ class DenseSettings:
 @dataclass(frozen=True, slots=True)
 class ScoreSettings:
     """A pair's score, of a decoder's logits after its last token: that of `true_token`, less that of `false_token` if
-    there is one. Pairs are written by the chat template, with the roles `query` and `document`."""
+    there is one. Tokens are ids, or spellings of the vocabulary."""
 
-    true_token: int
-    false_token: int | None
+    true_token: int | str
+    false_token: int | str | None
     add_generation_prompt: bool
+    around: tuple[str, str, str, str] | None = None
+    """What is written at first, before a query, between it and the document, and after that. None: the chat template
+    writes pairs, with the roles `query` and `document`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +135,7 @@ class PoolingSettings:
         """Read the settings of a folder. `values`: its config.json. Raises ModelError naming what is not supported."""
         modules = _modules(folder)
         about = _file(folder, "config_sentence_transformers.json")
-        score = _score(folder, modules)
+        score = _score(folder, modules) or _published(folder, values)
         if score is not None:
             modules = modules[:1]
         pooling: tuple[str, ...] = ("mean",)
@@ -153,7 +168,7 @@ class PoolingSettings:
             prompts,
             default,
             include_prompt,
-            _max_length(folder),
+            _max_length(folder) if score is None or score.around is None else _PUBLISHED_LENGTH,
             _matryoshka(Config(values)),
             score,
         )
@@ -172,6 +187,8 @@ def purpose(folder: Path, values: Mapping[str, Any]) -> Purpose:
         return "token_classify"
     if _listed(folder) is not None:
         return "embed" if _score(folder, _modules(folder)) is None else "rerank"
+    if _published(folder, values) is not None:
+        return "rerank"
     return "embed" if names and names[0].endswith(_HEADLESS) else "generate"
 
 
@@ -285,6 +302,17 @@ def _score(folder: Path, modules: list[tuple[str, str]]) -> ScoreSettings | None
     template = options.get("chat_template") if isinstance(options, dict) else None
     generates = Config(template if isinstance(template, dict) else {}).flag("add_generation_prompt")
     return ScoreSettings(config.integer("true_token_id", low=0), false_token, generates)
+
+
+def _published(folder: Path, values: Mapping[str, Any]) -> ScoreSettings | None:
+    """The settings of a Qwen3-Reranker as it was published first (arXiv 2506.05176), whose files are those of a model
+    that generates: its README alone says what it is. None for another folder."""
+    if architectures(values)[:1] != ["Qwen3ForCausalLM"] or _listed(folder) is not None:
+        return None
+    readme = _bytes(folder, "README.md")
+    if readme is None or not _IS_RERANKER.match(readme):
+        return None
+    return ScoreSettings("yes", "no", False, _AROUND_PAIRS)
 
 
 def _pooling(settings: Mapping[str, Any]) -> tuple[str, ...]:

@@ -181,6 +181,11 @@ class Tokenizer:
         token: str | None = self._backend.id_to_token(token_id)
         return token
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by the vocabulary's spelling. None for an unknown one."""
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token, also of special ones; b"" for an unknown id. They may be part of a character."""
         return self._spell(token_id)

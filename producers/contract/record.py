@@ -305,6 +305,23 @@ class Record:
         """What devices drew for it, as far as its workers measured and wrote it; None if none did."""
         return sum(run.energy_uj for run in self.runs.values()) / 1e6 or None
 
+    def lost_ms(self, start: int, began: int) -> dict[str, int]:
+        """Time (ms) from the last that was noted of each earlier start to the next one's claim: under `failover` where
+        its worker died, else under `handover`. `start`, `began`: the number and the claim of the present one."""
+        lost: Any = None
+        with suppress(BrokenRecord):
+            lost = self.json("lost")
+        died = (
+            {entry.get("start") for entry in lost or () if isinstance(entry, dict)} if isinstance(lost, list) else set()
+        )
+        runs = {number: run for number, run in self.runs.items() if number < start}
+        claims = [*(run.began for run in runs.values()), began][1:]
+        times = {"failover": 0, "handover": 0}
+        for (number, run), claim in zip(runs.items(), claims, strict=True):
+            last = max(run.began, run.step or 0, run.last or 0, *(at for _, at in run.marks))
+            times["failover" if number in died else "handover"] += max(0, claim - last)
+        return times
+
     @property
     def last_token(self) -> int | None:
         """Time of its last token, ms, as far as its workers wrote it: a worker does at the end of its start."""

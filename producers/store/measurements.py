@@ -123,6 +123,10 @@ WORKER_TIME: Final = "model_worker_us"
 WORKER_STATES: Final = ("busy", "idle", "starting")
 #: The counter of what workers' devices drew (microjoules), by the same states, where they have a meter.
 ENERGY: Final = "model_energy_uj"
+#: The counter of time that tasks lost (microseconds), by cause: put off in an engine for others; from the last sign of
+#: a worker that died, or gave the task back, until another one had it.
+LOST_TIME: Final = "model_lost_us"
+LOST_CAUSES: Final = ("preemption", "failover", "handover")
 #: The counter of workers' processor time (microseconds), of all threads of their processes.
 PROCESSOR_TIME: Final = "model_processor_us"
 #: (name, help, statistic of a worker's engine): counters that workers add to.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,75 @@ def write_pair_scorer(folder: Path) -> Any:
     truth = CrossEncoder(modules=[decoder, LogitScore(50, 60)], device="cpu")
     truth.save_pretrained(str(folder))
     return truth
+
+
+#: The beginning of the published README.
+RERANKERS_README = """---
+license: apache-2.0
+base_model:
+- Qwen/Qwen3-0.6B-Base
+library_name: transformers
+pipeline_tag: text-ranking
+---
+# Qwen3-Reranker-0.6B
+
+"""
+
+
+def write_published_reranker(folder: Path) -> Callable[..., list[float]]:
+    """Write a small Qwen3-Reranker without modules.json. Returns its published code: the scores of pairs, of at most so
+    many tokens."""
+    import torch
+    import transformers
+    from tokenizers import AddedToken, decoders, pre_tokenizers
+
+    marks = ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator([*TEXTS * 3, "yes no " * 20, "yes", "no"] * 2, trainer)
+    backend.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, padding_side="left")
+    config = transformers.Qwen3Config(
+        vocab_size=440,
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=80,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(config).float().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, float(parameter.dim() == 1), 0.15)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "README.md").write_text(RERANKERS_README)
+    prefix = (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    )
+    suffix = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    first, last = (tokenizer.encode(text, add_special_tokens=False) for text in (prefix, suffix))
+    yes, no = tokenizer.convert_tokens_to_ids("yes"), tokenizer.convert_tokens_to_ids("no")
+    instruction = "Given a web search query, retrieve relevant passages that answer the query"
+
+    def scores(pairs: Sequence[tuple[str, str]], longest: int = 512) -> list[float]:
+        texts = [f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}" for query, document in pairs]
+        room = longest - len(first) - len(last)
+        told = []
+        for ids in tokenizer(texts, padding=False, truncation="longest_first", max_length=room)["input_ids"]:
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([[*first, *ids, *last]])).logits[0, -1]
+            told.append(torch.log_softmax(logits[[no, yes]], 0)[1].exp().item())
+        return told
+
+    return scores
 
 
 def write_sentence_folder(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ import typer
 
 from workers.cli import routing
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure, needs
-from workers.cli.options import ENGINE, Json, takes
+from workers.cli.options import ENGINE, Broker, DataDir, Json, Store, takes
+from workers.cli.servers import addresses
 from workers.cli.terminal import aligned, note, say
 
 if TYPE_CHECKING:
@@ -25,6 +27,10 @@ app = routing.app
 #: Bytes of a file of prompts, and prompts of it that are generated from.
 MAX_PROMPTS_BYTES: Final = 64 << 20
 GENERATED: Final = 16
+#: Tasks that are replayed at most, and pages of 100 of the store's list that are read for them.
+MAX_REPLAYED, MAX_PAGES = 10_000, 200
+#: Bytes of a line of an evaluation that are read at once.
+MAX_LINE: Final = 1 << 16
 #: Tokens of a prompt that are compared, and of an output.
 MAX_PROMPT: Final = 1024
 OUTPUT: Final = 32
@@ -141,8 +147,32 @@ def compare(
     second: Second,
     *,
     prompts: Annotated[
-        Path, typer.Option(metavar="FILE", help="A prompt a line: text, or JSON with `prompt`. The first 64 MiB.")
-    ],
+        Path | None,
+        typer.Option(metavar="FILE", help="A prompt a line: text, or JSON with `prompt`. The first 64 MiB."),
+    ] = None,
+    replay: Annotated[
+        int | None,
+        typer.Option(
+            "--replay",
+            metavar="N",
+            min=1,
+            max=MAX_REPLAYED,
+            help="The prompts of A's last N tasks in a system's store.",
+        ),
+    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="With --replay: tasks of this tenant alone.")] = None,
+    evaluate: Annotated[
+        str | None,
+        typer.Option(
+            "--evaluate",
+            metavar="COMMAND",
+            help="Run it for each model, with PENSTOCK_FOLDER: a status but 0 is a failure, a number in the last line "
+            "a score.",
+        ),
+    ] = None,
+    max_score_drop: Annotated[
+        float | None, typer.Option(help="With --evaluate: most that B's score may be below A's.")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=2, max=1 << 20, help="Most tokens of prompts to compare.")] = 16384,
     max_divergence: Annotated[
         float | None, typer.Option(help="Most KL(A || B) of the next token, in nats, on average.")
@@ -159,24 +189,50 @@ def compare(
     min_speed: Annotated[
         float | None, typer.Option(help="Least speed of B by that of A. It is the time on this machine, as it is.")
     ] = None,
+    price: Annotated[
+        float | None,
+        typer.Option("--price", min=0, help="What an hour of this machine costs: shows what a million tokens cost."),
+    ] = None,
+    broker: Broker = None,
+    store: Store = None,
+    data_dir: DataDir = None,
     as_json: Json = False,
     engine: dict[str, Any],
 ) -> None:
-    """Compare two models on prompts, without a system: how far their next tokens diverge, perplexity, outputs, speed.
+    """Compare two models on prompts: how far their next tokens diverge, perplexity, outputs, speed.
 
-    Both must make the same token ids of the prompts. Exit status 1: B is worse than one of the bounds allows.
+    Both must make the same token ids of the prompts. Without --replay it needs no system. Exit status 1: B is worse
+    than one of the bounds allows, or --evaluate fails for it.
     """
     with needs("worker"):
         from engine.errors import EngineError
         from workers.library import find_model, verify
-    texts = _prompts(prompts)
+    if prompts is not None and replay is not None:
+        raise Failure("--prompts and --replay both give prompts: leave one out")
+    if prompts is None and replay is None and evaluate is None:
+        raise Failure("nothing to compare by: give --prompts FILE, --replay N, or --evaluate COMMAND")
+    for name, value, needed in (("--tenant", tenant, replay), ("--max-score-drop", max_score_drop, evaluate)):
+        if value is not None and needed is None:
+            raise Failure(f"{name} is for {'--replay' if name == '--tenant' else '--evaluate'}, which is not given")
     models = [find_model(reference, note) for reference in (first, second)]
+    report: dict[str, Any] = {}
     try:
         for model in models:
             verify(model.folder)
-        report = _report([model.folder for model in models], texts, tokens, **engine)
+        texts = None if prompts is None else _prompts(prompts)
+        if replay is not None:
+            texts = _replayed(models[0].name, models[0].folder, replay, tenant, addresses(broker, store, data_dir))
+        if texts is not None:
+            report = _report([model.folder for model in models], texts, tokens, **engine)
     except EngineError as error:
         raise Failure(str(error)) from error
+    if report and price is not None:
+        report["cost_per_million_tokens"] = [
+            price / 3600 * 1e6 / max(speed, 1e-9) for speed in report["tokens_per_second"]
+        ]
+    given = (max_divergence, max_perplexity_increase, min_agreement, min_same, min_speed)
+    if not report and any(bound is not None for bound in given):
+        raise Failure("bounds of outputs are given, and no prompts: give --prompts FILE or --replay N")
     bounds = {
         "divergence": (max_divergence, 1),
         "perplexity_increase": (max_perplexity_increase, 1),
@@ -189,6 +245,9 @@ def compare(
         for name, (bound, sign) in bounds.items()
         if bound is not None and not sign * report[name] <= sign * bound
     ]
+    if evaluate is not None:
+        report["scores"] = scores = [_score(evaluate, model) for model in models]
+        report["failed"] += _worse(scores, max_score_drop)
     if as_json:
         typer.echo(json.dumps(report))
     else:
@@ -198,7 +257,95 @@ def compare(
         raise Failure("; ".join(report["failed"]), Exit.TASK_FAILED)
 
 
-def _prompts(file: Path) -> list[str]:
+def _score(command: str, model: Any) -> tuple[int, float | None]:
+    """The exit status of an evaluation of a model, and the number in the last line that it has written."""
+    import os
+    import subprocess
+
+    env = {**os.environ, "PENSTOCK_FOLDER": str(model.folder), "PENSTOCK_MODEL": model.name}
+    last = ""
+    note(f"{model.name}: {command}")
+    with subprocess.Popen(["/bin/sh", "-c", command], env=env, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        while line := process.stdout.readline(MAX_LINE):
+            if text := line.decode("utf-8", "replace").strip():
+                note(last := text)
+    try:
+        number = float(last)
+    except ValueError:
+        number = math.nan
+    return process.returncode, number if math.isfinite(number) else None
+
+
+def _worse(scores: Sequence[tuple[int, float | None]], max_drop: float | None) -> list[str]:
+    """Why the second model does not pass its evaluation. Raises Failure where the first one's cannot be compared."""
+    (status, score), (other_status, other) = scores
+    if other_status:
+        return [f"the evaluation of B ended with status {other_status}"]
+    if max_drop is None:
+        return []
+    if status or score is None or other is None:
+        raise Failure(
+            f"--max-score-drop compares the numbers in the last lines of both evaluations: A's has status {status} and "
+            f"{score}, B's {other}"
+        )
+    return [] if score - other <= max_drop else [f"the score is {other:g}, and A's {score:g}: the most is {max_drop:g}"]
+
+
+def _replayed(model: str, folder: Path, count: int, tenant: str | None, urls: tuple[str, str]) -> list[str | list[int]]:
+    """The prompts of a model's last tasks that generate, as far as they are kept, and fit its tokenizer; shadow copies
+    and lines of batches are none. Raises Failure."""
+    from redis.exceptions import RedisError
+
+    from engine.text import ModelCard
+    from producers import Client
+    from producers.client.submission import encoding_of_card
+    from producers.connection.script import parsed, text
+    from producers.connection.trouble import error_text
+    from producers.contract import keys
+    from producers.errors import PenstockError
+
+    encoding = encoding_of_card(json.loads(ModelCard.from_folder(folder).to_json()))
+    prompts: list[str | list[int]] = []
+    passed, size, after = 0, 0, None
+    try:
+        with Client(*urls) as client, _connected(urls[1]) as records:
+            for _ in range(MAX_PAGES):
+                page = client.tasks.list(kind="all", model=model, tenant=tenant, limit=100, after=after)
+                with records.pipeline(transaction=False) as pipe:
+                    for task in page:
+                        pipe.hmget(keys.task(task.id), "task", "encoding")
+                    rows = pipe.execute()
+                for raw, made_by in rows:
+                    prompt = parsed(raw).get("prompt")
+                    if isinstance(prompt, list) and text(made_by or "") != encoding:
+                        prompt = None
+                    if not prompt:
+                        passed += 1
+                        continue
+                    size += len(prompt) * (4 if isinstance(prompt, list) else 1)
+                    prompts.append(prompt)
+                    if len(prompts) == count or size > MAX_PROMPTS_BYTES:
+                        break
+                after = page.next
+                if after is None or len(prompts) == count or size > MAX_PROMPTS_BYTES:
+                    break
+    except (PenstockError, RedisError, OSError) as error:
+        raise Failure(f"--replay: the tasks cannot be read: {error_text(error)}") from error
+    if passed:
+        note(f"--replay: {passed} tasks are passed over: no prompt is kept of them, or one of another tokenizer")
+    if not prompts:
+        raise Failure(f"--replay: the store keeps no prompt of a task of {model}" + (f" of {tenant}" if tenant else ""))
+    return prompts
+
+
+def _connected(store: str) -> Any:
+    from workers.connect import connect
+
+    return connect(store)
+
+
+def _prompts(file: Path) -> list[str | list[int]]:
     """The prompts of a file. Raises Failure."""
     from producers.connection.script import parsed
 
@@ -207,7 +354,7 @@ def _prompts(file: Path) -> list[str]:
             lines = opened.read(MAX_PROMPTS_BYTES).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise Failure(f"--prompts: {file} cannot be read as UTF-8 text: {error}") from error
-    texts = []
+    texts: list[str | list[int]] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -224,7 +371,7 @@ def _prompts(file: Path) -> list[str]:
 
 def _report(
     folders: Sequence[Path],
-    texts: Sequence[str],
+    texts: Sequence[str | list[int]],
     tokens: int,
     device: str | None = None,
     threads: int | None = None,
@@ -258,16 +405,29 @@ def _report(
 
 
 def _windows(
-    tokenizers: Sequence[Tokenizer], cards: Sequence[ModelCard], texts: Sequence[str], tokens: int
+    tokenizers: Sequence[Tokenizer], cards: Sequence[ModelCard], texts: Sequence[str | list[int]], tokens: int
 ) -> list[list[int]]:
-    """The prompts' token ids. Raises Failure where the models make different ones."""
+    """The prompts' token ids; those that are given as such are the first model's. Raises Failure where the models make
+    different ones."""
+    from producers.client.submission import ENCODING_FILES
+
+    if any(isinstance(prompt, list) for prompt in texts):
+        files = [{name: card.files.get(name) for name in ENCODING_FILES} for card in cards]
+        if files[0] != files[1]:
+            raise Failure(
+                f"the tasks' prompts are kept as token ids of {cards[0].name}, and {cards[1].name} has another "
+                "tokenizer or chat template: give --prompts FILE"
+            )
     if cards[0].vocab_size != cards[1].vocab_size:
         sizes = " and ".join(f"{card.name} has {card.vocab_size:,} tokens" for card in cards)
         raise Failure(f"{sizes}: models with different vocabularies cannot be compared token by token")
     longest = min(MAX_PROMPT, *(card.context_length - OUTPUT for card in cards))
     windows: list[list[int]] = []
     for number, prompt in enumerate(texts, 1):
-        ids, others = (tokenizer.encode(prompt)[:longest] for tokenizer in tokenizers)
+        if isinstance(prompt, list):
+            ids = others = prompt[:longest]
+        else:
+            ids, others = (tokenizer.encode(prompt)[:longest] for tokenizer in tokenizers)
         if ids != others:
             names = " and ".join(card.name for card in cards)
             raise Failure(f"{names} make different token ids of prompt {number}: nothing could be compared")
@@ -306,6 +466,16 @@ def _generated(
 
 
 def _lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    evaluated = [
+        ("evaluation", f"{name}: status {status}" + ("" if score is None else f", score {score:g}"))
+        for name, (status, score) in zip("AB", report.get("scores", ()), strict=False)
+    ]
+    if "models" not in report:
+        return evaluated
+    costs = report.get("cost_per_million_tokens", ())
+    evaluated += (
+        [("cost", "{:.4g} a million output tokens, of the first {:.4g}".format(*reversed(costs)))] if costs else []
+    )
     one, other = report["models"]
     speeds = report["tokens_per_second"]
     return [
@@ -320,4 +490,5 @@ def _lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("agreement", f"{report['agreement']:.2%} of the likeliest tokens are the same"),
         ("outputs", f"{report['same']:.2%} of the tokens come before the first difference"),
         ("speed", f"{speeds[1]:,.0f} tokens a second, of the first {speeds[0]:,.0f} ({report['speed']:.2f} times)"),
+        *evaluated,
     ]

@@ -200,7 +200,7 @@ class ProcessEngine:
             number = self._numbers[request.id] = next(self._next)
             shared_id = request.id if on_event == self._listener else None
             self._tickets[number] = _Ticket(request, on_event, shared_id)
-        self._call("submit", number, request)
+            self._call("submit", number, request)  # here, so that no abort goes before it
 
     def share(self, on_event: Callable[[Event], None], on_tokens: Callable[[Tokens], None]) -> None:
         """Let `on_tokens` have the plain tokens of all requests that are submitted with this `on_event` from now on,
@@ -214,7 +214,7 @@ class ProcessEngine:
             if number is None:
                 return False
             del self._tickets[number]
-        self._call("abort", number, request_id)
+            self._call("abort", number, request_id)
         return True
 
     def stats(self) -> SimpleNamespace:

@@ -557,6 +557,7 @@ class Publisher(threading.Thread):
         delivery = end.delivery
         self._deliveries.end(delivery)
         self._measured.on_end(delivery.prompt_tokens, delivery.cached_tokens, delivery.generated)
+        self._measured.on_lost_time(delivery)
         if status == "completed":
             self._breaker.completed()
             self._measured.on_completed(delivery)

@@ -467,6 +467,9 @@ class Admission:
         principal = principal_of(request)
         check_may_use(principal, tasks[0])
         resolved = await resolve(request, self._client, tasks[0])
+        # By its own name: a model's may have a colon, and another's behind it.
+        if principal.models and resolved.card["name"] not in principal.models:
+            raise _not_allowed(tasks[0].model)
         max_waiting = self._room(request).bounds.of(tasks[0].tier)
         count = sum(len(task.chunks(resolved.card)) for task in tasks)
         if max_waiting and count > max_waiting:  # a retry would not help
@@ -553,9 +556,7 @@ def check_may_use(principal: Principal, task: Task, tier: str = "service_tier") 
     """Raise Problem if the caller may not submit a request's tasks, all of one model and tier. `tier`: the parameter
     that names the tier."""
     if not principal.may_use(task.model):
-        raise Problem(
-            403, f"This key may not use the model {shown(task.model)}.", code="model_not_allowed", param="model"
-        )
+        raise _not_allowed(task.model)
     if not principal.may_use(task.model, [task.tier]):
         raise Problem(
             403,
@@ -563,6 +564,10 @@ def check_may_use(principal: Principal, task: Task, tier: str = "service_tier") 
             code="tier_not_allowed",
             param=tier,
         )
+
+
+def _not_allowed(model: str) -> Problem:
+    return Problem(403, f"This key may not use the model {shown(model)}.", code="model_not_allowed", param="model")
 
 
 class Destinations:

@@ -87,7 +87,8 @@ PARAMETERS: Final = Parameters(
         name: nothing
         for name, nothing in NOT_OFFERED.items()
         if name not in TOOL_PARAMETERS and name not in REASONING_PARAMETERS
-    },
+    }
+    | {"echo": (False,), "add_special_tokens": (False,)},
 )
 #: Template variables that `chat_template_kwargs` may not set: other parameters do.
 RESERVED_VARIABLES: Final = (

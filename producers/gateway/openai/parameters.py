@@ -63,6 +63,7 @@ HINTS: Final[dict[str, type]] = {
     "prompt_cache_retention": str,
     "prompt_cache_options": dict,
     "guided_decoding_backend": str,
+    "request_id": str,
 }
 _KINDS: Final[Mapping[type, str]] = {str: "string", dict: "object"}
 #: Unsupported parameter -> its values that request nothing, which are accepted.
@@ -86,11 +87,26 @@ NOT_OFFERED: Final[dict[str, tuple[Any, ...]]] = {
     "spaces_between_special_tokens": (True, False),
     "cache_salt": (),
     "guided_whitespace_pattern": (),
+    "priority": (0,),
+    "truncate_prompt_tokens": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "logits_processors": ([],),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "prompt_embeds": (),
+    "kv_transfer_params": ({},),
+    "vllm_xargs": ({},),
 }
 #: Why a parameter is not offered, where another does what it is for.
 _INSTEAD: Final = {
     "cache_salt": "which is not offered here: cached prompts are kept apart by tenant, so let the header "
     "Penstock-Tenant or the API key name another one",
+    "priority": "which is not offered here: service_tier says how urgent a request is",
+    "truncate_prompt_tokens": "which is not offered here: shorten the prompt, or its tokens, before it is sent",
+    "return_token_ids": "which is not offered here: /v1/tasks has the token ids of its outputs",
+    "return_tokens_as_token_ids": "which is not offered here: /v1/tasks has the token ids of its outputs",
+    "documents": "which is not offered here: put their text into a message",
     "guided_whitespace_pattern": "which is not offered here: white space in JSON ends by itself; a grammar has its own",
 }
 #: Why a parameter is not offered, where nothing else does what it is for.

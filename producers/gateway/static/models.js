@@ -151,7 +151,7 @@ function changes(model, now, pools, rollouts, ctx) {
     fields: [field("Rule", (id) => h("select", { id, name: "rule" }, now.rules.map((each, i) => h("option", { value: String(i) }, `${ruleText(each)} → ${plain(each.to)}`))))],
     run: async (form) => `It has ${(await send({ rules: now.rules.filter((_, i) => String(i) !== form.get("rule")).map(bare) })).rules.length} rules now.`,
   });
-  return h("div", { class: "actions" }, moving(rollouts, model.id) ? null : starting(model, targets, now, ctx), button("Change an alias", alias), targets.length ? [button("Change the split", split), button("Add a rule", rule)] : null, now.rules.length ? button("Remove a rule", unrule) : null, targets.length ? button("Change the default", toDefault) : null);
+  return h("div", { class: "actions" }, moving(rollouts, model.id) ? null : starting(model, targets, now, ctx), button("Change an alias", alias), targets.length ? [button("Change the split", split), button("Add a rule", rule)] : null, targets.length ? button("Change the default", toDefault) : null, now.rules.length ? button("Remove a rule", unrule) : null);
 }
 
 const ruleText = (rule) => plain(rule.tenant ? `tenant ${rule.tenant}` : rule.tier ? `tier ${rule.tier}` : rule.header);

@@ -75,7 +75,8 @@ export function copyable(text, label = "Copy") {
   return h("div", { class: "code" }, h("pre", { tabindex: "0" }, text), h("button", { type: "button", class: "quiet", on: { click: copy } }, label));
 }
 
-export const button = (text, act, kind = "") => h("button", { type: "button", class: kind, on: { click: act } }, text);
+// Its text is its key: a button that goes or comes beside it does not become another under a finger.
+export const button = (text, act, kind = "") => h("button", { type: "button", class: kind, "data-key": text, on: { click: act } }, text);
 // A choice among few, as links that keep the rest of the query.
 export const tabs = (hash, query, field, choices, chosen, label) =>
   h("nav", { class: "tabs", "aria-label": label }, choices.map(([value, text]) => {

@@ -180,8 +180,10 @@ class Principal:
         return self.sees_all or tenant == self.tenant
 
     def may_use(self, model: str, tiers: Sequence[str] = ()) -> bool:
-        """Whether it may use this model, and each of these tiers."""
-        return (not self.models or model in self.models) and (not self.tiers or {*tiers} <= {*self.tiers})
+        """Whether it may use this model, and each of these tiers. `model`: a name; an adapter's may follow its base's,
+        BASE:NAME."""
+        named = {model, model.rpartition(":")[2]}
+        return (not self.models or not named.isdisjoint(self.models)) and (not self.tiers or {*tiers} <= {*self.tiers})
 
     def to_json(self) -> str:
         """All but its scopes, to be kept beside work that is done later."""

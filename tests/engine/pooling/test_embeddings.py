@@ -18,6 +18,7 @@ from tests.engine.sentence_folders import (
     TEXTS,
     write_encoder_with_tokenizer,
     write_pair_scorer,
+    write_published_reranker,
     write_sentence_folder,
 )
 from tests.exhaustive import few
@@ -123,6 +124,23 @@ def test_a_decoder_scores_pairs_by_the_logits_of_two_tokens(tmp_path: Path) -> N
         cut = engine.texts.encoded(long[0], True, long[1]).ids
         assert len(cut) == 96
         assert engine.tokenizer.decode(cut).endswith("the queue is long few")
+
+
+@BUILT
+def test_qwens_reranker_as_it_was_published_first(tmp_path: Path) -> None:
+    """Its files are a generator's but for the README; scores are those of the code there."""
+    scored = write_published_reranker(tmp_path / "model")
+    pairs = [(query, document) for query in TEXTS[:2] for document in TEXTS[:4]]
+    with PoolingEngine.load(tmp_path / "model", EngineConfig(dtype="float32", deterministic=True)) as engine:
+        assert ModelCard.from_folder(tmp_path / "model").capabilities == ("rerank",)
+        np.testing.assert_allclose(engine.score(pairs), scored(pairs), atol=1e-5)
+        long = (TEXTS[0], "rain " * 600)
+        with pytest.raises(RequestError, match="the model takes 512"):
+            engine.score([long])
+        np.testing.assert_allclose(engine.score([long], truncate=True), scored([long], 512), atol=1e-5)
+    readme = tmp_path / "model" / "README.md"
+    readme.write_text(readme.read_text().replace("# Qwen3-Reranker", "# Another"))
+    assert ModelCard.from_folder(tmp_path / "model").capabilities == ("generate",)
 
 
 def test_bf16_is_close_to_fp32(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ from producers.gateway.fair_share import FairShare
 from producers.store.access import api_keys
 from producers.store.access.api_keys import SCOPES, Key, Limits
 from producers.store.access.audit import Change
+from producers.store.fleet.adapters import StoredAdapter
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door, Make, Open, until
 
@@ -222,6 +224,22 @@ def test_a_key_is_for_its_models_and_tiers(http: httpx.Client, make: Make, model
     for path, field in (("/v1/tasks", "tier"), ("/v1/completions", "service_tier")):
         asked = {"model": model, "prompt": "def f", field: "priority"}
         assert http.post(path, json=asked, headers=as_caller(flex)).json()["error"]["param"] == field
+
+
+def test_a_key_for_an_adapter_may_name_it_with_its_base(
+    http: httpx.Client, make: Make, model: str, valkey: Redis
+) -> None:
+    mine = StoredAdapter("mine", model, "0123456789ab", 8, 1, 0)
+    valkey.hset(keys.ADAPTERS, "mine", json.dumps(asdict(mine)))
+    card = json.loads(valkey.hget(keys.MODELS, model) or "")
+    valkey.hset(keys.MODELS, "other:mine", json.dumps({**card, "name": "other:mine"}))
+    headers = as_caller(make(models=("mine",)))
+
+    def status(name: str) -> int:
+        return http.post("/v1/tasks", json={"model": name, "prompt": "def f"}, headers=headers).status_code
+
+    named = ("mine", f"{model}:mine", model, "other:mine", f"{model}:theirs")
+    assert [status(name) for name in named] == [202, 202, 403, 403, 403]
 
 
 def test_a_key_names_no_tenant_but_its_own(http: httpx.Client, make: Make, model: str) -> None:

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import time
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    UnknownMetricFamily,
+)
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 from redis import Redis
 
 from producers.admin.roles import ROLES
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
+from producers.gateway.metrics import MAX_LABEL, MAX_REASONS, Metrics, exposition
 from producers.store.fleet.adapters import StoredAdapter
 from producers.store.measurements import ENERGY, INTER_TOKEN, Tally
 from tests.producers.fake_worker import FakeWorker
@@ -319,6 +333,56 @@ def test_a_lease_that_lies_is_a_worker_without_those_figures(http: httpx.Client,
     assert got["penstock_pool_ttft_p95_seconds", "tiny", "tiny@v"] == 0.5
 
 
+def test_the_text_is_that_of_prometheus_own_library() -> None:
+    """Each line of it, of all kinds of families, numbers and labels."""
+
+    class Families(Collector):
+        def collect(self) -> Iterator[Metric]:
+            yield from Metrics(lambda kind: 3, process="1").collect()
+            for number, value in enumerate((0.0, 1e6, 1234567.5, 1e21, 1e-9, math.inf, -math.inf, True, 2**60)):
+                family = GaugeMetricFamily(f"g{number}", 'a "text"\n\\n of', labels=("b", "a"))
+                for label in ("", 'x"} 1\n\\n', "é"):
+                    family.add_metric((label, "y"), value)
+                yield family
+            yield UnknownMetricFamily("what", "unknown", value=5)
+            yield CounterMetricFamily("seen", "counted", value=5, created=7)
+            yield HistogramMetricFamily("h", "times", buckets=[("0.5", 1), ("+Inf", 2)], sum_value=3)
+
+    registry = Families()
+
+    def lines(text: bytes) -> list[str]:
+        """Without numbers that change from one call to the next."""
+        return [
+            line for line in text.decode().splitlines() if not re.match(r"process_|penstock_gateway_\w+_created", line)
+        ]
+
+    assert lines(exposition(registry)) == lines(generate_latest(registry))
+
+
+def test_names_that_workers_make_up_are_bounded_and_escaped(http: httpx.Client, model: str, valkey: Redis) -> None:
+    """Half of the fleet is of an earlier release, and tells less."""
+    wild = 'x"} 1\n# EOF\\ <script>\ud800' + "é" * 500
+    gpu = {"uuid": wild, "memory_bytes": 1, "slowed_by": [wild, wild, *map(str, range(10**4))]}
+    for number in range(6):
+        new = {"release": wild, "gpu": gpu, "out_of_memory": 1} if number % 2 else {}
+        announce(valkey, f"w{number}.a", worker=f"{number}{wild}", running=number, **new)
+    announce(valkey, "w6.a", worker={"a": 1}, gpu={"uuid": 7, "slowed_by": 5}, release=None)
+    text = http.get("/metrics").text
+    lines = [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
+    assert len(lines) == len(set(lines))
+    samples = [
+        sample
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("penstock_worker")
+    ]
+    assert max(len(value) for sample in samples for value in sample.labels.values()) <= MAX_LABEL
+    counts = Counter(sample.name for sample in samples)
+    assert (counts["penstock_worker_running"], counts["penstock_worker_out_of_memory_total"]) == (7, 3)
+    assert 3 <= counts["penstock_worker_gpu_slowed"] <= 3 * MAX_REASONS
+    assert {sample.value for sample in samples if sample.name == "penstock_worker_running"} == {*range(6)}
+
+
 def test_histograms_of_a_model_are_the_same_at_each_gateway(open_door: Open, model: str, valkey: Redis) -> None:
     """Each bucket has the smaller ones' observations, too, and no counter falls when a worker leaves."""
     doors = [open_door(), open_door()]
@@ -351,6 +415,7 @@ def test_histograms_of_a_model_are_the_same_at_each_gateway(open_door: Open, mod
         assert got["penstock_model_generated_tokens_total", "tiny"] == 70
         energy = {names[2]: joules for names, joules in got.items() if names[0] == "penstock_model_energy_joules_total"}
         assert energy == {"busy": 2.5}
+        assert got["penstock_model_lost_seconds_total", "failover", "tiny"] == 0, "so that the first is an increase"
         assert not [names for names in got if "lost" in names or "later_release" in names[0]]
 
 

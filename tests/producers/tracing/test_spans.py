@@ -100,6 +100,16 @@ def test_without_an_end_there_are_none() -> None:
     assert spans_of(WHOLE | {"finished": "soon"}) == []
 
 
+def test_time_that_is_lost_between_workers_is_a_failover_or_a_handover() -> None:
+    noted = {f"run:{start}": run.script_argument(start).partition(" ")[2] for start, run in RUNS.items()}
+    record = Record.parse("t", WHOLE | noted)
+    assert record.lost_ms(4, 2100) == {"failover": 1500 - 1200, "handover": 2100 - 1990}
+    assert record.lost_ms(3, 1450) == {"failover": 1450 - 1200, "handover": 0}
+    assert record.lost_ms(1, 900) == {"failover": 0, "handover": 0}
+    assert Record.parse("t", WHOLE | noted | {"lost": "7"}).lost_ms(3, 1450) == {"failover": 0, "handover": 250}
+    assert Record.parse("t", WHOLE | noted | {"lost": "{"}).lost_ms(3, 1450) == {"failover": 0, "handover": 250}
+
+
 def test_neither_prompt_nor_output_is_read() -> None:
     assert not {"task", "metadata", "webhook", "calls", "response"} & {*FIELDS}
 

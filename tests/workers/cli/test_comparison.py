@@ -7,8 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from redis import Redis
 
 from engine.text import ModelCard
+from producers import Client
+from producers.contract import keys
+from producers.store.fleet import cards
 from tests.engine.random_models import write_model
 from tests.workers.cli.conftest import Run
 from workers.library import LocalModels, find_model
@@ -73,6 +77,57 @@ class TestCompare:
         same = run(*argv[:3], str(small), *argv[4:], "--max-divergence", "0", "--max-perplexity-increase", "0")
         report = json.loads(same.out)
         assert (same.status, report["divergence"], report["agreement"], report["same"]) == (0, 0.0, 1.0, 1.0)
+
+    def test_the_last_tasks_of_a_system_are_replayed(self, run: Run, valkey_url: str, tmp_path: Path) -> None:
+        folder = write_model(tmp_path / "small")
+        card = json.loads(ModelCard.from_folder(folder).to_json())
+        with Redis.from_url(valkey_url) as store, Client(valkey_url) as client:
+            cards.publish(store, {**card, "name": "small"}, {})
+            for number in range(3):
+                client.submit(model="small", prompt=[5, 6, 7 + number], tenant="ab"[number % 2], task_id=f"t{number}")
+            store.hset(keys.task("t2"), "encoding", "of another tokenizer")
+            client.submit(model="small", prompt="import os")
+        argv = ("models", "compare", str(folder), str(folder), "--threads", "1", "--json", "--broker", valkey_url)
+        for more, count in (((), 3), (("--tenant", "b"), 1)):
+            ran = run(*argv, "--replay", "10", *more, "--max-divergence", "0")
+            assert (ran.status, json.loads(ran.out)["prompts"]) == (0, count), ran.err
+            assert ("1 tasks are passed over" in ran.err) == (not more)
+        report = json.loads(run(*argv, "--replay", "2", "--price", "3.6").out)
+        assert report["prompts"] == 2
+        assert report["cost_per_million_tokens"] == pytest.approx(
+            [1000 / speed for speed in report["tokens_per_second"]]
+        )
+        ran = run(*argv, "--replay", "2", "--tenant", "c")
+        assert ran.status == 2
+        assert "keeps no prompt of a task of small of c" in " ".join(ran.err.split())
+
+    def test_an_evaluation_of_the_users_decides_too(self, run: Run, tmp_path: Path) -> None:
+        argv = ("models", "compare", "tiny", "tiny-v2", "--json", "--evaluate")
+        score = 'echo "of $PENSTOCK_MODEL"; grep -c 384 "$PENSTOCK_FOLDER/config.json" || true'
+        ran = run(*argv, score)
+        assert (ran.status, json.loads(ran.out)["scores"]) == (0, [[0, 1.0], [0, 0.0]])
+        ran = run(*argv, score, "--max-score-drop", "0.5")
+        assert (ran.status, json.loads(ran.out)["failed"]) == (1, ["the score is 0, and A's 1: the most is 0.5"])
+        assert run(*argv, score, "--max-score-drop", "1").status == 0
+        ran = run(*argv, 'test "$PENSTOCK_MODEL" = tiny || exit 3')
+        assert (ran.status, json.loads(ran.out)["failed"]) == (1, ["the evaluation of B ended with status 3"])
+        ran = run(*argv, "echo good", "--max-score-drop", "1")
+        assert ran.status == 2
+        assert "compares the numbers in the last lines" in " ".join(ran.err.split())
+
+    @pytest.mark.parametrize(
+        ("argv", "message"),
+        [
+            ((), "nothing to compare by"),
+            (("--replay", "5", "--prompts", "x"), "leave one out"),
+            (("--evaluate", "true", "--tenant", "a"), "--tenant is for --replay"),
+            (("--evaluate", "true", "--min-same", "1"), "and no prompts"),
+        ],
+    )
+    def test_options_that_do_not_go_together_are_refused(self, run: Run, argv: tuple[str, ...], message: str) -> None:
+        ran = run("models", "compare", "tiny", "tiny", *argv)
+        assert ran.status == 2
+        assert message in " ".join(ran.err.split())
 
     @pytest.mark.parametrize(
         ("content", "message"),

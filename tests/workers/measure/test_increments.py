@@ -10,11 +10,12 @@ from redis import Redis
 from redis.exceptions import ConnectionError as Lost
 
 from engine.plan import StepWork
+from engine.request import Course
 from producers.contract import keys
 from producers.store.measurements import Tally
 from workers import measure
 from workers.energy import EnergyAccount
-from workers.measure import IDLE_S, TURNS_SMOOTHING, Increments, TurnShare, WorkerTimes
+from workers.measure import IDLE_S, TURNS_SMOOTHING, Increments, Measured, TurnShare, WorkerTimes
 
 STATISTICS = dict.fromkeys(
     ("prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "drafted", "draft_accepted"), 0
@@ -105,6 +106,26 @@ def test_energy_is_added_by_state_and_the_engine_hears_the_power_of_its_steps(va
     }
     assert charged[:2] == [0.0, 0.0]
     assert charged[2] > 75.0, "the step before was charged with nothing"
+
+
+def test_time_that_tasks_lost_is_added_by_its_cause(valkey: Redis) -> None:
+    engine = SimpleNamespace(stats=lambda: SimpleNamespace(**STATISTICS), stepping=lambda: (0.0, set()))
+    measured = Measured(engine, "tiny")
+    course = Course()
+    for now, running in ((1.0, 0), (3.0, 0)):
+        course.running = running
+        course.admit(now, 0)
+        course.preempt(now + 0.5, "kv_room")
+    assert course.put_off_s == 1.5, "it is still put off"
+    course.running = 1
+    course.admit(9.0, 0)
+    assert course.put_off_s == 1.5, "another choice ran"
+    record = SimpleNamespace(lost_ms=lambda start, began: {"failover": began - 5 * start, "handover": 0})
+    measured.on_lost_time(SimpleNamespace(record=record, start=2, began=30, course=course))  # type: ignore[arg-type]
+    measured.on_lost_time(SimpleNamespace(record=None))  # type: ignore[arg-type]
+    measured.increments.send(valkey)
+    counts = {name.decode(): int(n) for name, n in valkey.hgetall(keys.metrics("tiny")).items() if b"lost" in name}
+    assert counts == {"model_lost_us preemption n": 1_500_000, "model_lost_us failover n": 20_000}
 
 
 def test_turns_count_as_they_were_lately() -> None:

@@ -255,6 +255,8 @@ def keyed(open_door: Open, model: str, make: Make) -> Keyed:
 
 async def test_a_key_is_asked_for_and_kept_in_memory_alone(look: Look, keyed: Keyed, complaints: Complaints) -> None:
     reader, admin = keyed.reader, keyed.admin
+    bearer = {"authorization": f"Bearer {admin}"}
+    assert keyed.door.http.post("/v1/tenants/acme/limits", json={"rpm": 7}, headers=bearer).status_code == 200
     page = await look(keyed.door)
     await page.get_by_label("API key").fill("psk_wrong")
     await page.get_by_role("button", name="Use it").click()
@@ -273,6 +275,7 @@ async def test_a_key_is_asked_for_and_kept_in_memory_alone(look: Look, keyed: Ke
     await page.get_by_label("API key").fill(admin)
     await page.get_by_role("button", name="Use it").click()
     await page.get_by_role("link", name="Keys").click()
+    await expect(page.get_by_role("region", name="Limits of tenants")).to_contain_text("7 requests/min")
     row = page.get_by_role("row").filter(has_text=reader.split("_")[1])
     await row.get_by_role("button", name="Revoke").click()
     await expect(page.get_by_role("dialog")).to_contain_text("cannot be undone")
@@ -315,6 +318,7 @@ async def test_a_gateway_that_is_started_again_goes_on_with_the_page_that_is_ope
     open_door(port=door.port)
     await expect(page.locator(".fleet li")).to_have_count(2, timeout=60_000)
     await expect(page.locator("#live")).to_have_text("Live")
+    await page.context.close()
     complaints.clear()  # Chromium tells of each request that failed
 
 
@@ -496,7 +500,9 @@ async def test_a_thousand_sequences_on_a_hundred_workers_are_drawn_in_a_fraction
     assert later - layouts < 20 * max(1.0, ended - began)
 
 
-SCHEMES = [(path, scheme, width) for path in PAGES for scheme, width in (("light", 1280), ("dark", 390))]
+#: Of a desk, a phone and a wall.
+LOOKS = (("light", 1280), ("dark", 390), ("light", 390), ("dark", 2560))
+SCHEMES = [(path, scheme, width) for path in PAGES for scheme, width in LOOKS]
 
 
 @pytest.mark.parametrize(
