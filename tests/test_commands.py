@@ -62,6 +62,7 @@ TINY = {
     "tests.bench.ledger": ["--rounds 1 --batch 3"],
     "tests.bench.overload_by_arithmetic": ["--loads 1 --tasks 20 --output 8"],
     "tests.bench.path": ["--sequences 2 --tokens 40 --step-ms 1"],
+    "tests.bench.placement": ["--conversations 3 --workers 2"],
     "tests.bench.plan": ["--sequences 2 --steps 3"],
     "tests.bench.products": ["--rows 1 --rounds 1", "--rows 1 --rounds 1 --against OTHER"],
     "tests.bench.quantised": ["--matrices 1 --outputs 64 --inputs 128 --turns 1"],
