@@ -144,7 +144,7 @@ FIFTY = [f"{opening} {thing}" for opening, thing in product(OPENINGS, THINGS)][:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("name", ["tiny", "smollm2"])
 def test_fifty_prompts_of_a_trained_model(name: str) -> None:
     """As text, through the engine as it is served on a CPU, in fp32."""
@@ -156,7 +156,7 @@ def test_fifty_prompts_of_a_trained_model(name: str) -> None:
         for penalty, early in [(1.0, False), (0.6, True), (1.5, "never")]
     ]
     jobs = [(prompt, params[i % len(params)]) for i, prompt in enumerate(FIFTY)]
-    config = EngineConfig(device="cpu", dtype="float32", threads=2, kv_cache_bytes=256 << 20)
+    config = EngineConfig(device="cpu", dtype="float32", threads=1, kv_cache_bytes=256 << 20)
     with Engine.load(path, config) as engine:
         assert engine.tokenizer is not None
         ids, ends = [engine.tokenizer.encode(prompt) for prompt in FIFTY], engine.tokenizer.eos_token_ids
