@@ -50,6 +50,7 @@ def test_a_worker_of_two_machines_answers_and_ends_both(tmp_path: Path) -> None:
             try:
                 with Worker(url, name="first", **options) as first:
                     first.wait_ready(120)
+                    other.terminate()  # which is the worker's to answer
                     task = client.submit(model="tiny", prompt="def f(n):", max_tokens=20, temperature=0.0)
                     rig.until_settled([task.id], 120)
                     assert rig.record(task.id)["status"] == "completed"

@@ -3,8 +3,8 @@
     lead: scheduler, sampler, all state -> runner: a step as arrays -> exchange -> followers replay it, for its sums
                                                                     <- exchange <- their part of the logits
 
-messages: arrays as bytes; runner: the lead's runner and model, and what a follower does
-group: starts the followers and watches them; follower: their process
+runner: a stage's first rank, what its followers do, and messages as bytes; stages: layers in several processes, one
+after another; group: starts the followers and watches them; nodes: those of other machines; follower: their process
 
 Nothing is imported here: a follower ignores signals, and is bound to the lead's life, before torch is imported.
 """
