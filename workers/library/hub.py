@@ -92,7 +92,7 @@ def pull(model: HubModel, models: LocalModels, name: str, say: Callable[[str], N
             say(f"{model} is here already: {name} {old.version}")
             return old
         if model.file is None:
-            names = needed(str(model), set(files), _index(model, files, commit, folder))
+            names = needed(str(model), set(files), _index(models, model, files, commit, folder))
         else:
             names = _gguf_files(model, set(files))
         downloads = [files[name] for name in names]
@@ -101,21 +101,21 @@ def pull(model: HubModel, models: LocalModels, name: str, say: Callable[[str], N
         _check_room(model, downloads, folder)
         with Progress(quiet=quiet) as progress:
             progress.show(lambda: bytes_bar(_fetched(downloads, folder), size))
-            digests = {file.local: _fetch(model, file, commit, folder) for file in downloads}
+            digests = {file.local: _fetch(models, model, file, commit, folder) for file in downloads}
         with _refusals(model):
             pulled = models.finish(folder, digests, Source(model.repo, model.revision, commit))
     say(f"{name} {pulled.version} is in {pulled.folder}")
     return pulled
 
 
-def _index(model: HubModel, files: dict[str, _File], commit: str, folder: Path) -> bytes | None:
+def _index(models: LocalModels, model: HubModel, files: dict[str, _File], commit: str, folder: Path) -> bytes | None:
     """The index of the weights, which names the other files that are needed; None without one."""
     if INDEX not in files:
         return None
     if files[INDEX].size > LONGEST_INDEX:
         raise Refused(f"{INDEX} of {model} has {files[INDEX].size} bytes; at most {LONGEST_INDEX} are read")
     _check_room(model, [files[INDEX]], folder)
-    _fetch(model, files[INDEX], commit, folder)
+    _fetch(models, model, files[INDEX], commit, folder)
     return (folder / INDEX).read_bytes()
 
 
@@ -184,8 +184,11 @@ def _look(model: HubModel) -> tuple[dict[str, _File], str]:
     return files, info.sha
 
 
-def _fetch(model: HubModel, file: _File, commit: str, folder: Path) -> str:
-    """Download one file, or the rest of it. Returns its SHA-256 in hex. Raises Refused if the checksum differs."""
+def _fetch(models: LocalModels, model: HubModel, file: _File, commit: str, folder: Path) -> str:
+    """Download one file, or the rest of it, unless huggingface_hub's cache or another version has it.
+
+    Returns its SHA-256 in hex. Raises Refused if the checksum differs.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     path = folder / file.local
@@ -198,6 +201,9 @@ def _fetch(model: HubModel, file: _File, commit: str, folder: Path) -> str:
             path.unlink()
         cached = None if path.exists() else try_to_load_from_cache(model.repo, file.name, revision=commit)
         if isinstance(cached, str) and (digest := _take(Path(cached), path, file)) is not None:
+            return digest
+        held = None if path.exists() or file.sha256 is None else models.holding(file.sha256)
+        if held is not None and (digest := _take(held, path, file)) is not None:
             return digest
         _download(model, file, commit, path)
         digest = _checked(path, file)
@@ -248,7 +254,7 @@ def _download(model: HubModel, file: _File, commit: str, path: Path) -> None:
 
 
 def _take(cached: Path, path: Path, file: _File) -> str | None:
-    """Take a file from huggingface_hub's cache, whose files never change, by hard link or else by copy.
+    """Take a file from huggingface_hub's cache, or another version, whose files never change: by hard link, or by copy.
 
     Returns its SHA-256 in hex; None if the cached file's checksum differs from the hub's.
     """

@@ -21,7 +21,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -90,6 +90,26 @@ class LocalModels:
         """The last pulled version of a model."""
         return next((pulled for pulled in self.all() if pulled.name == name), None)
 
+    def holding(self, digest: str) -> Path | None:
+        """A file with this SHA-256 (hex), of any version of any model, by their manifests; None where none has it."""
+        for pulled in self.all():
+            with suppress(Refused, OSError):
+                for name, own in manifest_of(pulled.folder).items():
+                    if own == digest and (path := own_file(pulled.folder, name)).is_file():
+                        return path
+        return None
+
+    def _linked(self, digest: str, path: Path) -> bool:
+        """Make `path` a hard link to a whole file that another version has already. False where none has it."""
+        held = self.holding(digest)
+        if held is None or sha256_of(held) != digest:
+            return False
+        try:
+            path.hardlink_to(held)
+        except OSError:  # another file system, or one without links
+            return False
+        return True
+
     @contextmanager
     def workplace(self, name: str, key: str, waiting: Callable[[], None] = lambda: None) -> Iterator[Path]:
         """A folder in which one process at a time collects a version's files. The same key gives the same folder.
@@ -154,7 +174,8 @@ class LocalModels:
             try:
                 for file in files:
                     (workplace / file).parent.mkdir(exist_ok=True)
-                    shutil.copyfile(folder / file, workplace / file)
+                    if not self._linked(digests[file], workplace / file):
+                        shutil.copyfile(folder / file, workplace / file)
                     if sha256_of(workplace / file) != digests[file]:
                         raise Refused(f"{folder / file} changed while it was copied, or a disk fails; run this again")
                 return self.finish(workplace, digests, None)

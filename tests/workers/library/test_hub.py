@@ -245,6 +245,26 @@ class TestPull:
         assert [path for method, path, *_ in hub.asked[asked:]] == [f"/api/models/{REPO}/revision/v1"]
         assert "here already" in said[0]
 
+    def test_of_another_commit_takes_weights_that_are_the_same_from_the_version_before(
+        self, models: LocalModels, hub: Hub
+    ) -> None:
+        first = bring(models)
+        repo = hub.repos[REPO]
+        repo.files["generation_config.json"] += b"\n"
+        repo.commit, repo.revisions, before = "f" * 40, ("main", "f" * 40), len(hub.fetched())
+        second = bring(models)
+        assert second != first
+        assert "model.safetensors" not in hub.fetched()[before:]
+        assert (second / "model.safetensors").samefile(first / "model.safetensors")
+        verify(second)
+        (first / "model.safetensors").write_bytes(b"damaged")
+        repo.files["generation_config.json"] += b"\n"
+        repo.commit, repo.revisions = "e" * 40, ("main", "e" * 40)
+        assert sha256_of(bring(models) / "model.safetensors") == sha256_of(TINY / "model.safetensors")
+        assert (
+            not models.copy("copied", TINY).folder.joinpath("model.safetensors").samefile(first / "model.safetensors")
+        )
+
     def test_that_is_in_huggingface_hubs_cache_downloads_nothing(self, models: LocalModels, hub: Hub) -> None:
         huggingface_hub.snapshot_download(REPO, endpoint=hub.url)
         before = len(hub.fetched())
