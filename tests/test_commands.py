@@ -59,6 +59,7 @@ TINY = {
     "tests.bench.eta": ["--tasks 40 --warm 60"],
     "tests.bench.explain": ["--tasks 500"],
     "tests.bench.observed": ["--rounds 1 --tasks 10"],
+    "tests.bench.watching": ["--workers 2 --tasks 1000 --scrapes 2 --seconds 1"],
     "tests.bench.ledger": ["--rounds 1 --batch 3"],
     "tests.bench.overload_by_arithmetic": ["--loads 1 --tasks 20 --output 8"],
     "tests.bench.path": ["--sequences 2 --tokens 40 --step-ms 1"],

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from statistics import quantiles
 from typing import Any
 
@@ -91,16 +92,20 @@ def topped(url: str, pid: int, seconds: float) -> tuple[float, float]:
     process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=env, start_new_session=True)
     os.close(child)
 
+    shown = threading.Event()
+
     def drain() -> None:
-        try:
+        with suppress(OSError):
+            while b"w0" not in os.read(parent, 1 << 16):
+                pass
+            shown.set()
             while os.read(parent, 1 << 16):
                 pass
-        except OSError:
-            pass
 
     reader = threading.Thread(target=drain, daemon=True)
     reader.start()
-    time.sleep(10)  # it has begun
+    shown.wait(60)
+    time.sleep(2)  # what begins once has begun
     before, began = (cpu_s(process.pid), cpu_s(pid)), time.monotonic()
     time.sleep(seconds)
     after, took = (cpu_s(process.pid), cpu_s(pid)), time.monotonic() - began
