@@ -23,7 +23,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 from redis.asyncio import Redis
 
-from producers.connection.script import aexecute_many, arun, seconds
+from producers.connection.script import aexecute_many, arun, parsed, seconds
 from producers.connection.script import text as decoded
 from producers.contract import keys
 from producers.contract.profile import sane
@@ -141,7 +141,7 @@ async def decisions(
 async def retry(request: Request, pool: str) -> ScalingRetried:
     """Try at once to start workers of a pool whose starts failed; the failures so far are forgotten."""
     store = _store(request)
-    state, now = await _scaled(store, pool)
+    pool, state, now = await _scaled(store, pool)
     await scaling.retry(store, pool)
     await audit.append(store, actor_of(request).did("scaling.retry", pool))
     return ScalingRetried(pool=text(pool), at_once=scaling.is_fresh(state.get("at"), now))
@@ -175,7 +175,7 @@ async def pin(request: Request, pool: str) -> ScalingPinned:
     """Set a pool's number of workers, in place of the autoscaler's policy, for a time or until it is removed."""
     wanted = await read_as(request, ScalingPin, gateway_of(request).settings.max_body)
     store, actor = _store(request), actor_of(request)
-    state, now = await _scaled(store, pool)
+    pool, state, now = await _scaled(store, pool)
     try:
         scaling.checked_pin(state, wanted.workers)
     except ValueError as error:
@@ -193,18 +193,25 @@ async def pin(request: Request, pool: str) -> ScalingPinned:
 async def unpin(request: Request, pool: str) -> ScalingPinned:
     """Let the autoscaler's policy decide a pool's number of workers again."""
     store = _store(request)
-    state, now = await _scaled(store, pool)
+    pool, state, now = await _scaled(store, pool)
     await scaling.unpin(store, pool, actor_of(request).did("scaling.unpin", pool))
     return ScalingPinned(pool=text(pool), workers=None, until=None, current=scaling.is_fresh(state.get("at"), now))
 
 
-async def _scaled(store: Redis, pool: str) -> tuple[dict[str, Any], float]:
-    """A pool's state, and the store's clock. Raises Problem for one that nobody scales."""
+async def _scaled(store: Redis, pool: str) -> tuple[str, dict[str, Any], float]:
+    """A pool's name, its state, and the store's clock. Raises Problem for one that nobody scales.
+
+    A pool of whatever version is current has the model's name, and that version's row in `/v1/fleet`.
+    """
     states = await scaling.states(store)
+    model, _, version = pool.rpartition("@")
+    if pool not in states and model in states:
+        card = parsed(await store.execute_command("HGET", keys.MODELS, model))
+        pool = model if card.get("version") == version else pool
     if pool not in states:
         message = f"Nobody scales a pool {shown(pool)}: GET /v1/fleet lists the pools."
         raise Problem(404, message, code="pool_not_found")
-    return states[pool], seconds(await store.time())
+    return pool, states[pool], seconds(await store.time())
 
 
 # ---- workers -------------------------------------------------------------------------------------------------------

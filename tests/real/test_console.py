@@ -206,7 +206,7 @@ async def test_8_why_are_there_so_many_workers(look: Look, system: System) -> No
     reader = await begin(look, system)
     await reader.go("Scaling")
     await expect(reader.card("Pools")).to_contain_text(re.compile("1 is the most|1 would be enough|in flight|queued"))
-    await expect(reader.card("Changes")).to_contain_text(re.compile(r"holds 1|from \d to 1"), timeout=30_000)
+    await expect(reader.card("Changes")).to_contain_text(re.compile("in flight|queued"), timeout=30_000)
 
 
 async def test_9_what_did_last_nights_rollout_do(look: Look, system: System) -> None:

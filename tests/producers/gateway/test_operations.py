@@ -110,6 +110,18 @@ def test_a_pool_s_number_is_pinned_and_let_go_of(http: httpx.Client, valkey: Red
     ]
 
 
+def test_a_pool_of_whatever_version_is_current_is_named_as_the_fleet_names_it(
+    http: httpx.Client, valkey: Redis, model: str
+) -> None:
+    decide(valkey, model)
+    (row,) = [row for row in http.get("/v1/fleet").json()["pools"] if row["decision"]]
+    assert row["name"] != model
+    assert http.post(f"/v1/scaling/{row['name']}/pin", json={"workers": 1}).json()["pool"] == model
+    assert valkey.hkeys(keys.SCALE_PINS) == [model.encode()]
+    assert http.post(f"/v1/scaling/{row['name']}/retry").json()["pool"] == model
+    assert code(http.post(f"/v1/scaling/{model}@other/retry")) == (404, "pool_not_found")
+
+
 def test_a_decision_tells_who_pinned_it(http: httpx.Client, valkey: Redis) -> None:
     decide(valkey, "tiny@1", pin={"workers": 3, "by": "ops", "at": 1.0, "until": 9.5})
     decide(valkey, "tiny@1", pin={"workers": "x"})
