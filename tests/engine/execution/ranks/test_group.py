@@ -24,7 +24,6 @@ from engine.kernels.native import load_library
 from engine.request import Request
 from tests.engine.adapters.folders import write_adapter
 from tests.engine.random_models import VARIANTS, write_model
-from tests.exhaustive import few
 from tests.waiting import gone, until
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
@@ -82,7 +81,8 @@ def test_a_group_is_one_engine_and_a_dead_rank_is_a_lost_device(folder: Path, tm
             engine.load_adapter("b", adapter)
 
 
-@pytest.mark.parametrize("ranks", few([1, 2], 1))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_stages_are_one_engine_and_a_dead_one_is_a_lost_device(ranks: int, folder: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter")
     prompts = [[1, 2, 3, 4], [5, 6, 7] * 20, [9] * 30, [7, 8, 9] * 8]
