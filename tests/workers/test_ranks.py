@@ -29,6 +29,7 @@ def real(divided: str) -> dict[str, Any]:
     }
 
 
+DIVIDED = ("tensor_parallel", "pipeline_parallel")
 #: Twice as many as run at once, so that some still run when a rank is lost, however late that is.
 COUNT = 8
 
@@ -64,12 +65,18 @@ def test_a_worker_of_two_machines_answers_and_ends_both(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("divided", ["tensor_parallel", "pipeline_parallel"])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
-def test_a_rank_that_is_lost_costs_no_token(how: signal.Signals, divided: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "divided", "process"),
+    [
+        *((how, divided, False) for how in (signal.SIGKILL, signal.SIGSTOP) for divided in DIVIDED),
+        (signal.SIGKILL, "tensor_parallel", True),
+    ],
+)
+def test_a_rank_that_is_lost_costs_no_token(how: signal.Signals, divided: str, process: bool) -> None:
+    """Also where the lead has a process of its own below the worker."""
     with valkey() as (url, redis), Client(url) as client:
         rig = Rig(url, redis)
-        with Worker(url, name="first", step_limit=5.0, **real(divided)) as first:
+        with Worker(url, name="first", step_limit=5.0, engine_process=process, **real(divided)) as first:
             first.wait_ready(120)
             (rank,) = ranks_below(first.process.pid)
             asked: dict[str, Any] = {
