@@ -1,6 +1,7 @@
-"""Texts a second of an encoder: the engine, sentence-transformers and onnxruntime, by turns in one process.
+"""Texts a second of an encoder: the engine, sentence-transformers, onnxruntime and llama.cpp, by turns in one process.
 
     python -m tests.bench.encoders [--model FOLDER] [--texts 256] [--turns 3] [--onnx FOLDER]
+        [--llama llama_embed.so --gguf FILE ...]
 
 Texts are token ids of random lengths, the same for all; tokenizing is left out. Others get them in order of length, in
 batches of 32, which is how they are fastest. Each is measured by the clock and by processor time, in its fastest turn;
@@ -9,14 +10,21 @@ batches of 32, which is how they are fastest. Each is measured by the clock and 
 onnxruntime, which fastembed runs on, is measured where it is installed, and onnx with it, which exports the model:
 in fp32, and with weights in 8 bits (`quantize_dynamic`). `--onnx`: where to keep the exported files.
 
+`--llama`: the library of llama_embed.cpp, whose head says how it is built, for `--gguf` files that llama.cpp's own
+convert_hf_to_gguf.py makes. It gets texts in order of length, in batches of 512 tokens, as its server's default is.
+
+The engine is measured in fp32, in bf16, and with weights in 8 bits as `penstock quantize` makes them.
+
 With a folder of a cross-encoder (`...ForSequenceClassification`) texts are pairs, and `cosine` compares all scores.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import random
 import resource
+import shutil
 import tempfile
 import threading
 import time
@@ -29,6 +37,8 @@ import numpy as np
 import torch
 
 from engine import EngineConfig, PoolingEngine
+from engine.config import DType
+from engine.quant.make import Recipe, quantise_encoder
 from engine.request import Event, Pooling, Request
 
 #: The texts of a batch of the others.
@@ -45,6 +55,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--onnx", type=Path, default=None)
+    parser.add_argument("--llama", type=Path, default=None)
+    parser.add_argument("--gguf", type=Path, action="append", default=[])
     args = parser.parse_args()
     folder = args.model or minilm()
     drawn = random.Random(0)
@@ -56,11 +68,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         runs = of_sentence_transformers(folder, texts)
         runs |= of_onnx(folder, texts, args.onnx or Path(temporary), args.threads)
-        engines = {
-            dtype: PoolingEngine.load(folder, EngineConfig(dtype=dtype, threads=args.threads)) for dtype in DTYPES
+        for file in args.gguf:
+            runs[f"llama.cpp, {file.stem}"] = of_llama(args.llama, file, texts, args.threads)
+        folders = {dtype: (folder, dtype) for dtype in DTYPES} | {
+            "8 bits": (in_8_bits(folder, Path(temporary) / "int8"), "float32")
         }
-        for dtype, engine in engines.items():
-            runs[f"engine, {dtype}"] = of_engine(engine, texts)
+        engines = {
+            name: PoolingEngine.load(path, EngineConfig(dtype=dtype, threads=args.threads))
+            for name, (path, dtype) in folders.items()
+        }
+        for name, engine in engines.items():
+            runs[f"engine, {name}"] = of_engine(engine, texts)
         try:
             report(runs, args.turns, args.threads, len(texts))
         finally:
@@ -68,7 +86,38 @@ def main() -> None:
                 engine.close()
 
 
-DTYPES: Final = ("float32", "bfloat16")
+DTYPES: Final[tuple[DType, ...]] = ("float32", "bfloat16")
+
+
+def in_8_bits(folder: Path, out: Path) -> Path:
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors", "config.json", "*_*"))
+    for module in folder.glob("[0-9]*_*"):
+        shutil.copytree(module, out / module.name)
+    for name in ("config_sentence_transformers.json", "sentence_bert_config.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, out / name)
+    quantise_encoder(folder, out, Recipe(8, "nearest"), torch.device("cpu"))
+    return out
+
+
+def of_llama(library: Path, file: Path, texts: Sequence[list[int]], threads: int) -> Run:
+    loaded = ctypes.CDLL(str(library))
+    loaded.embedder_open.restype = ctypes.c_void_p
+    handle = ctypes.c_void_p(loaded.embedder_open(str(file).encode(), threads))
+    if not handle:
+        raise SystemExit(f"llama.cpp cannot read {file}")
+    order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
+    ids = np.array([token for number in order for token in texts[number]], dtype=np.int32)
+    lengths = np.array([len(texts[number]) for number in order], dtype=np.int32)
+
+    def run() -> np.ndarray:
+        rows = np.empty((len(texts), loaded.embedder_width(handle)), dtype=np.float32)
+        addresses = [ctypes.c_void_p(each.ctypes.data) for each in (ids, lengths, rows)]
+        status = loaded.embedder_run(handle, addresses[0], addresses[1], len(texts), addresses[2])
+        assert status == 0, f"llama.cpp: {status}"
+        return rows[np.argsort(order)]
+
+    return run
 
 
 def minilm() -> Path:
