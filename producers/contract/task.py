@@ -672,6 +672,8 @@ class Task(BaseModel):
             raise InvalidTask(ErrorText.of("{input} has token ids; {}", told), param="input", code="invalid_type")
         if self.query is None:
             return
+        if "\0" in self.query:
+            raise InvalidTask(ErrorText.of("{query} has a NUL character"), param="query")
         if (size := len(self.query.encode()) * len(self.input)) > MAX_TEXTS_BYTES:
             raise InvalidTask(
                 ErrorText.of(

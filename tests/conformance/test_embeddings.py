@@ -620,6 +620,7 @@ def test_lines_of_a_batch_are_answered_as_by_their_endpoint(served: Served, path
         ("embeddings", {"model": "reranker", "input": "a"}, "model", "cannot embed; it can rerank"),
         ("rerank", {"query": "a", "documents": ["b"]}, "model", "cannot rerank; it can embed"),
         ("rerank", {"query": "a", "documents": [], "model": "reranker"}, "documents", "must be a list of texts"),
+        ("rerank", {"query": "a\0", "documents": ["b"], "model": "reranker"}, "query", "query has a NUL"),
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": "a"}]},
