@@ -63,6 +63,8 @@ EXAMPLES: Final[Mapping[str, dict[str, Any]]] = {
     "/v1/keys/{key_id}/rotate": {"overlap": 3600},
     "/v1/feedback": {"id": "chatcmpl-...", "score": 1},
     "/v1/routing/{model}": {"generation": 0, "aliases": {"stable": "default"}},
+    "/v1/rollouts/{model}/start": {"to": "candidate", "steps": [5, 25, 100], "hold_s": 600},
+    "/v1/scaling/{pool}/pin": {"workers": 2, "for_s": 3600},
     "/v1/tenants/{tenant}/limits": {"rpm": 6000, "budget_tokens": 1_000_000},
 }
 router = APIRouter(tags=["health"])

@@ -89,7 +89,9 @@ def _queue(found: list[Record]) -> list[tuple[str, ...]]:
         ("one-token tasks a second through one worker, stub engine", f"{consume['tasks_per_s']:,.0f}"),
     ]
     for one in fetches:
-        ((batch, took),) = ((name.split("_")[1], value) for name, value in one.items() if name.startswith("fetch_"))
+        ((batch, took),) = (
+            (name.split("_")[1], value) for name, value in one.items() if re.fullmatch(r"fetch_\d+_ms_p50", name)
+        )
         rows.append(
             (f"one FETCH of {batch}, {one['backlog']:,} queued by {one['tenants']:,} tenants (p50)", f"{took:.1f} ms")
         )

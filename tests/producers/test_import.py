@@ -31,7 +31,7 @@ def test_importing_the_library_loads_no_more_than_it_needs(code: str, without: s
 
 def test_everything_that_is_exported_is_there() -> None:
     for name in producers.__all__:
-        assert getattr(producers, name).__module__.startswith("producers.") or name in ("Event", "TextError")
+        assert getattr(producers, name).__module__.startswith("producers.") or name in ("Entity", "Event", "TextError")
     assert dir(producers) == sorted(producers.__all__)
     with pytest.raises(AttributeError, match="nothing"):
         producers.nothing  # noqa: B018 - the access is the test

@@ -44,7 +44,7 @@ def test_a_higher_tier_takes_the_row_of_a_lower_one_at_once():
     assert rows(step(s, now=8.0)[0]) == {"old": (5, 1), "new": (4, 1)}
     assert s.preempted(8.0) == []
     assert s.stats().preemptions == 1
-    assert new.course == Course(4.0, 0, 1, 1, [(5.0, "better_tier")])
+    assert new.course == Course(4.0, 0, 1, 1, [(5.0, "better_tier")], put_off_s=3.0)
     assert old.course == Course(4.0, 0, 1)
 
 

@@ -79,7 +79,9 @@ def scope_of(method: str, path: str) -> str:
     if path == "/v1/whoami":
         return "any"
     if path == "/metrics" or re.match(
-        "/v1/(fleet|overview|overview/events|scaling/decisions|rollouts|routing|sources|shadows/.*)$", path
+        "/v1/(fleet|overview|overview/events|scaling/decisions|rollouts(/.*/report)?|routing|sources|shadows/.*"
+        "|workers/[^/]*)$",
+        path,
     ):
         return "metrics"
     if re.match("/v1/(keys|audit|tenants|dead_letters|scaling|workers|webhook_deliveries|routing|rollouts)", path):

@@ -29,7 +29,10 @@ SUMS: Final = "penstock:usage:sums"
 TENANTS: Final = "penstock:usage:tenants:"
 STATUSES: Final = ("completed", "failed", "cancelled", "incomplete")
 #: What a sum counts, in its order.
-COUNTS: Final = (*STATUSES, "prompt", "cached", "output", "discarded", "again", "attempts", "deaths", "ms", "engine")
+COUNTS: Final = (
+    *STATUSES,
+    *("prompt", "cached", "output", "discarded", "again", "attempts", "deaths", "ms", "engine", "energy"),
+)
 Row = Mapping[str, str]
 #: (key, tenant, one of COUNTS) -> how many.
 Totals = Counter[tuple[str, str, str]]
@@ -80,7 +83,7 @@ def total(rows: Iterable[Row]) -> Totals:
     for row in rows:
         whose = row["key"], row["tenant"]
         totals[*whose, row["status"]] += 1
-        totals.update({(*whose, name): int(row[name]) for name in COUNTS if name not in STATUSES})
+        totals.update({(*whose, name): int(row.get(name, 0)) for name in COUNTS if name not in STATUSES})
     return totals
 
 
