@@ -22,6 +22,16 @@ from producers.contract.levels import beside, looked_after, split
 TIERS: Final[dict[str, tuple[int, int]]] = {"priority": (0, 3), "default": (1, 0), "flex": (2, 6), "batch": (3, 9)}
 
 TASK_NAME: Final = "penstock.generate"
+#: Name of a Celery task -> the kind of the tasks that plain Celery sends by it. What Penstock's own senders send has
+#: TASK_NAME, whatever its kind.
+NAMED_KINDS: Final = {
+    TASK_NAME: "generate",
+    "penstock.embed": "embed",
+    "penstock.rerank": "rerank",
+    "penstock.score": "rerank",
+    "penstock.classify": "classify",
+    "penstock.token_classify": "token_classify",
+}
 #: Names of Celery tasks that are Penstock's begin with it, also those of later releases.
 KINDS: Final = "penstock."
 #: The fingerprint of a pool that stands for a version with no other pool, which tasks may wait for.

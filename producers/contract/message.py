@@ -55,6 +55,8 @@ _REPLY_TO: Final = str(uuid.uuid4())
 #: Stands where a message's own values belong. No name of a queue contains it.
 _CUT: Final = "\0cut\0"
 _NUMBERS: Final = (int, float)
+#: Characters of a body in base64 that are estimated to be a token: three bytes.
+_BASE64_PER_TOKEN: Final = 4
 #: Hexadecimal digits of a mark (`engine.prefix`), of which a message has 16 at most.
 DIGITS: Final = 16
 _PREFIX: Final = re.compile(r"(?:[0-9a-f]{16}){0,16}", re.ASCII)
@@ -183,6 +185,14 @@ def is_plain(headers: Mapping[str, Any]) -> bool:
     return type(size.get("n")) not in _NUMBERS or type(size.get("tokens")) not in _NUMBERS
 
 
+def tokens_of_texts(task: str, body: str) -> int:
+    """Estimated tokens of the texts in a plain message, by its body's length; 0 if its task's name is none of a kind
+    that generates nothing. `fetch.lua` computes the same."""
+    if keys.NAMED_KINDS.get(task, "generate") == "generate":
+        return 0
+    return -(-len(body.encode(errors="replace")) // _BASE64_PER_TOKEN)
+
+
 def is_native(payload: Mapping[str, Any]) -> bool:
     """Whether Celery has no part in the message's task: it is as Penstock's clients, gateways and sources write it. The
     result is ignored, nothing is to be sent after it, and it is neither delayed nor a retry. `payload`: the whole
@@ -217,7 +227,7 @@ def task_headers(raw: bytes | str) -> dict[str, Any] | None:
     """The headers of a task's message; None for another message, which becomes a dead letter once it is fetched."""
     try:
         headers: dict[str, Any] = json.loads(raw)["headers"]
-        return headers if headers["task"] == keys.TASK_NAME and id_of(headers) is not None else None
+        return headers if headers["task"] in keys.NAMED_KINDS and id_of(headers) is not None else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -227,7 +237,7 @@ def kind_of(raw: bytes | str) -> tuple[str, str] | None:
     try:
         headers: dict[str, Any] = json.loads(raw)["headers"]
         kind, task_id = headers["task"], id_of(headers)
-        return (task_id, kind) if task_id and kind != keys.TASK_NAME and kind.startswith(keys.KINDS) else None
+        return (task_id, kind) if task_id and kind not in keys.NAMED_KINDS and kind.startswith(keys.KINDS) else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 

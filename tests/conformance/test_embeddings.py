@@ -427,12 +427,41 @@ async def test_a_file_of_texts_becomes_a_file_of_vectors(served: Served, tmp_pat
 
 
 def test_a_plain_celery_task_of_a_kind_returns_its_rows(served: Served) -> None:
+    ranked = {"query": TEXTS[0], "input": SHORT}
+    sent: list[tuple[str, str, Any, dict[str, Any]]] = [
+        ("embedder", "penstock.generate", (), {"kind": "embed", "input": SHORT}),
+        ("embedder", "penstock.embed", (SHORT,), {}),
+        ("reranker", "penstock.rerank", (), ranked),
+        ("reranker", "penstock.score", (), ranked),
+        ("classifier", "penstock.classify", (SHORT,), {}),
+        ("tagger", "penstock.token_classify", (SHORT,), {"aggregation_strategy": "first"}),
+        ("reranker", "penstock.embed", (SHORT,), {}),
+    ]
     app = Celery("sender", broker=served.store_url, backend=served.store_url, set_as_current=False)
     with app:
-        task = {"kind": "embed", "input": SHORT}
-        result = app.send_task("penstock.generate", kwargs=task, queue=keys.model_queue("embedder"))
-        rows = result.get(timeout=60)["rows"]
-    assert close(np.array(rows, dtype=np.float32), served.embedder.embed(SHORT))
+        results = [
+            app.send_task(name, args, kwargs, queue=keys.model_queue(model)) for model, name, args, kwargs in sent
+        ]
+        *rows, tagged = [result.get(timeout=60)["rows"] for result in results[:-1]]
+        with pytest.raises(Exception, match="cannot embed; it can rerank"):
+            results[-1].get(timeout=60)
+    scores = served.reranker.score([(TEXTS[0], document) for document in SHORT])
+    vectors, classes = served.embedder.embed(SHORT), served.classifier.classify(SHORT)
+    for made, right in zip(rows[:4], (vectors, vectors, *[np.array(scores)[:, None]] * 2), strict=True):
+        assert close(np.array(made, dtype=np.float32), right)
+    assert close(np.array(rows[4]), np.array([[*each.values()] for each in classes]))
+    with Client(served.store_url) as client:
+        direct = client.classify_tokens("tagger", SHORT, aggregation_strategy="first")
+    assert [len(each) for each in tagged] == [len(each) for each in direct]
+
+
+def test_the_example_of_plain_celery_runs(served: Served) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "use" / "celery.md").read_text("utf-8")
+    (example,) = re.findall(r'^```python\n(result = app.send_task\("penstock.embed".*?)^```$', page, re.M | re.S)
+    names: dict[str, Any] = {}
+    with Celery("sender", broker=served.store_url, backend=served.store_url, set_as_current=False) as names["app"]:
+        exec(compile(example, "docs/use/celery.md", "exec"), names)
+    assert [len(vector) for vector in names["vectors"]] == [48, 48]
 
 
 def test_coheres_clients_rank_documents(served: Served) -> None:

@@ -81,13 +81,14 @@ def good(
     tenant: Any = None,
     prefix: Any = None,
     order_key: Any = None,
+    body: str = "é\x00\\/",
 ) -> bytes:
     headers: dict[str, Any] = {"id": id_, "task": task}
     if said:
         headers["penstock"] = {"n": seqs, "tokens": tokens, "tenant": tenant}
         more = {"prefix": prefix, "order_key": order_key}
         headers["penstock"] |= {name: value for name, value in more.items() if value is not None}
-    return json.dumps({**GOOD, "headers": headers, "body": "é\x00\\/"}, ensure_ascii=False).encode()
+    return json.dumps({**GOOD, "headers": headers, "body": body}, ensure_ascii=False).encode()
 
 
 #: As bytes.

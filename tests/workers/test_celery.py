@@ -149,7 +149,7 @@ def test_the_examples_in_the_documentation_run(
     served: Rig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     readme, page = ((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/use/celery.md"))
-    first, _on_sqs, second = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    first, _of_a_kind, _on_sqs, second = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert first in readme, "the same example stands in both"
     monkeypatch.setenv("BROKER_URL", served.url)
     example = (first + second).replace("tiny", "stub")

@@ -7,8 +7,8 @@ kombu's callbacks -> Request -> EnginePool -> take_job, run -> claimer
                                            -> take_beside -> a thread of the pool's own
                  -> of an unknown kind -> defer_to_later_release -> the queue of the next level
 
-Messages of plain Celery senders (`app.send_task("penstock.generate", kwargs={...})`) have no record before they are
-claimed. `plain_fields` makes its fields from the message's keyword arguments.
+Messages of plain Celery senders (`app.send_task("penstock.generate", kwargs={...})`, or the name of another kind) have
+no record before they are claimed. `plain_fields` makes its fields from the message's keyword arguments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from producers.contract import keys, levels
 from producers.contract.message import id_of, is_native, is_plain
 from producers.contract.record import error_json, trace_fields
 from producers.contract.task import Task
-from producers.errors import InvalidTask, SecretUnreadable
+from producers.errors import InvalidTask, SecretUnreadable, shown
 from workers.breaker import Breaker
 from workers.flow.claimer import Claimer, Decode
 from workers.flow.deliveries import Deliveries
@@ -194,7 +194,7 @@ class CelerySide:
 
         `decode` gives it to Celery, once a worker has claimed it and lived.
         """
-        if headers["task"] == keys.TASK_NAME:
+        if headers["task"] in keys.NAMED_KINDS:
             self._keep_until_settled(delivery, headers, None)
             self.claimer.submit(delivery, decode)
         else:
@@ -228,7 +228,7 @@ def plain_fields(served: Served, now_ms: int, headers: dict[str, Any], arguments
         return Plain(fields)
     kwargs = arguments.get("kwargs") or {}
     try:
-        kwargs = _with_prompt(arguments.get("args") or (), kwargs)
+        kwargs = _with_kind(headers.get("task"), arguments.get("args") or (), kwargs)
         task = _resolved(served, {"model": served.model, "tier": _tier(headers), **kwargs})
         webhook = {} if task.webhook is None else task.webhook.stored()
     except (InvalidTask, SecretUnreadable) as exc:
@@ -261,6 +261,41 @@ def _resolved(served: Served, fields: dict[str, Any]) -> Task:
     return task
 
 
+def _with_kind(name: str | None, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of the task that was sent by this name (`keys.NAMED_KINDS`), with its one positional argument.
+
+    Raises InvalidTask.
+    """
+    kind = keys.NAMED_KINDS.get(name or "", "generate")
+    if kind == "generate":
+        return _with_prompt(args, kwargs)
+    if kwargs.get("kind", kind) != kind:
+        message = f"kind is {shown(kwargs['kind'])}; a task that is sent as {name} is of kind {kind}: leave it out"
+        raise InvalidTask(message, param="kind")
+    if not args:
+        return {**kwargs, "kind": kind}
+    if len(args) > 1:
+        raise InvalidTask(f"{name} has {len(args)} positional arguments; it takes one, the texts. Name the others")
+    if kwargs.get("input") is not None:
+        raise InvalidTask(_TWICE.format("input"), param="input")
+    return {**kwargs, "kind": kind, "input": _texts_of(args[0])}
+
+
+def _texts_of(value: Any) -> Any:
+    """Returns the texts in a parent's result: its text, or that of each of several. Returns any other value as it is:
+    texts, lists of token ids, or what a task refuses."""
+    if isinstance(value, list):
+        return [_prompt_of(item) if isinstance(item, Mapping) else item for item in value]
+    return value.get("text") if isinstance(value, Mapping) else value
+
+
+#: The error of a field that has two values.
+_TWICE: Final = (
+    "{} is given twice: as a keyword, and as a positional argument, which is where a chain or chord puts the result "
+    "before; leave one out, or make the signature immutable (.si)"
+)
+
+
 def _with_prompt(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields with the one positional argument, where a chain or chord puts a parent's result, as the
     prompt. If the task names messages, it becomes the last one, a user's.
@@ -275,11 +310,7 @@ def _with_prompt(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
             "max_tokens=20, ..."
         )
     if kwargs.get("prompt") is not None:
-        raise InvalidTask(
-            "prompt is given twice: as a keyword, and as a positional argument, which is where a chain or chord puts "
-            "the result before; leave one out, or make the signature immutable (.si)",
-            param="prompt",
-        )
+        raise InvalidTask(_TWICE.format("prompt"), param="prompt")
     if isinstance(messages := kwargs.get("messages"), list):
         return {**kwargs, "messages": [*messages, {"role": "user", "content": _prompt_of(args[0])}]}
     return {**kwargs, "prompt": _prompt_of(args[0])}

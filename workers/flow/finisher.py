@@ -38,7 +38,7 @@ from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
 
-#: The request header in which it leaves what the body of `penstock.generate` is to return or raise.
+#: The request header in which it leaves what the body of its task is to return or raise.
 OUTCOME = "penstock_outcome"
 BATCH = 256
 #: Endings that are no final status: published again by Celery's retry; handed back; kept as a dead letter; deleted; the

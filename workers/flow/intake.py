@@ -29,7 +29,7 @@ from producers.broker.values import LEFT_MS, Credit, Fetched, Rules
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.storage import STARTED, Storage, parse
 from producers.contract import keys
-from producers.contract.message import BODY_HEADER, BodyGone, redeem
+from producers.contract.message import BODY_HEADER, BodyGone, redeem, tokens_of_texts
 from workers.connect import LOST, connect
 from workers.flow.celery_side import CelerySide
 from workers.flow.deliveries import NO_CREDIT, Acker, Deliveries, Size
@@ -46,7 +46,7 @@ RECONNECT_S = 0.2
 BODY_S = 5.0
 #: Stands in a message whose body travels by claim check.
 CLAIM_CHECK = BODY_HEADER.encode()
-#: KV tokens that a plain Celery message, which does not say its size, is taken to need.
+#: KV tokens that a plain Celery message, which does not say its size, is taken to need if it generates.
 PLAIN_TOKENS = 512
 #: Time (s) for which a look at the store's memory counts.
 MEMORY_S = 0.25
@@ -264,7 +264,7 @@ class Intake(threading.Thread):
             return
         properties |= {"delivery_tag": message.uuid, "priority": _priority(properties.get("priority"), message.rank)}
         delivery = Delivery(message.uuid, headers["id"], life, message.returned, message.condemned)
-        if not self._deliveries.enter(delivery, self._size(headers, message.rank)):
+        if not self._deliveries.enter(delivery, self._size(payload, message.rank)):
             return
         if (held := self.has_part(headers)) is not None:
             self._placed += held
@@ -312,14 +312,16 @@ class Intake(threading.Thread):
         elif self._paused:
             self._give_back()
 
-    def _size(self, headers: dict[str, Any], rank: int) -> Size:
+    def _size(self, payload: dict[str, Any], rank: int) -> Size:
         """Computes a delivery's size as FETCH does."""
-        if headers["task"] != keys.TASK_NAME:
+        headers = payload["headers"]
+        if headers["task"] not in keys.NAMED_KINDS:
             return Size(rank, 0, 0)
         declared = headers.get("penstock")
         declared = declared if isinstance(declared, dict) else {}
         seqs, tokens = self._rules.capacity
-        return Size(rank, _bounded(declared.get("n"), 1, seqs), _bounded(declared.get("tokens"), PLAIN_TOKENS, tokens))
+        plain = tokens_of_texts(headers["task"], payload["body"]) or PLAIN_TOKENS
+        return Size(rank, _bounded(declared.get("n"), 1, seqs), _bounded(declared.get("tokens"), plain, tokens))
 
 
 def _priority(priority: Any, rank: int) -> int:

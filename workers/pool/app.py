@@ -1,6 +1,6 @@
-"""The Celery application of a worker, and its task `penstock.generate`.
+"""The Celery application of a worker, and its tasks: `penstock.generate`, and one for each other kind.
 
-The task's body runs when the engine is done, and passes on what the engine made.
+A task's body runs when the engine is done, and passes on what the engine made.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from producers.connection.connect import connection_pool, kombu_url
 from producers.connection.script import run, text
 from producers.connection.trouble import trouble
 from producers.contract import keys
-from producers.contract.keys import TASK_NAME
+from producers.contract.keys import NAMED_KINDS
 from producers.errors import TaskFailed
 from producers.store.protocol import celery_result
 from workers.flow.finisher import OUTCOME, Fault, Finisher
@@ -152,12 +152,12 @@ class EngineTask(Task):
 
 
 def register(app: Celery, max_retries: int) -> None:
-    """Add `penstock.generate` to the app."""
+    """Add `penstock.generate` and the names of the other kinds to the app."""
 
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:  # what is wrong with `args` is the outcome's to say
+    def settle(self: Any, *args: Any, **kwargs: Any) -> Any:  # what is wrong with `args` is the outcome's to say
         outcome = getattr(self.request, OUTCOME, None)
         if outcome is None:
-            raise RuntimeError(f"{TASK_NAME} runs in a Penstock worker only (EnginePool), not here")
+            raise RuntimeError(f"{self.name} runs in a Penstock worker only (EnginePool), not here")
         if isinstance(outcome, Fault):
             headers = {"penstock": fields} if (fields := getattr(self.request, "penstock", None)) else {}
             countdown = RETRY_COUNTDOWN_S * 2**self.request.retries
@@ -166,12 +166,13 @@ def register(app: Celery, max_retries: int) -> None:
             raise outcome
         return outcome
 
-    app.task(
-        generate,
-        name=TASK_NAME,
-        bind=True,
-        base=EngineTask,
-        max_retries=max_retries,
-        shared=False,
-        throws=(TaskFailed,),
-    )
+    for name in NAMED_KINDS:
+        app.task(
+            settle,
+            name=name,
+            bind=True,
+            base=EngineTask,
+            max_retries=max_retries,
+            shared=False,
+            throws=(TaskFailed,),
+        )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from producers.contract import keys
-from producers.contract.message import marks_in
+from producers.contract.message import marks_in, tokens_of_texts
 
 
 class Unusable(Exception):
@@ -17,12 +17,12 @@ class Unusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A usable message. `generates`: it counts as sequences and tokens; 0 of either: unknown."""
+    """A usable message. `counts`: as sequences and tokens; 0 of either: unknown."""
 
     raw: bytes
     id: str
     tenant: str = ""
-    generates: bool = True
+    counts: bool = True
     seqs: float = 0
     tokens: float = 0
     at: float = 0
@@ -33,7 +33,7 @@ class Sent:
 
     def size(self, capacity: tuple[int, int], plain_tokens: int) -> tuple[int, int]:
         """Sequences and tokens that it needs of an engine."""
-        if not self.generates:
+        if not self.counts:
             return 0, 0
         seqs, tokens = min(self.seqs or 1, capacity[0]), min(self.tokens or plain_tokens, capacity[1])
         return int(seqs), int(tokens)
@@ -52,16 +52,17 @@ def read(raw: bytes) -> Sent:
     task_id, task = _of(headers, "id"), _of(headers, "task")
     if not isinstance(task_id, str) or not task_id or not isinstance(task, str):
         raise Unusable("no task id and name in the headers")
-    if not isinstance(_of(m, "body"), str):
+    body = _of(m, "body")
+    if not isinstance(body, str):
         raise Unusable("no body")
     size = _of(headers, "penstock")
     return Sent(
         raw,
         task_id,
         _name(_of(size, "tenant")),
-        task == keys.TASK_NAME,
+        task in keys.NAMED_KINDS,
         _whole(_of(size, "n")),
-        _whole(_of(size, "tokens")),
+        _whole(_of(size, "tokens")) or tokens_of_texts(task, body),
         _whole(_of(size, "at")),
         _name(_of(size, "order_key")),
         tuple(marks_in(headers)) if isinstance(headers, dict) else (),

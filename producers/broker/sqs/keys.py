@@ -81,6 +81,6 @@ class Entry:
 
 def member(sent: Sent) -> str:
     """The index's member of a received message; empty for plain Celery's, which have no size and are not indexed."""
-    if not sent.generates or not 0 < sent.seqs < inf or sent.tokens == inf or " " in sent.id:
+    if not sent.counts or not 0 < sent.seqs < inf or sent.tokens == inf or " " in sent.id:
         return ""
     return str(Entry(sent.id, int(sent.seqs), int(sent.tokens), sent.tenant))

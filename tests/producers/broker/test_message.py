@@ -21,6 +21,6 @@ def test_sizes_and_tenants_are_believed_where_they_are_some() -> None:
     for seqs, tokens, tenant in product(SEQS, TOKENS, TENANTS):
         raw = good("a", keys.TASK_NAME, seqs[0], tokens[0], True, tenant[0])
         sent = read(raw)
-        assert (sent.seqs, sent.tokens, sent.tenant, sent.generates) == (seqs[1], tokens[1], tenant[1], True)
+        assert (sent.seqs, sent.tokens, sent.tenant, sent.counts) == (seqs[1], tokens[1], tenant[1], True)
         assert sent.size((8, 1000), 300) == (min(seqs[1] or 1, 8), min(tokens[1] or 300, 1000))
         assert task_id_of(raw) == "a"

@@ -16,7 +16,7 @@ from redis import Redis
 from producers import Client
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
-from producers.contract.message import Message, is_native
+from producers.contract.message import Message, is_native, kind_of, task_headers
 from producers.contract.record import Record
 from tests.producers.conftest import QUEUE
 from tests.producers.faces import Face
@@ -150,6 +150,14 @@ def test_whose_turn_it_is_stands_in_message_and_record(client: Face, valkey: Red
     size = json.loads(raw)["headers"]["penstock"]
     assert size == {"v": 1, "n": 1, "tokens": 3, "tenant": "Ünï", "at": size["at"]}
     assert Message.of(handle.status()).tenant == "Ünï"
+
+
+def test_what_plain_celery_sends_by_the_name_of_a_kind_is_a_task() -> None:
+    """And none of a later release, which a sweeper would end."""
+    for task in (*keys.NAMED_KINDS, "penstock.later", "app.add"):
+        raw = json.dumps({"headers": {"id": "t", "task": task}})
+        assert (task_headers(raw) is not None) is (task in keys.NAMED_KINDS)
+        assert kind_of(raw) == (("t", task) if task == "penstock.later" else None)
 
 
 def test_a_record_gives_its_message_again() -> None:

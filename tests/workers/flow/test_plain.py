@@ -135,6 +135,42 @@ def test_a_parent_s_result_is_the_last_message_of_a_chat(monkeypatch: pytest.Mon
     assert task["messages"] == [system, {"role": "user", "content": "said"}]
 
 
+@pytest.mark.parametrize(
+    ("argument", "texts"),
+    [
+        ("said", ["said"]),
+        (["a", [5, 6]], ["a", [5, 6]]),
+        ({"text": "said"}, ["said"]),
+        ([{"text": "one"}, {"text": "two"}], ["one", "two"]),
+    ],
+)
+def test_a_parent_s_result_is_the_texts_of_a_kind(argument: Any, texts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CARD, "capabilities", ["embed"])
+    task = json.loads(fields({"task": "penstock.embed"}, args=[argument], truncate=True)["task"])
+    assert (task["kind"], task["input"], task["truncate"]) == ("embed", texts, True)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "said"),
+    [
+        (["a"], {"kind": "classify"}, 'kind is "classify"; a task that is sent as penstock.embed is of kind embed'),
+        (["a", "b"], {}, "penstock.embed has 2 positional arguments"),
+        (["a"], {"input": "b"}, "input is given twice"),
+        ([{"rows": [[0.5]]}], {}, "input is missing"),
+        ([[{"rows": [[0.5]]}]], {}, "input[0] is null"),
+        ([], {"prompt": "a"}, "prompt does not go with kind embed"),
+        ([], {}, "input is missing"),
+        ([["a"] * 257], {}, "at most 256"),
+    ],
+)
+def test_what_does_not_go_with_a_kind_is_refused(
+    args: list[Any], kwargs: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CARD, "capabilities", ["embed"])
+    plain = plain_fields(SERVED, NOW_MS, {"task": "penstock.embed"}, {"args": args, "kwargs": kwargs})
+    assert said in json.loads(plain.error or "")["message"]
+
+
 def test_what_is_no_task_keeps_its_arguments_and_says_why() -> None:
     plain = plain_fields(SERVED, NOW_MS, {}, {"args": [], "kwargs": {"prompt": "x", "seed": -1}})
     assert plain.fields["task"] == '{"prompt": "x", "seed": -1}'

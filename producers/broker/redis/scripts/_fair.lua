@@ -1,6 +1,6 @@
 -- Fair turns among tenants: virtual token counters, as in "Fairness in Serving Large Language Models" (OSDI 2024).
 -- Messages that arrive in a list L are sorted by tenant; the least served tenant, in tokens by weight, is next. Each L:
---   penstock:sorted:L  zset, number of arrival -> { number, message, id, tenant, generates (0, 1), n, tokens, prefix,
+--   penstock:sorted:L  zset, number of arrival -> { number, message, id, tenant, counts (0, 1), n, tokens, prefix,
 --                      has an order key (0, 1), and if it was passed over (_placement.lua): since when it is left (ms),
 --                      how many have overtaken it, to whom it is left }, packed
 --   penstock:turn:L:T  zset, the numbers of tenant T's waiting messages (the empty name: of messages without a tenant)

@@ -13,7 +13,8 @@
 -- An incarnation that places takes of a tenant's first messages the one of which it holds the longest prefix, and leaves
 -- for a moment what another is to have (see _placement.lua).
 -- KEYS: lease, in flight of inc, delayed, dead, reaped, unserved, returned, arrivals, weights, list ...
--- ARGV: ageing (ms), N redeliveries, capacity in sequences, capacity in tokens, tokens of a plain task, messages of
+-- ARGV: ageing (ms), N redeliveries, capacity in sequences, capacity in tokens, tokens of a plain task that
+--       generates, messages of
 --       a list to sort (at most 1,000: Lua passes no more than some thousands of arguments), inc if it places or
 --       empty, ms for which a message is left, sequence credit * 4 tiers, token credit * 4 tiers, rank (0-3) of each
 --       list ..., uuid ...
@@ -39,6 +40,15 @@ for k = 0, 3 do
 end
 local placing = begin_placing(ARGV[7], now, ARGV[8])
 local out, buried = {}, {}
+
+-- names of tasks that generate nothing: plain Celery's have all their texts in their bodies
+local of_texts = {
+  ['penstock.embed'] = true,
+  ['penstock.rerank'] = true,
+  ['penstock.score'] = true,
+  ['penstock.classify'] = true,
+  ['penstock.token_classify'] = true,
+}
 
 -- a size from a header; 0 if it is not a number, or not above 0 (as NaN, which cjson accepts)
 local function whole(value)
@@ -125,12 +135,16 @@ local function sort(list)
       buried[#buried + 1] = { '', list, raw, reason }
     else
       local id, said = m.headers.id, type(m.headers.penstock) == 'table' and m.headers.penstock or {}
-      local generates = m.headers.task == 'penstock.generate' and 1 or 0
+      local task, tokens = m.headers.task, whole(said.tokens)
+      local counts = (task == 'penstock.generate' or of_texts[task]) and 1 or 0
+      if of_texts[task] and not (tokens > 0) then
+        tokens = math.ceil(#m.body / 4) -- base64 of three bytes, an estimated token
+      end
       local tenant = type(said.tenant) == 'string' and said.tenant or ''
       ids[#ids + 1] = id
       local keyed = type(said.order_key) == 'string' and said.order_key ~= '' and 1 or 0
       local prefix = prefix_of(said.prefix)
-      entries[#entries + 1] = { 0, raw, id, tenant, generates, whole(said.n), whole(said.tokens), prefix, keyed }
+      entries[#entries + 1] = { 0, raw, id, tenant, counts, whole(said.n), tokens, prefix, keyed }
     end
   end
   if not ids[1] then
