@@ -116,6 +116,10 @@ class EngineError(Exception):
     """Base of every error that the engine raises on purpose."""
 
 
+class EngineClosedError(EngineError):
+    """The engine takes no requests any more: it was closed, or is lost. Another one may take them."""
+
+
 class RequestError(EngineError, ValueError):
     """A request that cannot be run as it was asked; the engine is unharmed.
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from engine.errors import DeviceLostError, EngineError, RequestError, brief
+from engine.errors import DeviceLostError, EngineClosedError, EngineError, RequestError, brief
 from engine.execution.forms import FormThreads, Ticket
 from engine.execution.pipeline import Executor, Pipeline, StepScheduler
 from engine.execution.turns import Turns
@@ -94,14 +94,14 @@ class StepLoop:
         """Queue `request` and return at once. The loop's thread calls `on_event` until `Event.done`.
 
         Raises RequestError, in the caller's thread, for a request that could never run (over-long, id in use, ...), and
-        EngineError if the loop is closed. A form takes time to read, so one that cannot be followed is refused by an
-        event. An exception raised by `on_event` is logged and has no other effect.
+        EngineClosedError if the loop is closed. A form takes time to read, so one that cannot be followed is refused by
+        an event. An exception raised by `on_event` is logged and has no other effect.
         """
         self._scheduler.check(request)
         ticket = Ticket(request, on_event)
         with self._wake:
             if self._closing:
-                raise EngineError("the engine is closed")
+                raise EngineClosedError("the engine is closed")
             if request.id in self._tickets:
                 raise RequestError(f"request id {request.id!r} is in use", param="id", code="duplicate_request")
             self._tickets[request.id] = ticket

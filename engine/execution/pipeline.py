@@ -182,9 +182,10 @@ class Pipeline:
                 self._scheduler.foresee(running.plan, self._executor.needs_token)
             plan = self._scheduler.schedule(began)
         planned = None if plan is None else _Flight(plan, began)
+        # Before drafts are made, which computes, too.
+        self._note_under_way(*(flight.plan for flight in (running, planned) if flight is not None))
         if planned is not None and self._speculation is not None:
             planned.guessing = self._speculation.propose(planned.plan)
-        self._note_under_way(*(flight.plan for flight in (running, planned) if flight is not None))
         if planned is None and running is None:
             if self._scheduler.has_work:
                 raise EngineError("the scheduler has work and plans nothing")

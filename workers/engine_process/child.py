@@ -21,7 +21,6 @@ import queue
 import signal
 import socket
 import struct
-import sys
 import threading
 import time
 from collections import deque
@@ -34,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from setproctitle import setproctitle
 
-from engine.errors import EngineError, RequestError, brief
+from engine.errors import EngineClosedError, EngineError, RequestError, brief
 from engine.plan import StepWork
 from engine.request import Course, Event, Request
 from workers.engine_process.packed import pack
@@ -131,7 +130,9 @@ class Child:
 
     def run(self) -> None:
         """Load the engine that the first call names, then do what the worker calls for, until it closes."""
-        _, factory, model, options = self._call() or sys.exit()
+        if (first := self._call()) is None:
+            return  # the worker was refused before
+        _, factory, model, options = first
         module, _, attribute = factory.partition(":")
         try:
             self._engine, files = getattr(import_module(module), attribute)(model, options)
@@ -174,6 +175,8 @@ class Child:
         self._numbers[request.id] = number
         try:
             self._engine.submit(request, partial(self._on_event, number))
+        except EngineClosedError:
+            return  # its end, of which the worker hears next, ends this request, too
         except RequestError as error:
             self._end(number, request, error.message, refused=True, param=error.param, code=error.code)
         except EngineError as error:
@@ -190,7 +193,7 @@ class Child:
 
     def _abort(self, number: int, request_id: str) -> None:
         if self._numbers.get(request_id) == number:
-            del self._numbers[request_id]
+            self._numbers.pop(request_id, None)  # it may end at this moment
             self._courses.pop(number, None)
             self._engine.abort(request_id)
 

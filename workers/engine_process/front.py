@@ -31,7 +31,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from engine import errors
-from engine.errors import AdapterRoomError, EngineError, RequestError
+from engine.errors import AdapterRoomError, EngineClosedError, EngineError, RequestError
 from engine.plan import StepWork
 from engine.request import Event, Request, Tokens
 from engine.scheduling.scheduler import Held
@@ -194,7 +194,7 @@ class ProcessEngine:
         """See Engine. What the engine refuses comes as an event."""
         with self._lock:
             if self._closing or self._end:
-                raise EngineError("the engine is closed")
+                raise EngineClosedError("the engine is closed")
             if request.id in self._numbers:
                 raise RequestError(f"request id {request.id!r} is in use", param="id", code="duplicate_request")
             number = self._numbers[request.id] = next(self._next)
@@ -204,7 +204,12 @@ class ProcessEngine:
 
     def share(self, on_event: Callable[[Event], None], on_tokens: Callable[[Tokens], None]) -> None:
         """Let `on_tokens` have the plain tokens of all requests that are submitted with this `on_event` from now on,
-        many at a time; their other events still go to `on_event`, in order."""
+        many at a time; their other events still go to `on_event`, in order.
+
+        Raises RuntimeError if the engine was lost before: nobody is told of that who has set `on_lost` since."""
+        with self._lock:
+            if self._end:
+                raise RuntimeError(f"the engine is lost: {self._end}")
         self._listener, self._on_tokens = on_event, on_tokens
 
     def abort(self, request_id: str) -> bool:
@@ -284,7 +289,7 @@ class ProcessEngine:
             self._answered.wait_for(lambda: number in self._answers or self._end)
             answer = self._answers.pop(number, None)
         if answer is None:
-            raise EngineError(f"the adapter is not loaded: {self._end}")
+            raise EngineClosedError(f"the adapter is not loaded: {self._end}")
         if "error" in answer:
             raise _adapter_error(answer)
         adapter = SimpleNamespace(**answer)
@@ -474,8 +479,14 @@ class ProcessEngine:
         except Exception:
             logger.exception("on_event of request %r raised", event.request_id)
 
+    def _unread(self) -> set[str]:
+        """Requests that have not begun, and are to have outputs of a form: it is read in no step."""
+        with self._lock:
+            requests = [ticket.request for ticket in self._tickets.values()]
+        return {request.id for request in requests if request.params.forms and request.course.began_at is None}
+
     def _ended(self) -> None:
-        suspects = self._suspects()
+        suspects = self._suspects() | self._unread()
         _, status = os.waitpid(self.pid, 0)
         why = f"the engine's process ({self.pid}) {_end_of(os.waitstatus_to_exitcode(status))}"
         with self._lock:

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from engine.errors import AdapterRoomError, EngineError, RequestError
+from engine.errors import AdapterRoomError, EngineClosedError, EngineError, RequestError
 from producers.connection.log_throttle import warn_throttled
 from producers.store.fleet.adapters import AdapterGone, fetch
 from workers.connect import LOST, connect
@@ -115,6 +115,8 @@ class AdapterLoader(threading.Thread):
                 continue
             except AdapterGone as exc:
                 error = RequestError(str(exc), param="model", code="adapter_not_found")
+            except EngineClosedError:
+                return  # the engine is lost, and the worker gives itself up: no adapter is to blame
             except EngineError as exc:
                 text = f"the adapter with the version {version} cannot be served: {exc}"
                 error = RequestError(text, param="model", code="adapter_broken")

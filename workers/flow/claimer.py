@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
-from engine.errors import ErrorText, ModelError, RequestError, TextError
+from engine.errors import EngineClosedError, ErrorText, ModelError, RequestError, TextError
 from engine.params import SamplingParams
 from engine.request import Pooling, Request
 from engine.text import ConfinedTemplate, TemplateSource
@@ -240,6 +240,9 @@ class Claimer(threading.Thread):
         except LOST as exc:
             held = "Cannot start task %s, giving it back: %s"
             warn_throttled(logger, held, delivery.task_id, exc, extra=delivery.subject)
+            self._finisher.let_go(delivery, self._served.settings.retry_after)
+            return
+        except EngineClosedError:  # it was lost a moment ago: this worker gives itself up, another runs the task
             self._finisher.let_go(delivery, self._served.settings.retry_after)
             return
         except BaseException as exc:  # a panic in the tokenizer, which is Rust, is no Exception

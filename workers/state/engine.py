@@ -64,7 +64,8 @@ class ServedEngine(Protocol):
     on_lost: Callable[[str, set[str]], None] | None
 
     def submit(self, request: Request, on_event: Callable[[Event], None]) -> None:
-        """Raises RequestError for a request that could never run, unless that comes as an event (`Event.refused`)."""
+        """Raises RequestError for a request that could never run, unless that comes as an event (`Event.refused`);
+        EngineClosedError if the engine was closed or is lost."""
 
     def abort(self, request_id: str) -> bool: ...
     def stats(self) -> Any:

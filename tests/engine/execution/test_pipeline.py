@@ -313,3 +313,18 @@ def test_dropping_waits_for_the_step_in_flight_and_tells_nothing():
     steps.pipeline.drop()
     assert steps.device.log == ["launch 0", "collect 0"]
     assert not steps.pipeline.in_flight
+
+
+def test_the_requests_of_a_step_are_named_before_its_drafts_are_made() -> None:
+    """Drafts are computed, too: a process that dies or hangs over them is to name the requests."""
+    steps, log = Steps(scheduler(), overlap=0), list[str]()
+
+    def propose(plan: StepPlan) -> float:
+        log.append("drafts")
+        return 0.0
+
+    steps.pipeline._speculation = SimpleNamespace(propose=propose, record=lambda *of: None)  # type: ignore[assignment]
+    steps.pipeline._on_under_way = lambda plans: log.extend(name for plan in plans for name in rows(plan))
+    steps.scheduler.add(request("a", max_tokens=1))
+    steps()
+    assert log == ["a", "drafts"]

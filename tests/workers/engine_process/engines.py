@@ -6,9 +6,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from engine.errors import AdapterRoomError, ModelError
+from engine.errors import AdapterRoomError, EngineClosedError, ModelError
+from engine.request import Request
 from tests.stub_engine import StubEngine
 from workers.errors import Refused
+from workers.flow import probe
 
 
 class Halves(StubEngine):
@@ -45,6 +47,32 @@ class Adapting(StubEngine):
         if name == "broken":
             raise ModelError("there is no adapter")
         return super().load_adapter(name, path)
+
+
+class Closed(StubEngine):
+    """It takes nothing but probes and the requests of `one`."""
+
+    def submit(self, request: Request, on_event: Any) -> None:
+        if request.id not in (probe.ID, "one"):
+            raise EngineClosedError("the engine is closed")
+        super().submit(request, on_event)
+
+
+def closed(model: str, options: dict[str, Any]) -> tuple[StubEngine, dict[str, bytes]]:
+    return Closed(model), {}
+
+
+class Formless(StubEngine):
+    """It dies of a form."""
+
+    def submit(self, request: Request, on_event: Any) -> None:
+        if request.params.forms:
+            os._exit(9)
+        super().submit(request, on_event)
+
+
+def formless(model: str, options: dict[str, Any]) -> tuple[StubEngine, dict[str, bytes]]:
+    return Formless(model), {}
 
 
 def adapting(model: str, options: dict[str, Any]) -> tuple[StubEngine, dict[str, bytes]]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,7 +17,9 @@ from engine.params import SamplingParams
 from engine.request import Event, Request
 from tests.stub_engine import STALLED, token
 from tests.waiting import gone, until
+from workers.engine_process.child import Child
 from workers.engine_process.front import ProcessEngine
+from workers.engine_process.ring import Ring
 
 #: Much more than a socket holds.
 LONG = [1] * 100_000
@@ -128,3 +133,62 @@ def test_without_an_owner_the_requests_of_a_process_that_dies_end_in_an_error(
     assert "was killed by SIGKILL" in str(events[-1].error)
     with pytest.raises(EngineError, match="closed"):
         engine.submit(request("late"), print)
+
+
+def test_what_comes_to_an_engine_that_is_lost_has_no_end_of_its_own(begin: Callable[[str], ProcessEngine]) -> None:
+    """Its worker hands it back, as all others."""
+    engine = begin("tests.workers.engine_process.engines:closed")
+    late: list[Event] = []
+    events: list[Event] = []
+    engine.submit(request("late"), late.append)
+    engine.submit(request("one"), events.append)
+    until(lambda: ended(events))
+    assert late == []
+
+
+def test_an_engine_that_was_lost_before_its_owner_listens_is_found_to_be(begin: Callable[[str], ProcessEngine]) -> None:
+    engine = begin("tests.stub_engine:load")
+    os.kill(engine.pid, signal.SIGKILL)
+    until(lambda: engine._end)
+    with pytest.raises(RuntimeError, match="was killed by SIGKILL"):
+        engine.share(print, print)
+
+
+def test_a_form_that_kills_the_process_is_suspected_though_no_step_had_it(
+    begin: Callable[[str], ProcessEngine],
+) -> None:
+    engine = begin("tests.workers.engine_process.engines:formless")
+    lost: list[set[str]] = []
+    engine.on_lost = lambda why, suspects: lost.append(suspects)
+    os.kill(engine.pid, signal.SIGSTOP)
+    engine.submit(Request("form", [1], SamplingParams(max_tokens=4, regex="a*")), print)
+    engine.submit(request("other"), print)
+    os.kill(engine.pid, signal.SIGCONT)
+    until(lambda: lost)
+    assert lost == [{"form"}]
+
+
+def test_a_process_whose_worker_was_refused_ends_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    engine = ProcessEngine("w", patience=300.0)
+    engine._socket.shutdown(socket.SHUT_WR)
+    assert "with status 0" in until(lambda: engine._end)
+    engine.close()
+    assert capfd.readouterr().err == ""
+
+
+class Ending(dict[str, int]):
+    """Its entries go as soon as they were read, as if another thread had removed them."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.pop(name, default)
+
+
+def test_a_request_may_end_while_it_is_withdrawn() -> None:
+    ours, theirs = socket.socketpair()
+    aborted: list[str] = []
+    process = Child(Ring(), theirs)
+    process._engine = SimpleNamespace(abort=aborted.append)
+    process._numbers = Ending(a=1)
+    process._abort(1, "a")
+    assert aborted == ["a"]
+    ours.close()

@@ -72,6 +72,17 @@ def test_an_engine_that_dies_in_a_step_costs_the_tasks_of_that_step_a_death_and_
     assert deaths(rig, ids) == [1, 0, 1, 0, 1, 0]
 
 
+def test_tasks_that_come_to_a_closed_engine_go_to_another_worker(rig: Rig) -> None:
+    """It was lost while its worker was handing them over."""
+    closed = rig.worker(engine_factory=f"{HERE}:closed", engine_process=False, retry_after=0.05)
+    ids = rig.fill(3, max_tokens=4)
+    rig.until(lambda: all(int(rig.record(task_id).get("claims", 0)) for task_id in ids))
+    begin(rig)
+    assert closed.stop() == 0
+    rig.check(ids)
+    assert deaths(rig, ids) == [0, 0, 0]
+
+
 def test_an_engine_that_is_stopped_counts_as_dead_after_a_lease(rig: Rig) -> None:
     first = begin(rig, STUB_HOLD_AT=20, lease=1.0)
     ids = rig.begun(3, more_than=5, max_tokens=60)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from engine.errors import AdapterRoomError
+from engine.errors import AdapterRoomError, EngineClosedError
 from producers.contract import keys
 from producers.store.fleet import adapters
 from workers.flow.adapters import AdapterLoader
@@ -88,3 +88,24 @@ def test_a_task_whose_adapter_was_unloaded_while_its_prompt_was_made_waits_for_i
     delivery: Any = SimpleNamespace(record=SimpleNamespace(fields={"adapter": VERSION, "prompt_tokens": "1"}))
     assert not Claimer._submit(claimer, delivery)
     assert (given_back, submitted) == (["adapter_loading"], [])
+
+
+def test_no_adapter_is_to_blame_for_an_engine_that_is_lost(valkey: Redis, valkey_url: str, tmp_path: Path) -> None:
+    """Its tasks wait for it until the worker hands them back."""
+    valkey.hset(keys.MODELS, "m", json.dumps({"name": "m", "version": "a", "capabilities": ["generate"]}))
+    for name in adapters.FILES:
+        (tmp_path / name).write_bytes(b"x")
+    adapters.add(valkey, "mine", "m", VERSION, 1, tmp_path)
+
+    def load_adapter(name: str, path: str) -> Any:
+        raise EngineClosedError("the adapter is not loaded: the process has ended")
+
+    engine = SimpleNamespace(adapters={}, adapter_bytes=1, load_adapter=load_adapter)
+    served: Any = SimpleNamespace(engine=engine, settings=SimpleNamespace(store=valkey_url))
+    loader = AdapterLoader(served, SimpleNamespace(running={}))  # type: ignore[arg-type]
+    assert not loader.ready(VERSION)
+    loader.start()
+    loader.join(60)
+    assert not loader.is_alive()
+    assert not loader.ready(VERSION)
+    assert loader.stop(0)
