@@ -119,3 +119,12 @@ def test_who_is_gone_is_forgotten(pair: Pair) -> None:
     assert pair.worker.hold(HOLDER, []) == 0
     pair.send("b", 4)
     assert pair.take() == ["b"]
+
+
+def test_a_call_leaves_the_heads_of_so_many_tenants_and_no_more(pair: Pair) -> None:
+    """Its work is bounded, whatever waits."""
+    for number in range(100):
+        pair.send(f"t{number}", 4, tenant=f"{number}")
+    taken = pair.take(100)
+    assert len(taken) == 100 - 64
+    assert len(pair.take(100, left_ms=0)) == 64

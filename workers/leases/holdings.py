@@ -43,6 +43,7 @@ class Holdings:
         if life is not self._life:
             self._life, self._anew = life, True
         marks = self._served.engine.marks() if self._deliveries.serves else []
+        self._anew = self._anew or bool(self.held and not marks)  # all of it goes at once, in no portions
         known = set() if self._anew else self.held
         enter = [mark for mark in dict.fromkeys(marks) if mark not in known][-PORTION:]
         drop = [*known.difference(marks)][:PORTION]

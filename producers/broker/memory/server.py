@@ -26,8 +26,8 @@ DUE: int = 100
 
 
 #: Of a tenant's messages so many are looked at for one to place; one may be overtaken by so many of its tenant
-#: (docs/how/placement.md).
-WINDOW, COUNT = 8, 4
+#: (docs/how/placement.md). One FETCH leaves so many to other workers.
+WINDOW, COUNT, LEAVES = 8, 4, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,6 +376,8 @@ class Fetch:
     places: bool = False
     look_again: float | None = None
     """After how many ms to fetch again, since messages were left to others."""
+    leaves: int = 0
+    """Heads that were left so far."""
 
     def run(self, uuids: Sequence[str], sort_limit: int) -> list[Fetched]:
         server, mine = self.server, self.server.inflight[self.incarnation]
@@ -451,6 +453,7 @@ class Fetch:
             elif (chosen := self._place(best, number, message)) is not None:
                 return best, *chosen
             else:
+                self.leaves += 1
                 self.passed.setdefault(best, set()).add(message.tenant)
         return None
 
@@ -465,7 +468,7 @@ class Fetch:
         here, other = self._held(head, rank)
         since = self.now if before.since is None else min(before.since, self.now)
         left_for = since + self.rules.left_ms - self.now
-        leaves = other is not None and left_for > 0
+        leaves = self.leaves < LEAVES and other is not None and left_for > 0
         best, most = None, -1 if leaves else here
         for place, message in turns.first(head.tenant, WINDOW)[1:]:
             if message.order_key:

@@ -78,3 +78,12 @@ def test_who_takes_no_tasks_holds_nothing(worker: Worker) -> None:
     worker.broker.end_lease("w.1")
     worker.deliveries.serves = True
     assert worker.tell() == set(), "its life is over"
+
+
+def test_who_takes_no_tasks_withdraws_much_at_once(worker: Worker) -> None:
+    worker.marks = MARKS
+    assert worker.tell(2) == set(MARKS)
+    worker.deliveries.serves = False
+    assert worker.tell() == set()
+    worker.deliveries.serves = True
+    assert worker.tell(2) == set(MARKS)

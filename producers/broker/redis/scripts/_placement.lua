@@ -5,8 +5,9 @@
 --                       were free at the end of its last FETCH
 -- A message is left to another incarnation only if that holds a longer part than is held here, has a lease, and had room
 -- for it; and for a moment. Those behind it may overtake it then, and whenever more of them is held here: COUNT at most,
--- of the WINDOW oldest of its tenant. Nothing overtakes an order key.
-local MARK, MARKS, WINDOW, COUNT = 16, 16, 8, 4
+-- of the WINDOW oldest of its tenant. Nothing overtakes an order key. One call leaves LEAVES of them at most, so that its
+-- work is bounded, however many tenants wait.
+local MARK, MARKS, WINDOW, COUNT, LEAVES = 16, 16, 8, 4, 64
 local me, at_ms, moment, rooms, known, some, look_again
 
 local function prefix_of(said)

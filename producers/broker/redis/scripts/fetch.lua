@@ -183,16 +183,22 @@ local function message(k, number)
 end
 
 -- the head of list k: the oldest message of the least served tenant that is not `passed` over
-local passed = {}
+local passed, passes = {}, {}
+local function pass(k, tenant)
+  passed[k] = passed[k] or {}
+  passed[k][tenant], passes[k] = true, (passes[k] or 0) + 1
+end
 local waits = redis.call('HMGET', unserved, unpack(KEYS, before + 1)) -- since when each list's head has waited
 local function head(k)
-  local list, place, tenant = KEYS[before + k], 0, nil
-  repeat
-    tenant = redis.call('ZRANGE', 'penstock:turns:' .. list, place, place)[1]
-    place = place + 1
-  until not tenant or not (passed[k] and passed[k][tenant])
+  local list, tenant = KEYS[before + k], nil
+  for _, name in ipairs(redis.call('ZRANGE', 'penstock:turns:' .. list, 0, passes[k] or 0)) do
+    if not (passed[k] and passed[k][name]) then
+      tenant = name
+      break
+    end
+  end
   if not tenant then
-    if place == 1 and waits[k] then
+    if not passes[k] and waits[k] then
       redis.call('HDEL', unserved, list)
       waits[k] = false
     end
@@ -209,6 +215,7 @@ local function head(k)
   return h
 end
 
+local leaves = 0 -- heads that this call has left
 -- Of the head's tenant the message to take: of those behind it the one of which most is held here, and more than of the
 -- head; or if the head is left to a holder (_placement.lua), the one of which most is. None goes before the head that is
 -- to be left itself. Else the head; nil: all are left.
@@ -217,7 +224,7 @@ local function choose(k, h)
     return h
   end
   local here, other = held(h)
-  local left, best, most = other and patience(h) > 0, nil, nil
+  local left, best, most = leaves < LEAVES and other and patience(h) > 0, nil, nil
   if not left and not holds_some() then
     return h
   end
@@ -236,6 +243,10 @@ local function choose(k, h)
   end
   if left or best then
     pass_over(h, best, left and other)
+  end
+  if left and not best then
+    leaves = leaves + 1
+    pass(k, h.tenant)
   end
   return best or not left and h or nil
 end
@@ -274,16 +285,11 @@ for u = first, #ARGV do
         blocked = heads[best].tier
         best = blocked > 0 and -1 or nil
       elseif best and suspect(heads[best].id) and holds_suspect() then
-        passed[best] = passed[best] or {}
-        passed[best][heads[best].tenant] = true
+        pass(best, heads[best].tenant)
         heads[best] = head(best)
         best = -1
       elseif best and placing then
         local chosen = choose(best, heads[best])
-        if not chosen then
-          passed[best] = passed[best] or {}
-          passed[best][heads[best].tenant] = true
-        end
         heads[best] = chosen or head(best)
         best = chosen and best or -1
       end
