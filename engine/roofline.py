@@ -119,6 +119,8 @@ class Work:
     """Of a step's rows over the ranks of a model, where several compute it."""
     width: int = 0
     """Of a row."""
+    kv_heads: int = 1
+    """Of a layer; of more ranks several hold the same one."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Work:
@@ -159,6 +161,7 @@ class Work:
             weight_bytes=weight_bytes,
             sums=2 * c.layers,
             width=c.hidden_size,
+            kv_heads=c.kv_heads,
         )
 
     @property
@@ -180,12 +183,16 @@ class Work:
         """Multiplications and additions of a row's products."""
         return 2 * (self.layers + self.experts * self.chosen + (self.head if head else 0))
 
-    def step_s(self, speed: Speed, batch: float, context: float) -> float:
+    def kv_copies(self, ranks: int) -> float:
+        """How often so many ranks hold each key and value."""
+        return max(1.0, ranks / self.kv_heads)
+
+    def step_s(self, speed: Speed, batch: float, context: float, kv_copies: float = 1.0) -> float:
         """The least seconds of a step in which `batch` sequences decode, with `context` tokens before each on
-        average."""
+        average. `kv_copies`: how often each key and value is read."""
         dense = max(self.read_bytes(batch) / speed.bytes_per_s, self.row_flops() * batch / speed.flops_per_s)
         attention = max(
-            batch * self.kv_bytes_of(context) / speed.bytes_per_s,
+            batch * self.kv_bytes_of(context) * kv_copies / speed.bytes_per_s,
             batch * self._attention_flops(context) / speed.flops_per_s,
         )
         return dense + attention + batch * self._passed_bytes() / speed.bytes_per_s
@@ -198,7 +205,8 @@ class Work:
         if ranks == 1:
             return self.step_s(gpu.speed(fp8=fp8), batch, context)
         passed = 2 * (ranks - 1) / ranks * batch * self.width * 2 / (gpu.link_gb_per_s * 1e9)
-        return self.step_s(gpu.speed(fp8=fp8), batch, context) / ranks + self.sums * (SUM_S + passed)
+        step = self.step_s(gpu.speed(fp8=fp8), batch, context, self.kv_copies(ranks))
+        return step / ranks + self.sums * (SUM_S + passed)
 
     def prefill_tokens_per_s(self, speed: Speed, length: float) -> float:
         """The most prompt tokens a second, with prompts of `length`. Each token sees half of its prompt on average."""

@@ -32,8 +32,9 @@ from producers.gateway.http.errors import Problem
 from producers.gateway.http.request_body import documented, read_as, schema_of
 from producers.gateway.tasks.views import errors
 from producers.rollouts import operations
-from producers.rollouts.metrics import defaults
+from producers.rollouts.metrics import BY_NAME, defaults, usual
 from producers.rollouts.operations import RolloutError
+from producers.rollouts.refusals import LONGEST, MOST
 from producers.rollouts.report import report
 from producers.store.access import audit
 from producers.store.fleet import canaries
@@ -114,7 +115,7 @@ class ComparedMetric(BaseModel):
 
     name: str
     text: str
-    kind: str = Field(description="share, rank, score or tail")
+    kind: str = Field(description="share, rank, score, tail or pair")
     margin: float = Field(description="the difference that is allowed")
     tolerance: float
     limit: float = Field(description="the odds at which it is rolled back")
@@ -245,15 +246,21 @@ class RolloutStart(BaseModel):
         USUAL.warm_up_s, ge=0, le=LONGEST_S, description="from the first traffic, in which times are not compared"
     )
     alpha: float = Field(USUAL.alpha, description="probability of rolling back a candidate that is no worse")
-    metrics: dict[str, MetricChange] = Field({}, max_length=100, description="those that may become worse than usual")
+    metrics: dict[str, MetricChange] = Field(
+        {}, max_length=100, description="those with another margin or tolerance, or that are not compared as usual"
+    )
     without: list[str] = Field([], max_length=100, description="metrics to leave out")
+    refusals: list[Annotated[str, Field(max_length=LONGEST)]] = Field(
+        [], max_length=MOST, description="how refusals begin, instead of the usual phrases"
+    )
 
     def plan(self) -> Plan:
         """Raises RolloutError for what makes no sense."""
         metrics = defaults()
         for name in (*self.metrics, *self.without):
-            if name not in metrics:
-                raise RolloutError(f"there is no metric {shown(name)}; there are {', '.join(metrics)}")
+            if name not in BY_NAME:
+                raise RolloutError(f"there is no metric {shown(name)}; there are {', '.join(BY_NAME)}")
+            metrics.setdefault(name, usual(name))
         for name, change in self.metrics.items():
             metrics[name] |= change.model_dump(exclude_none=True)
         kept = {name: values for name, values in metrics.items() if name not in self.without}

@@ -16,7 +16,7 @@ from producers.connection.script import text
 from producers.contract import keys
 from producers.rollouts import refusals
 from producers.rollouts.controller import Decision, act, decide, next_step, routed
-from producers.rollouts.metrics import BY_NAME, OF_COPIES, defaults
+from producers.rollouts.metrics import BY_NAME, OF_COPIES, defaults, usual
 from producers.store.access.audit import operator
 from producers.store.fleet import canaries, cards, rollouts, routing
 from producers.store.fleet.canaries import ALIAS, Canary, Plan
@@ -79,11 +79,18 @@ def start(store: Redis, model: str, to: str, plan: Plan, reference: str = "", by
                 f"a step of 0 compares copies of tasks: `penstock models shadow {model} --to {to} --percent 10` makes "
                 "some"
             )
-        plan = replace(plan, metrics={name: values for name, values in plan.metrics.items() if name not in OF_COPIES})
-        if not plan.metrics:
+        kept = {name: values for name, values in plan.metrics.items() if name not in OF_COPIES}
+        if not kept:
             raise RolloutError(
                 f"only {', '.join(OF_COPIES)} are left to compare, and {to} gets no copies of tasks: leave out less"
             )
+        for name in plan.metrics.keys() - kept.keys():
+            if not BY_NAME[name].usual or plan.metrics[name] != usual(name):
+                raise RolloutError(
+                    f"{name} compares copies of tasks, and {to} gets none: `penstock models shadow {model} --to {to} "
+                    f"--percent 10` makes some; or leave {name} as it is"
+                )
+        plan = replace(plan, metrics=kept)
     others = {target: percent for target, percent in current.split.items() if target != ALIAS}
     if sum(others.values()) + plan.steps[-1] > 100:
         raise RolloutError(

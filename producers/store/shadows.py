@@ -45,6 +45,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite
 from statistics import mean, median
 from typing import Any, Final, Self
 
@@ -159,8 +160,11 @@ class Score:
         numbers = [[row[0] for row in of_version if row is not None] for of_version in rows]
         if not count or any(len(of_version) != count for of_version in numbers):
             raise ValueError(f"of {count} tokens {' and '.join(map(str, map(len, numbers)))} have log probabilities")
+        scores = mean(numbers[0]), mean(numbers[1])
+        if not all(map(isfinite, scores)):
+            raise ValueError(f"the scores are {scores}")
         version, shadow = (record.fields.get("version", "") for record in records)
-        return cls(records[0].fields["shadow_of"], version, shadow, count, (mean(numbers[0]), mean(numbers[1])))
+        return cls(records[0].fields["shadow_of"], version, shadow, count, scores)
 
     @classmethod
     def parse(cls, raw: str | bytes | None) -> Self | None:

@@ -230,9 +230,9 @@ def compare(
         report["cost_per_million_tokens"] = [
             price / 3600 * 1e6 / max(speed, 1e-9) for speed in report["tokens_per_second"]
         ]
-    given = (max_divergence, max_perplexity_increase, min_agreement, min_same, min_speed)
+    given = (max_divergence, max_perplexity_increase, min_agreement, min_same, min_speed, price)
     if not report and any(bound is not None for bound in given):
-        raise Failure("bounds of outputs are given, and no prompts: give --prompts FILE or --replay N")
+        raise Failure("bounds of outputs or a price are given, and no prompts: give --prompts FILE or --replay N")
     bounds = {
         "divergence": (max_divergence, 1),
         "perplexity_increase": (max_perplexity_increase, 1),
@@ -351,16 +351,17 @@ def _prompts(file: Path) -> list[str | list[int]]:
 
     try:
         with file.open("rb") as opened:
-            lines = opened.read(MAX_PROMPTS_BYTES).decode("utf-8").splitlines()
+            raw = opened.read(MAX_PROMPTS_BYTES)
+        if len(raw) == MAX_PROMPTS_BYTES:  # the last line may be cut, in the middle of a character
+            raw = raw[: raw.rfind(b"\n") + 1]
+        lines = raw.decode("utf-8").split("\n")  # no other character ends a line: JSON may have U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise Failure(f"--prompts: {file} cannot be read as UTF-8 text: {error}") from error
     texts: list[str | list[int]] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        prompt: Any = line
-        if line.startswith("{"):
-            prompt = parsed(line).get("prompt")
+        prompt: Any = parsed(line).get("prompt") if line.startswith("{") else line.removesuffix("\r")
         if not isinstance(prompt, str):
             raise Failure(f"--prompts: line {number} of {file} begins with {{ and is no JSON object with a prompt")
         texts.append(prompt)

@@ -243,7 +243,8 @@ def _on(
 
     room = need.room(gpu, load, margins)
     sequences = concurrency or min(room, SEQUENCES["cuda"])
-    fits = 1 <= sequences <= room and (need.form != "fp8" or gpu.fp8_tflops is not None)
+    lacks = "fp8" if need.form == "fp8" and gpu.fp8_tflops is None else None
+    fits = 1 <= sequences <= room and lacks is None
     return {
         "gpu": gpu.name,
         "source": gpu.source,
@@ -253,9 +254,10 @@ def _on(
         "room": room,
         "short": sequences > room,
         "fits": fits,
-        "ranks": ranks_needed(gpu, need, load, margins),
+        "lacks": lacks,
+        "ranks": None if lacks else ranks_needed(gpu, need, load, margins),
         # Where one GPU is enough, several are no question.
-        "divided": [] if room else [asdict(each) for each in divided(gpu, need, load, margins)],
+        "divided": [] if room or lacks else [asdict(each) for each in divided(gpu, need, load, margins)],
         "price": prices.get(gpu.name, prices.get("")),
         "rates": rates_on(gpu, need, load, sequences, 60.0 if cold_start is None else cold_start) if fits else None,
     }
@@ -341,7 +343,7 @@ def _gpu_row(row: dict[str, Any]) -> list[str]:
     if row["rates"] is None:
         return [
             *cells,
-            _lack(row) if not row["fits"] and row["room"] < 1 else f"room for {row['room']}",
+            _lack(row) if row["lacks"] or row["room"] < 1 else f"room for {row['room']}",
             *["-"] * 5,
         ]
     at_once, *rest = _rate_cells(row)
@@ -349,6 +351,8 @@ def _gpu_row(row: dict[str, Any]) -> list[str]:
 
 
 def _lack(row: dict[str, Any]) -> str:
+    if row["lacks"]:
+        return f"no {row['lacks']}"
     return "does not fit" if row["ranks"] is None else f"takes {row['ranks']}"
 
 

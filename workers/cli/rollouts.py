@@ -90,12 +90,14 @@ def _phrases(file: Path | None) -> tuple[str, ...]:
         return ()
     try:
         with file.open("rb") as opened:
-            lines = opened.read(MAX_REFUSALS_BYTES + 1).decode("utf-8").splitlines()
+            raw = opened.read(MAX_REFUSALS_BYTES + 1)
+        if len(raw) > MAX_REFUSALS_BYTES:
+            raise Failure(f"--refusals: {file} has more than {MAX_REFUSALS_BYTES:,} bytes")
+        phrases = tuple(line for line in raw.decode("utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise Failure(f"--refusals: {file} cannot be read as UTF-8 text: {error}") from error
-    phrases = tuple(line for line in lines if line.strip())
-    if not phrases or sum(map(len, lines)) > MAX_REFUSALS_BYTES:
-        raise Failure(f"--refusals: {file} has no phrase, or more than {MAX_REFUSALS_BYTES:,} bytes")
+    if not phrases:
+        raise Failure(f"--refusals: {file} has no phrase: write one a line")
     return phrases
 
 

@@ -105,7 +105,7 @@ class Need:
     def room(self, gpu: Gpu, load: Load, margins: Margins, ranks: int = 1) -> int:
         """The whole tasks at once that keep so many GPUs below the line; 0: the model does not fit."""
         free = ranks * gpu.memory_bytes * margins.line / (1 + margins.overhead) - self.weight_bytes
-        return max(0, int(free / self.kv_bytes(load)))
+        return max(0, int(free / self.kv_bytes(load) / self.work.kv_copies(ranks)))
 
 
 @dataclass(frozen=True, slots=True)

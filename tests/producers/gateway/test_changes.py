@@ -115,7 +115,12 @@ def test_a_rollout_is_begun_held_moved_and_reported(http: httpx.Client, routed: 
 
     assert http.get("/v1/rollouts/tiny/report").status_code == 404
     assert did("pause") == (409, "rollout_refused")
-    assert did("start", to="candidate", steps=[10, 50], hold_s=60, without=["first_token"]) == (200, "preparing")
+    assert did("start", to="candidate", metrics={"diverged": {"margin": 0.3}}) == (409, "rollout_refused")
+    body = {"to": "candidate", "steps": [10, 50], "hold_s": 60, "without": ["first_token"], "refusals": ["Nein."]}
+    assert did("start", **body) == (200, "preparing")
+    state = canaries.read(routed, "tiny")
+    assert state is not None
+    assert state.plan.refusals == ("nein.",)
     assert did("start", to="candidate") == (409, "rollout_refused")
     assert did("promote") == (200, "judging")
     assert did("pause") == (200, "paused")
@@ -145,6 +150,7 @@ def test_a_rollout_is_begun_held_moved_and_reported(http: httpx.Client, routed: 
         ({"to": "candidate", "hold_s": -1}, "hold_s"),
         ({"to": "candidate", "metrics": {"beauty": {}}}, "there is no metric"),
         ({"to": "candidate", "metrics": {"failed": {"margin": 2}}}, "metrics.failed.margin"),
+        ({"to": "candidate", "refusals": ["a" * 101]}, "refusals.0"),
         ({"to": "candidate", "reference": "tiny=/etc"}, "reference"),
     ],
 )

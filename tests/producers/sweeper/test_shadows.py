@@ -153,6 +153,14 @@ async def test_an_output_is_scored_by_both_versions_while_a_rollout_compares_tha
     other.serve(first)
     await sweeper.sweep()
     assert (copies(shadowed), drops(shadowed)) == ([], {"score": 1})
+    before = shadowed.xlen(keys.shadow_pairs("tiny"))
+    for name in reversed(await compared()):
+        assert other.claim(name).answer == "go"
+        other.prompt(name, [1, 2, 0, 1], [None, *((float("-inf"), ()) for _ in range(3))])
+        other.finish(name, [0], reasons=["length"])
+    await sweeper.sweep()
+    assert (copies(shadowed), drops(shadowed)) == ([], {"score": 2})
+    assert shadowed.xlen(keys.shadow_pairs("tiny")) == before + 1, "the pair alone: no rollout can compare such scores"
 
 
 class TestSample:

@@ -317,7 +317,7 @@ async def test_old_versions_live_until_nothing_of_them_is_left(
         fleet.card("v2")
         fleet.valkey.hset(keys.ROLLOUTS, "tiny", json.dumps({"phase": "draining", "version": "v2"}))
         fleet.lease("b", new)
-        await until(lambda: fleet.state("tiny@v2")["rules"]["min"] == 1)
+        await until(lambda: fleet.state("tiny@v2").get("rules", {}).get("min") == 1)
         assert old_hand.told == []
         fleet.empty()
         await until(lambda: old_hand.numbers == [0])
@@ -330,14 +330,17 @@ async def test_a_version_that_was_the_default_keeps_a_worker_for_a_time_unless_a
     """Also with a new leader. What was never the default ends at once."""
     monkeypatch.setattr(control, "SETTLED_S", 0.2)
     hands = {"v1": Recorder(2), "v2": Recorder(1), "v3": Recorder(1)}
-    rules = Rules(min=0, max=4, cool_down=0.1)
+    rules = Rules(min=1, max=4, cool_down=0.1)  # with 0 it would have none any more when it is replaced
     pools = fixed([Scaled(PoolSettings("tiny", v, rules, keep_warm=9e9), hand) for v, hand in hands.items()])
     fleet.lease("a")
     async with scaling(aclient, pools):
         await until(lambda: fleet.state("tiny@v1").get("default_at"))
         fleet.card("v2")
-        await until(lambda: fleet.state("tiny@v1")["rules"]["min"] == 1)
-        await until(lambda: hands["v3"].numbers == [0])
+        await until(lambda: fleet.state("tiny@v2").get("rules", {}).get("min") == 1)
+        seen = fleet.state("tiny@v1")["at"]
+        await until(lambda: fleet.state("tiny@v1")["at"] > seen)
+        assert fleet.state("tiny@v1")["rules"]["min"] == 1
+        await until(lambda: hands["v3"].numbers[-1:] == [0])
         await until(lambda: hands["v1"].numbers[-1:] == [1])
     async with scaling(aclient, pools):
         seen = fleet.state("tiny@v1")["at"]

@@ -15,6 +15,7 @@ from producers.contract import keys
 from producers.store.fleet import cards
 from tests.engine.random_models import write_model
 from tests.workers.cli.conftest import Run
+from workers.cli import comparison
 from workers.library import LocalModels, find_model
 from workers.library.reference import BUNDLED
 
@@ -122,6 +123,7 @@ class TestCompare:
             (("--replay", "5", "--prompts", "x"), "leave one out"),
             (("--evaluate", "true", "--tenant", "a"), "--tenant is for --replay"),
             (("--evaluate", "true", "--min-same", "1"), "and no prompts"),
+            (("--evaluate", "true", "--price", "1"), "and no prompts"),
         ],
     )
     def test_options_that_do_not_go_together_are_refused(self, run: Run, argv: tuple[str, ...], message: str) -> None:
@@ -143,6 +145,14 @@ class TestCompare:
         ran = run("models", "compare", "tiny", "tiny", "--prompts", str(prompts))
         assert ran.status == 2
         assert message in " ".join(ran.err.split())
+
+    def test_only_line_breaks_end_a_prompt_and_a_file_that_is_too_large_is_cut_between_prompts(
+        self, prompts: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prompts.write_bytes('{"prompt": "a\u2028b"}\r\nc\x0cd\r\néé'.encode())
+        assert comparison._prompts(prompts) == ["a\u2028b", "c\x0cd", "éé"]
+        monkeypatch.setattr(comparison, "MAX_PROMPTS_BYTES", len(prompts.read_bytes()) - 1)
+        assert comparison._prompts(prompts) == ["a\u2028b", "c\x0cd"]
 
     def test_models_of_other_tokenizers_are_refused(self, run: Run, prompts: Path, tmp_path: Path) -> None:
         folder = tmp_path / "other"

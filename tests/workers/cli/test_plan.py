@@ -178,6 +178,30 @@ def test_a_model_larger_than_a_gpu_says_how_many_it_takes(run: Run, tmp_path: Pa
     assert re.search(r"estimates, never measured.*\n.*\n4 x H100 ", text)
 
 
+def test_more_gpus_than_kv_heads_hold_each_key_and_value_several_times(tmp_path: Path) -> None:
+    load, margins = Load(1000, 250), Margins()
+    needs = []
+    for kv_heads in (1, 8):
+        config = SHAPES["llama-8b"] | {"num_key_value_heads": kv_heads}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        needs.append(Need.of(size_of(tmp_path)))
+    one, eight = needs
+    l4 = BY_NAME["L4"]
+    assert one.room(l4, load, margins, 2) == pytest.approx(4 * eight.room(l4, load, margins, 2), rel=0.2)
+    assert one.room(l4, load, margins, 8) == pytest.approx(eight.room(l4, load, margins, 8), rel=0.05)
+    assert [need.work.kv_copies(8) for need in needs] == [8, 1]
+    steps = [need.work.step_of_ranks_s(l4, 8, 64, 4096) for need in needs]
+    assert steps[0] == pytest.approx(steps[1], rel=0.05), "each GPU reads the keys and values of one head"
+
+
+def test_a_gpu_without_fp8_is_not_said_to_hold_a_model_in_fp8(run: Run, tmp_path: Path) -> None:
+    for shape in ("llama-8b", "llama-70b"):
+        (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
+        ran = run("plan", str(tmp_path), "--gpu", "A100 80GB", "--weights", "fp8")
+        assert re.search(r"A100 80GB .* no fp8 ", ran.out), ran.out
+        assert " x A100" not in ran.out
+
+
 def test_a_plan_by_what_real_workers_measured(run: Run, valkey: Redis, valkey_url: str, tmp_path: Path) -> None:
     valkey.hset(keys.PROFILES, "tiny@v1", json.dumps({"knee": 4, "tokens_per_s": 500, "cold_start": {"total": 2.5}}))
     trace = tmp_path / "trace.csv"

@@ -66,6 +66,18 @@ def test_what_makes_no_sense_is_refused_by_name(
     assert "has no rollout" in operate("rollout", "status", "tiny").err
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(" \n\n", "has no phrase"), ("é\n" * (1 << 15), "more than 65,536 bytes"), ("\xff", "cannot be read as UTF-8")],
+)
+def test_a_file_of_refusals_that_is_none_is_refused(operate: Run, tmp_path: Path, content: str, reason: str) -> None:
+    file = tmp_path / "refusals.txt"
+    file.write_bytes(content.encode("latin-1" if content == "\xff" else "utf-8"))
+    refused = operate("rollout", "start", "tiny", "--to", "candidate", "--refusals", str(file))
+    assert refused.status == 2
+    assert reason in " ".join(refused.err.split())
+
+
 def test_the_short_form_needs_no_word_before_it(operate: Run) -> None:
     assert "there is no model tiny to update" in " ".join(operate("rollout", "tiny=tiny-v2").err.split())
     assert operate("rollout", "--status").status == 0

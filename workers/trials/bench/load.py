@@ -96,7 +96,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     Raises ValueError, which names the line, and OSError.
     """
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         entry: Any = {"prompt": line}
