@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.errors import message_of
 from workers.cli.commands import Commands
 from workers.cli.exits import OPERATOR_STATUS, Failure, refusing, touching
 from workers.cli.options import Broker, DataDir, Json, Store
 from workers.cli.servers import answering, store_address
-from workers.cli.terminal import aligned
+from workers.cli.terminal import aligned, note
 
 if TYPE_CHECKING:
     from redis import Redis
+
+    from engine.text.adapter import AdapterFiles
 
 app = Commands(
     "Models",
@@ -31,8 +34,21 @@ app = Commands(
 
 @app.shown("penstock adapters add mine=path/to/adapter --base tiny-v2")
 def add(
-    named: Annotated[str, typer.Argument(metavar="NAME=PATH", help="The adapter's name, and its folder.")],
+    named: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME=PATH", help="The adapter's name, and its folder, or a hub's: hf://OWNER/NAME[@REVISION]."
+        ),
+    ],
     base: Annotated[str, typer.Option(metavar="MODEL", help="The name of the model that it changes.")],
+    total_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            envvar="PENSTOCK_ADAPTERS_BYTES",
+            help="The most bytes that all adapters of the store take together, in its server's memory. Unset: 4 GiB.",
+        ),
+    ] = None,
     broker: Broker = None,
     store: Store = None,
     data_dir: DataDir = None,
@@ -42,18 +58,50 @@ def add(
 
     Its configuration and shapes are checked; whether they fit the base is told by the first worker that loads it.
     """
+    from producers.store.fleet import adapters
+    from workers.library.reference import HUB
+
+    name, _, location = named.partition("=")
+    if not (name and location):
+        raise Failure(f"{named} is not NAME=PATH")
+    with ExitStack() as stack:
+        if location.startswith(HUB):
+            # What the store refuses is not downloaded first.
+            client = stack.enter_context(_store(broker, store, data_dir))
+            adapters.check(client, name, base)
+            folder = stack.enter_context(_pulled(location, quiet=as_json))
+            files = _read(folder, location)
+        else:
+            folder = Path(location)
+            files = _read(folder, location)
+            client = stack.enter_context(_store(broker, store, data_dir))
+        with touching(folder, "read"):
+            most = adapters.MAX_TOTAL_BYTES if total_bytes is None else total_bytes
+            adapter = adapters.add(client, name, base, files.version, files.rank, folder, most)
+    typer.echo(json.dumps(asdict(adapter)) if as_json else f"{base}:{name} {adapter.version}")
+
+
+@contextmanager
+def _pulled(location: str, *, quiet: bool) -> Iterator[Path]:
+    """The folder of a hub's adapter, as long as the context lasts. Raises Refused."""
+    from producers.store.fleet.adapters import MAX_BYTES
+    from workers.library import LocalModels
+    from workers.library.hub import HubModel, pulled_adapter
+
+    say = (lambda line: None) if quiet else note
+    with pulled_adapter(HubModel.parse(location), LocalModels.default(), MAX_BYTES, say, quiet=quiet) as folder:
+        yield folder
+
+
+def _read(folder: Path, location: str) -> AdapterFiles:
+    """The description of the adapter in `folder`, which came from `location`. Raises Failure."""
     from engine.errors import ModelError
     from engine.text.adapter import read_adapter
-    from producers.store.fleet import adapters
 
-    name, _, path = named.partition("=")
-    if not (name and path):
-        raise Failure(f"{named} is not NAME=PATH")
-    with refusing(ModelError):
-        files = read_adapter(path)
-    with touching(Path(path), "read"), _store(broker, store, data_dir) as client:
-        adapter = adapters.add(client, name, base, files.version, files.rank, Path(path))
-    typer.echo(json.dumps(asdict(adapter)) if as_json else f"{base}:{name} {adapter.version}")
+    try:
+        return read_adapter(folder)
+    except ModelError as error:
+        raise Failure(message_of(error).replace(str(folder), location)) from error
 
 
 @app.shown("penstock adapters ls --json", "ls")

@@ -1,4 +1,4 @@
-"""Pulls models from the Hugging Face Hub, or from a server of its API at HF_ENDPOINT.
+"""Pulls models and adapters from the Hugging Face Hub, or from a server of its API at HF_ENDPOINT.
 
 huggingface_hub makes the requests, with HF_TOKEN; its cache (HF_HOME) is used first. Files are downloaded straight into
 the local model folder. A broken download is resumed there, also by another process (huggingface_hub's own cache
@@ -29,6 +29,8 @@ _REFERENCE: Final = re.compile(
 )
 _COMMIT: Final = re.compile(r"[0-9a-f]{40,64}")
 MAIN: Final = "main"
+#: The folder of the local model folder in which adapters are collected. Its dot hides it from the list of models.
+ADAPTERS: Final = ".adapters"
 #: Most bytes of an index of weights; the largest checkpoints have some 10 MB.
 LONGEST_INDEX: Final = 64 << 20
 
@@ -106,6 +108,43 @@ def pull(model: HubModel, models: LocalModels, name: str, say: Callable[[str], N
             pulled = models.finish(folder, digests, Source(model.repo, model.revision, commit))
     say(f"{name} {pulled.version} is in {pulled.folder}")
     return pulled
+
+
+@contextmanager
+def pulled_adapter(
+    adapter: HubModel, models: LocalModels, max_bytes: int, say: Callable[[str], None], *, quiet: bool = False
+) -> Iterator[Path]:
+    """Download a LoRA adapter into a folder of the local model folder, which goes at the end of the context. A broken
+    download stays there and is resumed. `max_bytes`: the most that its files have. `quiet`: show no progress.
+
+    Raises Refused as `pull` does, and for a repository that holds no adapter, or a larger one.
+    """
+    from engine.text.adapter import CONFIG, WEIGHTS
+
+    if adapter.file is not None:
+        raise Refused(f"{adapter} is one file; an adapter is a repository: hf://OWNER/NAME or hf://OWNER/NAME@REVISION")
+    files, commit = _look(adapter)
+    for name in (CONFIG, WEIGHTS):
+        if name not in files:
+            other = "; its adapter_model.bin can run code" if "adapter_model.bin" in files else ""
+            raise Refused(f"{adapter} has no {name}: it holds no adapter that PEFT saved as safetensors{other}")
+    downloads = [files[CONFIG], files[WEIGHTS]]
+    size = sum(file.size for file in downloads)
+    if size > max_bytes:
+        raise Refused(f"{adapter} has {size} bytes; at most {max_bytes} of an adapter are kept in a store")
+    key = f"{adapter.repo.replace('/', '--')}.{commit}"
+    waiting = f"another process is pulling {adapter}: waiting for it"
+    with models.workplace(ADAPTERS, key, lambda: say(waiting)) as folder:
+        say(f"pulling {adapter} at commit {commit[:12]}: {size / 1e6:,.1f} MB")
+        _check_room(adapter, downloads, folder)
+        with Progress(quiet=quiet) as progress:
+            progress.show(lambda: bytes_bar(_fetched(downloads, folder), size))
+            for file in downloads:
+                _fetch(models, adapter, file, commit, folder)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _index(models: LocalModels, model: HubModel, files: dict[str, _File], commit: str, folder: Path) -> bytes | None:

@@ -38,12 +38,16 @@ from producers.store.protocol import swap
 FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
 #: Most bytes of an adapter in the store. They are memory of the store's server.
 MAX_BYTES: Final = 256 << 20
+#: The default of the most bytes that all adapters of a store take.
+MAX_TOTAL_BYTES: Final = 4 << 30
 #: Most adapters of a store.
 MAX_ADAPTERS: Final = 10_000
 #: Bytes of a piece.
 PIECE: Final = 1 << 20
 #: Time (s) for which pieces are kept that no entry names yet.
 STALE_S: Final = 3600
+#: Most adapters that a refusal names.
+_NAMED: Final = 10
 #: Between the names of base and adapter.
 SEPARATOR: Final = ":"
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -113,11 +117,8 @@ def all_of(store: Redis) -> dict[str, StoredAdapter]:
     return read_all(store.hgetall(keys.ADAPTERS))
 
 
-def add(store: Redis, name: str, base: str, version: str, rank: int, folder: Path) -> StoredAdapter:
-    """Add the adapter in `folder` for the model `base`. Raises AdapterRefused, and OSError for a file.
-
-    `version`, `rank`: of `engine.text.adapter.AdapterFiles`. The same adapter may be added again.
-    """
+def check(store: Redis, name: str, base: str) -> None:
+    """Raises AdapterRefused if no adapter of the model `base` may have this name."""
     if not _NAME.fullmatch(name):
         raise AdapterRefused(
             f"An adapter's name has 1 to 100 of the characters A-Z a-z 0-9 _ . - and does not begin with . or -; "
@@ -132,6 +133,17 @@ def add(store: Redis, name: str, base: str, version: str, rank: int, folder: Pat
         raise AdapterRefused(f"The model {shown(base)} generates no text; adapters are for models that do")
     if store.hexists(keys.MODELS, name):
         raise AdapterRefused(f"There is a model named {shown(name)}; give the adapter another name")
+
+
+def add(
+    store: Redis, name: str, base: str, version: str, rank: int, folder: Path, total_bytes: int = MAX_TOTAL_BYTES
+) -> StoredAdapter:
+    """Add the adapter in `folder` for the model `base`. Raises AdapterRefused, and OSError for a file.
+
+    `version`, `rank`: of `engine.text.adapter.AdapterFiles`. The same adapter may be added again. `total_bytes`: the
+    most that the files of all adapters take. Two that are added at once may pass it by one of them.
+    """
+    check(store, name, base)
     size = sum((folder / file).stat().st_size for file in FILES)
     if size > MAX_BYTES:
         raise AdapterRefused(f"The adapter {folder} has {size} bytes; at most {MAX_BYTES} are kept in a store")
@@ -145,6 +157,7 @@ def add(store: Redis, name: str, base: str, version: str, rank: int, folder: Pat
             f"There is an adapter named {shown(name)}, of {before.base if before else 'another model'}; remove it "
             f"first (`penstock adapters rm {name}`), or give this one another name"
         )
+    _check_room(store, adapter, total_bytes)
     _put(store, version, folder)
     change = Change(operator(), "adapter.add", f"{base}{SEPARATOR}{name}@{version}")
     entry = json.dumps(asdict(adapter))
@@ -159,6 +172,35 @@ def add(store: Redis, name: str, base: str, version: str, rank: int, folder: Pat
         raise AdapterRefused(f"The store {why}; nothing was added")
     change.say()
     return adapter
+
+
+def _check_room(store: Redis, adapter: StoredAdapter, total_bytes: int) -> None:
+    """Raises AdapterRefused, which names what would have to go, if the store has no room for this one."""
+    names_of_version: dict[str, list[str]] = {}
+    sizes: dict[str, int] = {}
+    for other in sorted(all_of(store).values(), key=lambda other: (other.added, other.name)):
+        names_of_version.setdefault(other.version, []).append(other.name)
+        sizes[other.version] = other.size
+    taken = sum(sizes.values())
+    missing = 0 if adapter.version in sizes else taken + adapter.size - total_bytes
+    if missing <= 0:
+        return
+    if adapter.size > total_bytes:
+        raise AdapterRefused(
+            f"The adapter has {adapter.size:,} bytes, and all adapters of this store may take {total_bytes:,}; allow "
+            "more (--total-bytes)"
+        )
+    going: list[str] = []
+    freed = 0
+    for version, their_names in names_of_version.items():
+        if freed < missing:
+            going += their_names
+            freed += sizes[version]
+    listed_names = " ".join(going[:_NAMED]) + (f" and {len(going) - _NAMED} more" if len(going) > _NAMED else "")
+    raise AdapterRefused(
+        f"The adapter has {adapter.size:,} bytes; this store's adapters take {taken:,}, and may take {total_bytes:,}. "
+        f"The oldest whose removal makes room: {listed_names} (`penstock adapters rm`). Or allow more (--total-bytes)"
+    )
 
 
 def _put(store: Redis, version: str, folder: Path) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub.constants
+import pytest
 from redis import Redis
 
 from engine.text.adapter import read_adapter
@@ -12,6 +16,7 @@ from producers.contract import keys
 from producers.store.fleet import cards
 from tests.engine.adapters.folders import write_adapter
 from tests.workers.cli.conftest import Run
+from tests.workers.library.hub_server import Hub, Repo, running_hub
 from workers.library import find_model
 from workers.library.reference import described
 
@@ -45,3 +50,50 @@ def test_a_folder_that_is_no_adapter_is_refused_before_the_store_is_asked(operat
     refused = operate("adapters", "add", f"mine={tmp_path}", "--base", "tiny")
     assert (refused.status, refused.out) == (2, "")
     assert "has no adapter_config.json" in refused.err
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """With an adapter, and what is none."""
+    folder = write_adapter(tmp_path / "on-hub")
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    weights = {"adapter_model.safetensors"}
+    pickled = {"adapter_config.json": b"{}", "adapter_model.bin": b"no"}
+    huge = Repo(dict(files), weights, sizes=dict.fromkeys(weights, 257 << 20))
+    repos = {"a/one": Repo(files | {"train.py": b"no"}, weights), "a/old": Repo(pickled), "a/huge": huge}
+    dora = json.dumps(json.loads(files["adapter_config.json"]) | {"use_dora": True}).encode()
+    repos["a/dora"] = Repo(files | {"adapter_config.json": dora}, weights)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    monkeypatch.setenv("PENSTOCK_MODELS", str(tmp_path / "models"))
+    with running_hub(Hub(repos)) as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        yield running
+
+
+def test_one_is_added_from_a_hub(operate: Run, valkey: Redis, hub: Hub, tmp_path: Path) -> None:
+    assert "There is no model" in operate("adapters", "add", "mine=hf://a/one", "--base", "tiny").err
+    assert hub.asked == []
+    cards.publish(valkey, *described(find_model("tiny")))
+    version = read_adapter(tmp_path / "on-hub").version
+    added = operate("adapters", "add", "mine=hf://a/one@v1", "--base", "tiny")
+    assert (added.out, "at commit c0ffee" in added.err) == (f"tiny:mine {version}\n", True)
+    assert set(hub.fetched()) == {"adapter_config.json", "adapter_model.safetensors"}
+    assert valkey.exists(keys.adapter(version))
+    assert not list((tmp_path / "models").rglob("*.safetensors")), "what the store has is not kept twice"
+    for reference, said in (
+        ("a/none", "has no model 'a/none'"),
+        ("a/one@v9", "no branch, tag or commit 'v9'"),
+        ("a/one/x.gguf", "an adapter is a repository: hf://OWNER/NAME"),
+        ("a/old", "no adapter_model.safetensors: .*adapter_model.bin can run code"),
+        ("a/huge", "at most 268435456 of an adapter"),
+        ("a/dora", "hf://a/dora/adapter_config.json: use_dora=True is not supported"),
+    ):
+        refused = operate("adapters", "add", f"other=hf://{reference}", "--base", "tiny")
+        assert refused.status == 2
+        assert re.search(said, refused.err), refused.err
+    hub.wrong = {"adapter_model.safetensors": b"x" * len(hub.repos["a/one"].files["adapter_model.safetensors"])}
+    assert "came damaged" in operate("adapters", "add", "other=hf://a/one", "--base", "tiny").err
+    few = operate(
+        "adapters", "add", f"other={write_adapter(tmp_path / 'b', alpha=1)}", "--base", "tiny", "--total-bytes", "9"
+    )
+    assert "all adapters of this store may take 9" in few.err

@@ -33,8 +33,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def add(store: Redis, name: str, folder: Path) -> adapters.StoredAdapter:
-    return adapters.add(store, name, "m", VERSION, 8, folder)
+def add(store: Redis, name: str, folder: Path, version: str = VERSION, **more: int) -> adapters.StoredAdapter:
+    return adapters.add(store, name, "m", version, 8, folder, **more)
 
 
 @pytest.mark.parametrize("other", ["mine", "yours"])
@@ -86,3 +86,21 @@ def test_one_that_was_replaced_meanwhile_is_not_called_removed(
     with pytest.raises(adapters.AdapterRefused, match="changed meanwhile; nothing was removed"):
         adapters.remove(store, "mine")
     assert store.exists(keys.adapter(VERSION))
+
+
+def test_all_together_take_no_more_than_they_may_and_the_refusal_names_who_would_have_to_go(
+    store: Redis, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter(range(100))
+    monkeypatch.setattr(adapters, "time", SimpleNamespace(time=lambda: next(seconds)))
+    for name, version in (("z", "1"), ("y", "2"), ("x", "1")):  # of 20 bytes; x has the files of z
+        add(store, name, folder, version, total_bytes=40)
+    for total, said in (
+        (59, r"may take 59\. .*makes room: z x \(`penst"),
+        (39, "z x y"),
+        (19, "may take 19; allow more"),
+    ):
+        with pytest.raises(adapters.AdapterRefused, match=said):
+            add(store, "w", folder, "3", total_bytes=total)
+    assert not store.exists(keys.adapter("3"))
+    add(store, "w", folder, "3", total_bytes=60)
