@@ -381,6 +381,9 @@ def _rate_cells(row: dict[str, Any]) -> list[str]:
 
 
 def _print_load(load: dict[str, Any]) -> None:
+    if not load["workers"]:
+        say(f"\n{load['tasks']:,} tasks: no workers are planned for them, as none of these GPUs serves the model.")
+        return
     say(
         f"\n{load['tasks']:,} tasks in {load['seconds']:,.0f} s; 95% are to have their first token within "
         f"{load['max_wait_s']:g} s of their arrival:"

@@ -139,7 +139,11 @@ def start(
     ] = 0.01,
     metric: Annotated[
         list[str] | None,
-        typer.Option("--metric", metavar="NAME=MARGIN[:TOLERANCE]", help="How much worse a metric may become."),
+        typer.Option(
+            "--metric",
+            metavar="NAME=MARGIN[:TOLERANCE]",
+            help="How much worse a metric may become. An unknown NAME lists them.",
+        ),
     ] = None,
     without: Annotated[list[str] | None, typer.Option("--without", metavar="NAME", help="Leave a metric out.")] = None,
     refusals: Annotated[

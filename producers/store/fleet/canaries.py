@@ -147,8 +147,11 @@ def change(store: Redis, old: Canary, new: Canary, what: str, by: str, **details
 
     `what`: start, raise, promote, roll_back, abort, fail, pause, resume, or acted. `details`: more of the row.
     """
-    row = _row(new, what, by, **details)
-    return bool(run(store, _swap(keys.CANARIES, old.model, old.to_json(), new.to_json(), row)))
+    raw: Any = store.hget(keys.CANARIES, old.model)
+    if Canary.of(raw) != old:
+        return False
+    row = _row(new, what, by, **details)  # another release may write the same state with fewer fields
+    return bool(run(store, _swap(keys.CANARIES, old.model, text(raw), new.to_json(), row)))
 
 
 def read_evidence(store: Redis, model: str) -> str:

@@ -151,6 +151,14 @@ def test_a_candidate_that_is_no_worse_is_promoted_step_by_step(store: Redis) -> 
     assert (record.phase, record.version) == ("starting", "b"), "once more"
 
 
+def test_a_state_that_a_release_without_some_field_has_written_is_changed_too(store: Redis) -> None:
+    started(store)
+    fields = json.loads(store.hget(keys.CANARIES, "m") or "")
+    del fields["plan"]["refusals"]
+    store.hset(keys.CANARIES, "m", json.dumps(fields))
+    assert look(store).percent == 10.0
+
+
 def test_a_candidate_that_fails_is_rolled_back_at_the_first_step_and_says_why(store: Redis) -> None:
     started(store)
     look(store)

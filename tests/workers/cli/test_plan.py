@@ -197,9 +197,10 @@ def test_more_gpus_than_kv_heads_hold_each_key_and_value_several_times(tmp_path:
 def test_a_gpu_without_fp8_is_not_said_to_hold_a_model_in_fp8(run: Run, tmp_path: Path) -> None:
     for shape in ("llama-8b", "llama-70b"):
         (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
-        ran = run("plan", str(tmp_path), "--gpu", "A100 80GB", "--weights", "fp8")
+        ran = run("plan", str(tmp_path), "--gpu", "A100 80GB", "--weights", "fp8", "--rate", "2")
         assert re.search(r"A100 80GB .* no fp8 ", ran.out), ran.out
         assert " x A100" not in ran.out
+        assert ran.out.endswith("tasks: no workers are planned for them, as none of these GPUs serves the model.\n")
 
 
 def test_a_plan_by_what_real_workers_measured(run: Run, valkey: Redis, valkey_url: str, tmp_path: Path) -> None:
