@@ -51,6 +51,12 @@ _CLOCKS_S: Final = 5.0
 #: The least bytes of a secret.
 _LEAST_SECRET: Final = 16
 _NONCE, _PROOF = 32, 32
+#: The bytes before what a caller says: its nonce, its proof, and how many follow.
+_HEAD: Final = _NONCE + _PROOF + 4
+#: The most callers that are greeted at one time; one more, and the first of them is turned away.
+_MOST_CALLERS: Final = 64
+#: Seconds after which a Meeting lets its user look at other things.
+_LOOK_S: Final = 0.5
 #: The most bytes of what a caller says, and of a message.
 _MOST_SAID, _MOST_MESSAGE = 1 << 16, 1 << 36
 _LENGTH = struct.Struct("=q")
@@ -123,7 +129,8 @@ class SocketLink:
 
 
 class Meeting:
-    """A port on which this node waits for others, who know the secret."""
+    """A port on which this node waits for others, who know the secret. Used by one thread. Callers are greeted side by
+    side, so that one who says nothing keeps nobody waiting."""
 
     def __init__(self, address: str, secret: bytes) -> None:
         """Raises EngineError."""
@@ -131,10 +138,14 @@ class Meeting:
         self._secret = secret
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._listener = socket.create_server((host, port), family=family, backlog=64)
+            self._listener = socket.create_server((host, port), family=family, backlog=_MOST_CALLERS)
         except OSError as error:
             raise EngineError(ErrorText.of("{ranks_address}={}: {}", repr(address), error)) from error
-        self._listener.settimeout(0.5)
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        #: Who has not yet proved that it knows the secret, the oldest first.
+        self._callers: dict[socket.socket, _Caller] = {}
 
     @property
     def port(self) -> int:
@@ -143,42 +154,109 @@ class Meeting:
 
     def next(self) -> tuple[socket.socket, dict[str, Any]] | None:
         """The next caller who knows the secret, and what it says. None if there is none for half a second."""
+        until = time.monotonic() + _LOOK_S
+        while True:
+            now = time.monotonic()
+            for caller in [each for each in self._callers.values() if now > each.until]:
+                self._turn_away(caller, "it says nothing, or too little")
+            for key, _ in self._selector.select(max(0.0, until - now)):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif (caller := key.data) in self._callers.values() and (said := self._heard(caller)) is not None:
+                    return caller.end, said
+            if time.monotonic() >= until:
+                return None
+
+    def _accept(self) -> None:
         try:
             end, address = self._listener.accept()
-        except TimeoutError:
-            return None
+        except (BlockingIOError, ConnectionError):  # it is gone again
+            return
+        if len(self._callers) >= _MOST_CALLERS:
+            self._turn_away(next(iter(self._callers.values())), "too many others call")
+        end.setblocking(False)
+        caller = _Caller(end, address[0], time.monotonic() + _GREET_S)
+        self._callers[end] = caller
+        self._selector.register(end, selectors.EVENT_READ, caller)
         try:
-            until = time.monotonic() + _GREET_S
-            end.settimeout(_GREET_S)
-            nonce = secrets.token_bytes(_NONCE)
-            end.sendall(nonce)
-            head = _exactly(end, _NONCE + _PROOF + 4, until)
-            theirs, proof, size = head[:_NONCE], head[_NONCE : _NONCE + _PROOF], int.from_bytes(head[-4:], "big")
-            if size > _MOST_SAID:
-                raise OSError(f"it says {size} bytes")
-            said = _exactly(end, size, until)
-            if not hmac.compare_digest(proof, self._proof(b"node", nonce, theirs, said)):
-                raise OSError("it does not know the secret")
-            end.sendall(self._proof(b"lead", theirs, nonce, said))
-            _keep_alive(end)
-            return end, json.loads(said)
-        except (OSError, ValueError) as error:
-            logger.warning("A caller at the ranks' port, %s, is turned away: %s", address[0], error)
-            end.close()
-            return None
+            end.sendall(caller.nonce)  # a new connection has room for it
+        except OSError as error:
+            self._turn_away(caller, str(error))
 
-    def _proof(self, *parts: bytes) -> bytes:
-        return _proof(self._secret, *parts)
+    def _heard(self, caller: _Caller) -> dict[str, Any] | None:
+        """What a caller says who has now said all of it and knows the secret."""
+        end = caller.end
+        try:
+            more = end.recv(caller.lacking)
+            if not more:
+                raise OSError("the connection is closed")
+            caller.content += more
+            if caller.size > _MOST_SAID:
+                raise OSError(f"it says {caller.size} bytes")
+            if caller.lacking:
+                return None
+            theirs, proof, said = caller.parts()
+            if not hmac.compare_digest(proof, _proof(self._secret, b"node", caller.nonce, theirs, said)):
+                raise OSError("it does not know the secret")
+            end.sendall(_proof(self._secret, b"lead", theirs, caller.nonce, said))
+            _keep_alive(end)
+            told: dict[str, Any] = json.loads(said)
+        except BlockingIOError:
+            return None
+        except (OSError, ValueError) as error:
+            self._turn_away(caller, str(error))
+            return None
+        self._forget(caller)
+        return told
+
+    def _turn_away(self, caller: _Caller, why: str) -> None:
+        logger.warning("A caller at the ranks' port, %s, is turned away: %s", caller.host, why)
+        self._forget(caller)
+        caller.end.close()
+
+    def _forget(self, caller: _Caller) -> None:
+        self._selector.unregister(caller.end)
+        del self._callers[caller.end]
 
     def close(self) -> None:
+        for end in self._callers:
+            end.close()
+        self._selector.close()
         self._listener.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Caller:
+    """Someone who is to prove that it knows the secret."""
+
+    end: socket.socket
+    host: str
+    until: float
+    """When it is turned away."""
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(_NONCE))
+    content: bytes = b""
+
+    @property
+    def size(self) -> int:
+        """The bytes of what it says after its proof; 0 until that is known."""
+        return int.from_bytes(self.content[_NONCE + _PROOF : _HEAD], "big") if len(self.content) >= _HEAD else 0
+
+    @property
+    def lacking(self) -> int:
+        """The bytes that are still to come, as far as that is known."""
+        return (_HEAD if len(self.content) < _HEAD else _HEAD + self.size) - len(self.content)
+
+    def parts(self) -> tuple[bytes, bytes, bytes]:
+        """Its nonce, its proof, and what it says."""
+        return self.content[:_NONCE], self.content[_NONCE : _NONCE + _PROOF], self.content[_HEAD:]
 
 
 def join(address: tuple[str, int], secret: bytes, said: Mapping[str, Any], seconds: float, who: str) -> socket.socket:
     """Connect to a Meeting, and tell it `said`; try for so long. Raises EngineError naming `who` is not reached."""
     end, content = _connected(address, seconds, who), json.dumps(said).encode()
     try:
-        until = time.monotonic() + _GREET_S
+        # Who listens may still be busy with others, or with what comes before.
+        until = time.monotonic() + max(_GREET_S, min(seconds, CONNECT_S))
         nonce, own = _exactly(end, _NONCE, until), secrets.token_bytes(_NONCE)
         end.sendall(own + _proof(secret, b"node", nonce, own, content) + len(content).to_bytes(4, "big") + content)
         if not hmac.compare_digest(_exactly(end, _PROOF, until), _proof(secret, b"lead", own, nonce, content)):
@@ -473,6 +551,7 @@ class Node:
         arrived = _next(self._meeting, time.monotonic() + CONNECT_S, lambda: False)
         if arrived is None:
             raise EngineError(f"node {self._node + 1} has not come to node {self._node} in {CONNECT_S:.0f} s")
+        self._meeting.close()
         return arrived[0]
 
     def _wait(self) -> bool:

@@ -9,7 +9,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.errors import DeviceLostError, EngineError
-from engine.execution.ranks import nodes
+from engine.execution.ranks import group, nodes
 from engine.execution.ranks.nodes import Meeting, Node, SocketLink, differing, gather, join, read_secret, traits_of
 from engine.kernels.native import load_library
 from engine.request import Request
@@ -71,7 +72,10 @@ def started(pool: ThreadPoolExecutor, part: Node) -> Future[bool]:
     return pool.submit(part.run)
 
 
-def test_two_machines_are_one_engine_and_a_lost_rank_is_named(folder: Path, secret: str) -> None:
+def test_two_machines_are_one_engine_and_a_lost_rank_is_named(
+    folder: Path, secret: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_REASON_S", 60.0)  # of a machine that may be busy
     port = free_port()
     part = Node(folder, f"127.0.0.1:{port}", 1, SECRET, threads=1)
     with ThreadPoolExecutor(1) as pool:
@@ -169,6 +173,41 @@ def test_who_does_not_know_the_secret_is_turned_away_and_others_still_come(meeti
         while arrived is None:
             arrived = meeting.next()
         assert arrived[1] == {"purpose": "node", "node": 1}
+
+
+def test_strangers_who_say_nothing_keep_nobody_waiting(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_GREET_S", 60.0)
+    monkeypatch.setattr(nodes, "_MOST_CALLERS", 2)
+    address = ("127.0.0.1", meeting.port)
+    with ThreadPoolExecutor(1) as pool, ExitStack() as opened:
+        silent = [opened.enter_context(socket.create_connection(address)) for _ in range(3)]
+        coming = pool.submit(join, address, SECRET, {"purpose": "node"}, 60.0, "the lead")
+        arrived = None
+        while arrived is None and not coming.done():
+            arrived = meeting.next()
+        opened.enter_context(coming.result())
+        assert arrived is not None
+        opened.enter_context(arrived[0])
+        for _ in range(2):  # the first of them made room
+            silent[0].settimeout(60)
+            told = silent[0].recv(64)
+        assert told == b""
+
+
+def test_a_lead_that_is_busy_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_GREET_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(join, listener.getsockname(), SECRET, {}, 60.0, "the lead")
+        end, _ = listener.accept()
+        with end:
+            for _ in range(4):
+                assert not wait([coming], 0.1).done
+            end.sendall(bytes(32))
+            said = b""
+            while len(said) < 70:
+                said += end.recv(70)
+            end.sendall(nodes._proof(SECRET, b"lead", said[:32], bytes(32), said[68:]))
+            coming.result(timeout=60).close()
 
 
 def test_who_does_not_come_or_is_not_reached_is_named_in_bounded_time(
