@@ -220,7 +220,10 @@ class Planner:
         seq.slot = heapq.heappop(self._slots)
         self._charge(seq, claim.computed)
         insort(self.running, seq, key=running_key)
-        step.plan.copies += self._tables.take(seq, claim)
+        # All copies of a plan are made at one time: what is yet to be copied is taken from where it comes from.
+        sources = {(space, block): source for space, source, block in step.plan.copies}
+        for space, source, block in self._tables.take(seq, claim):
+            step.plan.copies.append((space, sources.get((space, source), source), block))
         if group.cached_tokens is None:
             group.cached_tokens = min(claim.computed, seq.prompt_len)
             self.cached_tokens += group.cached_tokens

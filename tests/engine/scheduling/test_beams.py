@@ -59,6 +59,19 @@ def test_whole_blocks_are_shared_and_one_in_which_two_write_is_copied() -> None:
     assert not s.has_work
 
 
+def test_a_block_that_is_yet_to_be_copied_is_copied_from_where_it_comes_from() -> None:
+    s = scheduler()
+    s.add(request("a", 6, beam_width=2, max_tokens=4))
+    step(s)
+    first, second = s._planner.running
+    (source,), (branched,) = first.tables[0].blocks[1:], second.tables[0].blocks[1:]
+    s._planner.preempt(first, 0.0)
+    plan = s.schedule(0.0)
+    assert plan is not None
+    again = first.tables[0].blocks[1]
+    assert sorted(plan.copies) == sorted([(0, source, branched), (0, source, again)])
+
+
 def test_an_output_that_ends_leaves_its_place_to_another() -> None:
     s = scheduler()
     s.add(request("a", beam_width=2, n=2, max_tokens=3, early_stopping=True))
