@@ -442,6 +442,8 @@ class Scheduler:
         """Enter a beam's likeliest next tokens. Once all beams have theirs, the search goes on, or is over."""
         beams = [each.beam for each in group.seqs if each.beam is not None]
         assert seq.beam is not None
+        if seq.matcher is not None and seq.matcher.error:  # its form is not at an end: nobody knows what may follow
+            return self._unfollowed(seq, seq.matcher.error)
         seq.beam.continuations = result.continuations
         if seq.status is Status.WAITING:  # it was preempted while its step was in flight
             self._planner.park(seq)
@@ -517,10 +519,14 @@ class Scheduler:
             return []
         self._not_finite += not result.refused
         if result.refused and seq.matcher is not None and seq.matcher.error:
-            form = seq.request.params.forms[0]
-            why = ErrorText.of("{} cannot be followed any further: {}", FieldName(form), seq.matcher.error)
-            return self.fail(seq, why, refused=True, param=form)
+            return self._unfollowed(seq, seq.matcher.error)
         return self.fail(seq, result.error or "", refused=result.refused)
+
+    def _unfollowed(self, seq: Sequence, why: str) -> list[Event]:
+        """End a sequence whose form cannot be followed any further."""
+        form = seq.request.params.forms[0]
+        text = ErrorText.of("{} cannot be followed any further: {}", FieldName(form), why)
+        return self.fail(seq, text, refused=True, param=form)
 
     def _release_followers(self, group: Group, leader: Sequence) -> None:
         """Queue the choices that waited for their leader to compute the prompt."""

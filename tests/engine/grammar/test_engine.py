@@ -186,6 +186,22 @@ def test_a_form_that_is_too_slow_ends_its_outputs_and_the_others_go_on(
     assert said(engine, regex="[ab]{40}")[1] == "stop"
 
 
+def test_a_search_does_not_end_for_lack_of_time_as_if_nothing_could_follow(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.grammar.matcher._TOKEN_S", -1.0)  # each mask and each token costs a second
+    monkeypatch.setattr("engine.grammar.matcher._OUTPUT_S", 9.5)
+    (found,) = engine.generate(["w"], SamplingParams(regex="c|[cd]{400}", max_tokens=100, beam_width=2))
+    assert found.error in {
+        f"regex cannot be followed any further: {why}"
+        for why in (
+            "another output of this form took too long",
+            "finding its tokens took 10 s of processor time more than usual",
+        )
+    }
+    assert engine.stats().kv_blocks_used == 0
+
+
 def test_what_an_output_uses_up_another_still_has(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.grammar.source._LEXER_STATES", 400)
     params = SamplingParams(regex="[ab]*a[ab]{12}", temperature=5.0, seed=1, max_tokens=300, ignore_eos=True)
