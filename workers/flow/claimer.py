@@ -306,17 +306,18 @@ class Claimer(threading.Thread):
             delivery.width = task.width
             delivery.max_output = ASSUMED_OUTPUT if task.max_tokens is None else task.max_tokens
             prompt_ids = self._prompt_ids(task, record)
+        published = self._published(delivery) if any(delivery.base) else []
         return Request(
             id=delivery.uuid,
             prompt_ids=prompt_ids,
-            params=SamplingParams() if pooling else self._params(task, delivery),
+            params=SamplingParams() if pooling else self._params(task, delivery, published),
             pooling=pooling,
             tier=keys.TIERS[task.tier][0],
             salt=task.tenant or "",
             tenant=task.tenant or "",
             weight=self._served.weights.get(task.tenant or "", 1.0),
             adapter=record.fields.get("adapter", ""),
-            resume=self._published(delivery) if any(delivery.base) else [],
+            resume=published,
         )
 
     def _prompt_ids(self, task: Task, record: Record) -> list[int]:
@@ -325,14 +326,20 @@ class Claimer(threading.Thread):
         prompt, engine = task.prompt, self._served.engine
         return engine.tokenizer.encode(prompt, limit=engine.max_model_len) if isinstance(prompt, str) else list(prompt)
 
-    def _params(self, task: Task, delivery: Delivery) -> SamplingParams:
-        """Returns the task's sampling parameters, without results that earlier workers published as a whole."""
+    @staticmethod
+    def _params(task: Task, delivery: Delivery, earlier: Sequence[Sequence[int]]) -> SamplingParams:
+        """Returns the task's sampling parameters, without results that earlier workers published as a whole. `earlier`:
+        the tokens that they published, per choice."""
         published = {"prompt_logprobs"} if delivery.scored else set()
         published |= {"best_of", "beam_width", "length_penalty", "early_stopping"} if any(delivery.base) else set()
         values = ((name, getattr(task, name)) for name in SAMPLING if name not in published)
         sampling = {name: value for name, value in values if value is not None}
         if delivery.record is not None and "max_output" in delivery.record.fields:
             sampling["max_tokens"] = int(delivery.record.fields["max_output"])
+        if task.beam_width is not None and any(earlier):
+            # They are whole. What ended the longest may have been the room of so many beams, and now there are none.
+            sampling["max_tokens"] = longest = max(map(len, earlier))
+            sampling["min_tokens"] = min(task.min_tokens, longest)
         return SamplingParams(**sampling)
 
     def _read_ahead(self, deliveries: Sequence[Delivery], answers: Sequence[Claimed | Exception]) -> None:
