@@ -17,7 +17,7 @@ from engine import Engine, EngineConfig, SamplingParams
 from engine.errors import ModelError
 from engine.kernels.layer import PreparedLinear
 from engine.kernels.native import load_library
-from engine.kernels.pruned import is_pruned, semi_structured_product
+from engine.kernels.pruned import agree, is_pruned, semi_structured_product
 from engine.kernels.reference import Reference
 from engine.models import Model, load_model, shape_of
 from engine.text.checkpoint import count_parameters
@@ -430,6 +430,13 @@ def test_a_pruned_checkpoint_with_its_zeros_is_an_ordinary_one_on_a_cpu(
         assert all(torch.equal(got[name], one) for name, one in wanted.items())
         assert "pruned 2:4; their zeros are multiplied, too" in caplog.text
         caplog.clear()
+
+
+def test_a_product_of_nan_agrees_with_nothing() -> None:
+    right = torch.tensor([[1.0, -2.0]])
+    assert agree(right + 0.03, right)
+    assert not agree(right + 0.05, right)
+    assert not agree(torch.full_like(right, float("nan")), right)
 
 
 def test_torchs_semi_structured_form_has_a_pruned_matrix_whole() -> None:
