@@ -164,14 +164,18 @@ class _Model:
             if version != card and version not in rolling and card in self.versions and not local.children:
                 del self.versions[version]
         # A version that is not the card's has the number that its rollout waits for, or ends: the autoscaler's part.
-        return [self._pool(version) for version in self.versions if rolling or not self._left_alone(version)]
+        # One that is only kept warm gives its GPU to the card's version where that one needs it.
+        default = self.versions.get(card or "")
+        keep_warm_s = 0.0 if default is not None and default.waits_for_slot else self._plan.keep_warm_s
+        versions = [version for version in self.versions if rolling or not self._left_alone(version)]
+        return [self._pool(version, keep_warm_s) for version in versions]
 
     def _left_alone(self, version: str) -> bool:
         """Whether the pool is left alone: it has a fixed number, and an operator told one of its workers to stop."""
         return self._plan.rules.min == self._plan.rules.max and self.versions[version].stopped_by_others
 
-    def _pool(self, version: str) -> Scaled:
-        settings = PoolSettings(self.name, version, self._plan.rules, keep_warm=self._plan.keep_warm_s)
+    def _pool(self, version: str, keep_warm_s: float) -> Scaled:
+        settings = PoolSettings(self.name, version, self._plan.rules, keep_warm=keep_warm_s)
         return Scaled(settings, self.versions[version])
 
     def _local(self, reference: str) -> Local:

@@ -11,8 +11,11 @@ import pytest
 from engine.text.checkpoint import model_version
 from producers.admin.fleet import Fleet, Scaling
 from tests.producers.gateway.conftest import TINY
+from tests.waiting import auntil as until
+from workers.autoscaler.actuators import ActuatorError
 from workers.autoscaler.policy import Rules
 from workers.cli import local_pools as pools
+from workers.cli.gpus import Chosen
 from workers.cli.local_pools import LocalPools, Plan
 from workers.library import ResolvedModel
 
@@ -84,6 +87,33 @@ async def test_a_version_that_a_rollout_leaves_is_a_pool_too_if_the_rollout_says
     assert named(running, fleet(OLD, phase="done", **back)) == [f"tiny@{OLD}"]
     del back["before_reference"]
     assert named(running, fleet(OLD, phase="draining", **back)) == [f"tiny@{OLD}"], "nobody knows where it is"
+
+
+async def test_a_version_that_is_kept_warm_gives_its_gpu_to_the_default_that_has_none_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "PENSTOCK", (sys.executable, "-c", "import time; time.sleep(600)"))
+    gpus = (Chosen("0", "GPU-0"), Chosen("1", "GPU-1"))
+    plan = Plan((ResolvedModel("tiny", TINY),), tmp_path, rules=Rules(min=1, max=2), gpus=gpus)
+    running = LocalPools(plan, "here.7.ab", {}, lambda name, line: None)
+    try:
+        (kept,) = running(fleet(OLD))
+        assert kept.actuator is not None
+        await kept.actuator.scale(1, [])
+        at = fleet("new", phase="draining", **NEW)
+        default = running(at)[1]
+        assert default.actuator is not None
+        await default.actuator.scale(1, [])
+        assert [pool.settings.keep_warm for pool in running(at)] == [600, 600], "each has what it needs"
+        with pytest.raises(ActuatorError, match="no GPU is free"):
+            await default.actuator.scale(2, [])
+        assert running(at)[0].settings.keep_warm == 0
+        await kept.actuator.scale(0, [])
+        await until(lambda: len(running.children) == 1)
+        await default.actuator.scale(2, [])
+        assert running(at)[0].settings.keep_warm == 600
+    finally:
+        await running.kill()
 
 
 async def test_a_version_whose_rollout_failed_is_forgotten(running: LocalPools) -> None:

@@ -69,6 +69,11 @@ class Slots:
         self._limit = limit
         self._used: set[int] = set()
 
+    @property
+    def full(self) -> bool:
+        """Whether no number is free."""
+        return self._limit is not None and len(self._used) >= self._limit
+
     def take(self) -> int | None:
         """The lowest free number; None if all are taken."""
         number = next(k for k in range(1, len(self._used) + 2) if k not in self._used)
@@ -122,6 +127,11 @@ class Local:
     def children(self) -> list[Child]:
         """The children that were started, also those that drain."""
         return [worker.child for worker in self._workers]
+
+    @property
+    def waits_for_slot(self) -> bool:
+        """Whether it was told a number of workers for which no slot is free."""
+        return self._target > len(self._workers) and self.slots.full
 
     @property
     def stopped_by_others(self) -> bool:
