@@ -7,7 +7,7 @@ JOBS ?= 5
 # Hundreds of processes start in a test run: each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run test test-all real tokenizers image js kube lint figures lock sbom audit .venv clean
+.PHONY: run test test-all real tokenizers image js kube lint figures pictures lock sbom audit .venv clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this help
@@ -86,6 +86,9 @@ lint: .venv  ## Formatting, lint, types, and the floors between the packages
 
 figures: .venv  ## Measure the headline figures again and write them into docs/
 	$(BIN)/python -m tests.bench.figures
+
+pictures: .venv  ## Make the pictures of docs/img anew, of SmolLM2 under load in a browser: a quarter of an hour
+	$(BIN)/python -m tests.bench.pictures
 
 # Tools that nothing else imports, in an environment of their own.
 TOOLS := .venv/tools

@@ -124,13 +124,16 @@ class ScalingRetried(BaseModel):
 async def decisions(
     request: Request,
     pool: Annotated[
-        str | None, Query(max_length=500, description=f"of this pool alone, among the last {MAX_SCANNED} of all")
+        str | None,
+        Query(max_length=500, description=f"of this pool of `/v1/fleet` alone, among the last {MAX_SCANNED} of all"),
     ] = None,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="most decisions to answer with")] = PAGE,
 ) -> ScalingDecisions:
     """List the autoscaler's decisions that changed something, with what it saw and why; the latest first."""
-    store = gateway_of(request).client.store
+    store = _store(request)
     now = seconds(await store.time())
+    if pool is not None:
+        pool = await _scaled_name(store, pool, await scaling.states(store))
     rows = await scaling.latest(store, pool, limit, MAX_SCANNED)
     return ScalingDecisions(data=[ScalingDecision.of_entry(name, state, now) for name, state in rows])
 
@@ -199,19 +202,25 @@ async def unpin(request: Request, pool: str) -> ScalingPinned:
 
 
 async def _scaled(store: Redis, pool: str) -> tuple[str, dict[str, Any], float]:
-    """A pool's name, its state, and the store's clock. Raises Problem for one that nobody scales.
-
-    A pool of whatever version is current has the model's name, and that version's row in `/v1/fleet`.
-    """
+    """A pool's name, its state, and the store's clock. Raises Problem for one that nobody scales."""
     states = await scaling.states(store)
-    model, _, version = pool.rpartition("@")
-    if pool not in states and model in states:
-        card = parsed(await store.execute_command("HGET", keys.MODELS, model))
-        pool = model if card.get("version") == version else pool
+    pool = await _scaled_name(store, pool, states)
     if pool not in states:
         message = f"Nobody scales a pool {shown(pool)}: GET /v1/fleet lists the pools."
         raise Problem(404, message, code="pool_not_found")
     return pool, states[pool], seconds(await store.time())
+
+
+async def _scaled_name(store: Redis, pool: str, states: Mapping[str, Any]) -> str:
+    """The name under which the autoscaler knows a pool of `/v1/fleet`.
+
+    A pool of whatever version is current has the model's name, and that version's row in `/v1/fleet`.
+    """
+    model, _, version = pool.rpartition("@")
+    if pool in states or model not in states:
+        return pool
+    card = parsed(await store.execute_command("HGET", keys.MODELS, model))
+    return model if card.get("version") == version else pool
 
 
 # ---- workers -------------------------------------------------------------------------------------------------------

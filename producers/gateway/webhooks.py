@@ -23,6 +23,7 @@ from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import CANCELS, READS, SUBMITS, actor_of, principal_of, same
 from producers.gateway.http.errors import ONCE, Problem
 from producers.gateway.http.request_body import SETTINGS, documented, fields_of
+from producers.gateway.tasks.ownership import audit_operator
 from producers.gateway.tasks.views import Named, Page, errors
 from producers.store import endpoints
 from producers.store.endpoints import MAX_ENDPOINTS, Endpoint, Secrets, TooManyEndpoints
@@ -270,7 +271,9 @@ async def test(request: Request, endpoint_id: str) -> EndpointTested:
     gateway = gateway_of(request)
     await gateway.streams.enter(request.scope, "answer")
     event_type = (await _fields(request, TEST))["event_type"]
-    endpoint = await _endpoint_of_caller(request, endpoint_id)
+    endpoint, principal = await _endpoint_of_caller(request, endpoint_id), principal_of(request)
+    if principal.key is not None and endpoint.tenant != principal.tenant:
+        await audit_operator(request, "endpoint.test", endpoint_id, endpoint.tenant)
     row = await endpoints.tested(gateway.client.store, endpoint, event_type, TEST_S)
     if row is None:
         message = f"Nobody delivered the test event within {TEST_S:g} s: start `penstock webhooks run`."

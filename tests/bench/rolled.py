@@ -31,19 +31,20 @@ from workers.library.reference import BUNDLED
 PROMPTS = [f"def {name}(" for name in ("read", "write", "sort_by", "main", "parse", "close", "open_file", "join")]
 PENSTOCK = (sys.executable, "-P", "-m", "workers.cli")
 CONNECTIONS, TOKENS = 6, 16
+UP = ("--model", "tiny", "--keep-warm", "0")
 PLAN = ("--steps", "10,50,100", "--hold", "15s", "--min-samples", "40", "--warm-up", "5s")
 #: Longest time (s) of a rollout, and of its workers' start.
 ROLLOUT_S, START_S = 900.0, 300.0
 
 
 class System:
-    """`penstock up` in a folder."""
+    """`penstock up` in a folder. `options`: its models and others."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         self.folder, self.url = folder, f"http://127.0.0.1:{(port := free_port())}"
         self.env = {**os.environ, "PYTHONPATH": str(ROOT)}
         self._log = (folder / "up.log").open("wb")
-        argv = (*PENSTOCK, "up", "--model", "tiny", "--data-dir", "data", "--port", str(port), "--keep-warm", "0")
+        argv = (*PENSTOCK, "up", *options, "--data-dir", "data", "--port", str(port))
         self._up = subprocess.Popen(argv, cwd=folder, env=self.env, stdout=self._log, stderr=subprocess.STDOUT)
         until(lambda: "Penstock is ready" in (folder / "up.log").read_text(), START_S)
 
@@ -106,7 +107,17 @@ class Load:
         return {**counts, "other_answers": others, "versions": len(versions)}
 
 
-async def _rollout(system: System, to: str, *, full: bool = False) -> dict[str, Any]:
+def copied(folder: Path, number: int) -> str:
+    """Another version of tiny that is no worse: its folder."""
+    copy = folder / f"copy{number}"
+    shutil.copytree(BUNDLED / "tiny", copy)
+    settings = json.loads((copy / "generation_config.json").read_text("utf-8"))
+    (copy / "generation_config.json").write_text(json.dumps({**settings, "copy": number}), "utf-8")
+    (copy / "manifest.json").unlink(missing_ok=True)
+    return f"./{copy.name}"
+
+
+async def rollout(system: System, to: str, *, full: bool = False) -> dict[str, Any]:
     """One rollout, until it has ended. `full`: it is promoted by hand once it is judged."""
     load, began = Load(system.url), time.monotonic()
     running = asyncio.create_task(load.run())
@@ -133,17 +144,13 @@ async def _rollout(system: System, to: str, *, full: bool = False) -> dict[str, 
 
 def measure(rollouts: int) -> None:
     with tempfile.TemporaryDirectory() as name:
-        system = System(Path(name))
+        system = System(Path(name), *UP)
         try:
             for number in range(rollouts):
-                copy = Path(name) / f"copy{number}"
-                shutil.copytree(BUNDLED / "tiny", copy)
-                settings = json.loads((copy / "generation_config.json").read_text("utf-8"))
-                (copy / "generation_config.json").write_text(json.dumps({**settings, "copy": number}), "utf-8")
-                (copy / "manifest.json").unlink(missing_ok=True)
-                print(json.dumps({"rollout": "null", **asyncio.run(_rollout(system, f"./{copy.name}"))}), flush=True)
+                figures = asyncio.run(rollout(system, copied(Path(name), number)))
+                print(json.dumps({"rollout": "null", **figures}), flush=True)
             shutil.copytree(BUNDLED / "tiny-v2", Path(name) / "other")
-            print(json.dumps({"rollout": "tiny-v2", **asyncio.run(_rollout(system, "./other", full=True))}), flush=True)
+            print(json.dumps({"rollout": "tiny-v2", **asyncio.run(rollout(system, "./other", full=True))}), flush=True)
         finally:
             system.stop()
 

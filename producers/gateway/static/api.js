@@ -47,13 +47,15 @@ async function ask(method, path, query, body, signal) {
     const why = patience.aborted ? `no answer within ${PATIENCE_MS / 1000} s` : "no answer";
     throw new Refused(0, "no_answer", `The gateway gave ${why}.`);
   }
-  return answer.ok ? answer : Promise.reject(await refusal(answer));
+  return answer.ok ? answer : Promise.reject(await refusal(answer, path));
 }
 
-async function refusal(answer) {
+async function refusal(answer, path) {
   const after = Number(answer.headers.get("retry-after")) || null;
   try {
     const { error } = await answer.json();
+    if (error.code === "not_found") // the URL, not what it names
+      return new Refused(answer.status, "not_found", `The gateway that answers has no /${path}: it is of an earlier release than this page.`, after);
     return new Refused(answer.status, String(error.code), String(error.message), after);
   } catch {
     return new Refused(answer.status, "unreadable", `The gateway answered ${answer.status}.`, after);
@@ -110,7 +112,7 @@ export async function* events(path, { query, body, signal } = {}) {
     throw new Refused(0, "no_answer", "The gateway gave no answer.");
   }
   if (answer.status === 204) return;
-  if (!answer.ok) throw await refusal(answer);
+  if (!answer.ok) throw await refusal(answer, path);
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";
   try {

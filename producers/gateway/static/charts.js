@@ -59,10 +59,11 @@ function ceiling(values, format) {
 }
 
 // Series over one time axis. series: [{name, values, tone, fill, now}]; `format` gives numbers their unit.
-export function chart({ at, series, format, label, height = 150, until = "now" }) {
+// `since`, `until`: what its ends are called.
+export function chart({ at, series, format, label, height = 150, since = null, until = "now" }) {
   const top = ceiling(series.flatMap(({ values }) => values), format);
   const span = at.length > 1 ? at.at(-1) - at[0] : 0;
-  const summary = `${label}. ${series.map(({ name, values }) => `${name} now ${format(values.at(-1) ?? null)}`).join(", ")}.`;
+  const summary = `${label}. ${series.map(({ name, values }) => `${name} ${until === "now" ? "now" : "at the end"} ${format(values.at(-1) ?? null)}`).join(", ")}.`;
   return h(
     "figure",
     { class: "chart" },
@@ -84,7 +85,7 @@ export function chart({ at, series, format, label, height = 150, until = "now" }
         [0.25, 0.5, 0.75, 1].map((part) => s("path", { d: `M0 ${(1 - part) * (height - 3) + 1.5}H${WIDTH}`, class: "grid", "vector-effect": "non-scaling-stroke" })),
         at.length ? shape(series, at, top, height) : null,
       ),
-      h("span", { class: "axis" }, h("span", null, span ? `${seconds(span)} ago` : ""), h("span", null, until)),
+      h("span", { class: "axis" }, h("span", null, since ?? (span ? `${seconds(span)} ago` : "")), h("span", null, until)),
     ),
   );
 }

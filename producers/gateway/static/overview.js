@@ -3,6 +3,7 @@
 import { bar, chart, spark } from "./charts.js";
 import { h, name, plain } from "./dom.js";
 import { amount, bytes, count, NONE, percent, plural, seconds } from "./format.js";
+import { every, follow, latest } from "./live.js";
 import { card, copyable, empty, heading, link, modelName, moment, state, table, taskLink, TIERS } from "./parts.js";
 
 // Least time between two reports of usage, and between two looks for failed tasks: both read many rows of the store, so
@@ -33,19 +34,14 @@ function continued(series) {
 }
 
 let shown = null; // the overview that was drawn last
-async function asked(api, signal) {
-  const [now, fleet] = await Promise.all([api.get("v1/overview", null, signal), api.get("v1/fleet", { max_age: 2 }, signal)]);
-  return { now, fleet };
-}
-
 const none = { at: 0, mark: null, value: null };
 let kept = { usage: none, failed: none };
 let keptFor = null; // the caller: another one may not see it
 
 // What was asked for before, or anew: if its mark has changed, and some time has passed. What is refused stays as it was.
-async function renewed(field, mark, every, ask) {
+async function renewed(field, mark, ms, ask) {
   const { at, mark: before, value } = kept[field];
-  if (mark === before || Date.now() - at < every) return value;
+  if (mark === before || Date.now() - at < ms) return value;
   const next = await ask().catch((error) => {
     if (error.status === 429 || error.status === 503) return value;
     throw error;
@@ -54,47 +50,14 @@ async function renewed(field, mark, every, ask) {
   return next;
 }
 
-// What the gateway sent last as an event: it says every two seconds how things are, to all who look. While it does, the
-// page asks for the rest alone, and seldom.
-const LIVE_MS = 6000;
-const AGAIN_MS = 3000;
-let sent = null; // {now, fleet, at}
-const live = () => sent !== null && performance.now() - sent.at < LIVE_MS;
-
 export const overview = {
   title: "Overview",
-  every: () => (live() ? LIVE_MS : 2000),
-
-  // Until the page is left or hidden.
-  async follow({ api, refresh }, signal) {
-    try {
-      while (!signal.aborted) {
-        let now = null;
-        try {
-          for await (const { event, data } of api.events("v1/overview/events", { signal })) {
-            if (event === "overview") now = JSON.parse(data);
-            else if (event === "fleet" && now) {
-              sent = { now, fleet: JSON.parse(data), at: performance.now() };
-              refresh();
-            }
-          }
-        } catch (error) {
-          // An older gateway, or no room for a stream: the page asks.
-          if (signal.aborted || [401, 403, 404, 429].includes(error.status)) return;
-        }
-        sent = null;
-        refresh();
-        await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
-      }
-    } finally {
-      sent = null;
-    }
-  },
-
+  every,
+  follow,
   async load({ api, caller, may, clock }, signal) {
     if (caller !== keptFor) [kept, keptFor] = [{ usage: none, failed: none }, caller];
     const since = new Date(Date.now() - 86400000).toISOString().slice(0, 13) + ":00";
-    const { now, fleet } = live() ? sent : await asked(api, signal);
+    const { now, fleet } = await latest(api, signal);
     clock(now.at);
     if (now !== shown) continued(now.series);
     shown = now;

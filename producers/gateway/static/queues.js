@@ -3,13 +3,15 @@
 import { parts } from "./charts.js";
 import { h, plain } from "./dom.js";
 import { count, percent, plural, seconds } from "./format.js";
+import { every, follow, latest } from "./live.js";
 import { card, heading, link, modelName, state, table, TIERS } from "./parts.js";
 
 export const queues = {
   title: "Queues",
-  every: 2000,
+  every,
+  follow,
   async load({ api, clock }, signal) {
-    const [fleet, now] = await Promise.all([api.get("v1/fleet", { max_age: 2 }, signal), api.get("v1/overview", null, signal)]);
+    const { now, fleet } = await latest(api, signal);
     clock(fleet.at);
     return { fleet, now };
   },

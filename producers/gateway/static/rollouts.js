@@ -2,7 +2,7 @@
 
 import { between, chart } from "./charts.js";
 import { h, name, plain } from "./dom.js";
-import { ago, amount, count, exactly, percent, plural, seconds } from "./format.js";
+import { ago, amount, count, exactly, percent, plural, seconds, when } from "./format.js";
 import { button, card, facts, field, link, modelName, moment, pathOf, state, table } from "./parts.js";
 
 const REPORT_MS = 15000; // a report reads up to 2,000 rows
@@ -35,7 +35,7 @@ export function rollouts({ data, judged: list = [] }, details, chosen, ctx) {
     card("Rollouts", { key: "rollouts" }, table(
       ["Model", "Phase", "From", "To", ["Part", "num"], "Begun", "Since", ["Why", "wide"], ["", "actions"]],
       rows.map((rollout) => ({ key: `${rollout.model} ${rollout.asked_at}`, cells: [
-        link(`#/models?model=${encodeURIComponent(rollout.model)}`, modelName(rollout.model)), state(rollout.phase), name(rollout.before, { most: 14 }), name(rollout.version, { most: 14 }), rollout.judges ? percent(rollout.percent / 100) : "–",
+        link(`#/models?model=${encodeURIComponent(rollout.model)}`, modelName(rollout.model)), state(rollout.phase), name(rollout.before, { most: 14 }), name(rollout.version, { most: 14 }), rollout.judges ? percent(rollout.phase === "promoted" ? 1 : rollout.percent / 100) : "–",
         h("span", { title: exactly(rollout.asked_at) }, ago(rollout.asked_at, ctx.now())), h("span", { title: exactly(rollout.changed_at) }, ago(rollout.changed_at, ctx.now())), plain(rollout.reason || "–"), rollout.judges ? null : ended(rollout, ctx)] })),
       { label: "Rollouts", none: "No model was rolled out. “Start a rollout” gives a version a growing part of the tasks; penstock rollout NAME=MODEL replaces one while tasks run." })),
     ...details.map((report) => detail(report, ctx)),
@@ -55,12 +55,12 @@ function detail(report, ctx) {
     goes ? moves(report, ctx) : null,
     parts(report, goes, ctx),
     h("h3", null, "Decisions"), table(["At", "Decision", ["Part since", "num"], "By", ["Why", "wide"]],
-      report.decisions.map((row, i) => ({ key: `d${i}`, cells: [moment(row.at, ctx.now()), plain(row.what).replaceAll("_", " "), percent(row.percent / 100), name(row.by, { most: 30 }), plain(row.reason)] })),
+      report.decisions.map((row, i) => ({ key: `d${i}`, cells: [moment(row.at, ctx.now()), plain(row.what).replaceAll("_", " "), percent(partOf(row) / 100), name(row.by, { most: 30 }), plain(row.reason)] })),
       { label: `Decisions on ${plain(report.model)}`, none: "None yet." }),
     h("h3", null, "Candidate beside baseline"), table(
       ["Metric", "Baseline", "Candidate", ["Comparisons", "num"], ["Difference, points", "grow"], ["Allowed", "num"], ["Odds it is worse", "num"], "Verdict"],
       report.metrics.map((row) => ({ key: row.name, cells: [
-        h("span", { title: plain(row.text) }, plain(row.name).replaceAll("_", " ")), figures(row.baseline, row.kind), figures(row.candidate, row.kind), count(row.n),
+        h("span", { title: plain(row.text) }, plain(row.name).replaceAll("_", " ")), figures(row.baseline, row), figures(row.candidate, row), count(row.n),
         row.n ? h("span", { class: "pairing" }, between(row, { label: `${points(row.mean)} points, between ${points(row.lower)} and ${points(row.upper)}` }), h("span", null, points(row.mean))) : "–",
         String(Number((100 * row.margin).toFixed(1))), row.n ? `${row.odds >= 1e9 ? "over 1\u202fG" : amount(row.odds)} of ${count(row.limit)}` : "–", state(row.verdict)] })),
       { label: `Metrics of ${plain(report.model)}`, none: "Nothing is compared." }));
@@ -68,12 +68,20 @@ function detail(report, ctx) {
 
 const points = (share) => `${share > 0 ? "+" : ""}${Number((100 * share).toFixed(1))}`;
 
-function figures(values, kind) {
+// Names of metrics whose values are times (s); of others they are tokens, shares or scores.
+const TIMES = ["first_token", "per_token", "end_to_end", "end_to_end_p95"];
+const TOKENS = ["longer", "shorter"];
+
+function figures(values, { name, kind }) {
   const known = Object.entries(values).filter(([, value]) => value !== null);
   if (!known.length) return "–";
-  return known.map(([label, value]) => (label === "share" ? percent(value) : `${label} ${kind === "score" ? amount(value) : amountOf(value)}`)).join(", ");
+  const unit = TIMES.includes(name) ? seconds : kind === "score" ? amount : (value) => String(Number(value.toPrecision(3)));
+  const text = known.map(([label, value]) => (label === "share" ? percent(value) : `${label} ${unit(value)}`)).join(", ");
+  return TOKENS.includes(name) ? `${text} tokens` : text;
 }
-const amountOf = (value) => String(Number(value.toPrecision(3)));
+
+// Percent of the new tasks. One that is promoted has left the split: it is the default, and gets them all.
+const partOf = (row) => (row.what === "promote" ? 100 : row.percent);
 
 // The candidate's part since it began.
 function parts(report, goes, ctx) {
@@ -82,11 +90,11 @@ function parts(report, goes, ctx) {
   const at = [], values = [];
   rows.forEach((row, i) => {
     at.push(row.at);
-    values.push(row.percent);
+    values.push(partOf(row));
     at.push(rows[i + 1]?.at ?? (goes ? ctx.now() : row.at));
-    values.push(row.percent);
+    values.push(partOf(row));
   });
-  return chart({ at, label: "Its part of new tasks", format: (value) => percent(value / 100), height: 70, until: goes ? "now" : `${ago(at.at(-1), ctx.now())}`, series: [{ name: "part", values, tone: "run" }] });
+  return chart({ at, label: "Its part of new tasks", format: (value) => percent(value / 100), height: 70, since: when(at[0], ctx.now()), until: goes ? "now" : when(at.at(-1), ctx.now()), series: [{ name: "part", values, tone: "run" }] });
 }
 
 // ---- what changes something ----

@@ -3,14 +3,16 @@
 import { bar, cells, parts } from "./charts.js";
 import { h, name, plain } from "./dom.js";
 import { ago, amount, count, percent, plural, seconds } from "./format.js";
+import { every, follow, latest } from "./live.js";
 import { button, card, empty, facts, figure, heading, link, modelName, pathOf, state, table, tabs, taskLink } from "./parts.js";
 
 export const workers = {
   title: "Workers",
-  every: 2000,
+  every: (data) => (data?.one ? 2000 : every()),
+  follow: async (ctx, signal) => ctx.rest[0] || follow(ctx, signal),
   async load({ api, clock, rest }, signal) {
     if (rest[0]) return { one: await api.get(`v1/workers/${pathOf(rest[0])}`, null, signal) };
-    const fleet = await api.get("v1/fleet", { max_age: 2 }, signal);
+    const { fleet } = await latest(api, signal);
     clock(fleet.at);
     return fleet;
   },

@@ -317,6 +317,7 @@ async def retry(request: Request, task_id: str) -> Response:
     wait = await enter_wait(request, gateway_of(request))
     client = gateway_of(request).client
     record = await (await task_of(request, task_id)).status()
+    other = await foreign_tenant(request, keys.task(task_id))
     chunks = await client.run(chunk_tasks(record, client.patience))
     task, more = await in_thread(repeated, record, chunks) if chunks else repeated(record)
     request.state.tier = task.tier
@@ -324,7 +325,7 @@ async def retry(request: Request, task_id: str) -> Response:
     # A text's tokens are not counted where no gateway submitted it.
     if await gateway_of(request).accounts.limited(request, task.tenant):
         task = await encoded(request, gateway_of(request), task)
-    return await _accepted(request, task, more, wait)
+    return await _accepted(request, task, more, wait, other)
 
 
 @router.post("/{task_id}/cancel", dependencies=CANCELS, response_model=Cancelled, responses=errors(404))
@@ -357,10 +358,17 @@ async def delete(request: Request, task_id: str) -> Response:
     return _json(Deleted(id=task_id))
 
 
-async def _accepted(request: Request, task: Task, more: Mapping[str, str | int], wait: Wait | None) -> Response:
-    """Submit an encoded task and answer with it: 202, or 200 if it ended while the caller waited."""
+async def _accepted(
+    request: Request, task: Task, more: Mapping[str, str | int], wait: Wait | None, repeated_of: str | None = None
+) -> Response:
+    """Submit an encoded task and answer with it: 202, or 200 if it ended while the caller waited.
+
+    `repeated_of`: the other tenant whose task an operator's key repeats.
+    """
     gateway = gateway_of(request)
     task_id, record = await submitted(request, gateway, task, more)
+    if record is None and repeated_of is not None:
+        await audit_operator(request, "task.retry", str(more["retried_from"]), repeated_of)
     headers = {"location": f"/v1/tasks/{task_id}"} | (idempotency.REPLAYED if record is not None else {})
     reason = ""
     if wait is not None:

@@ -119,6 +119,8 @@ def test_a_pool_of_whatever_version_is_current_is_named_as_the_fleet_names_it(
     assert http.post(f"/v1/scaling/{row['name']}/pin", json={"workers": 1}).json()["pool"] == model
     assert valkey.hkeys(keys.SCALE_PINS) == [model.encode()]
     assert http.post(f"/v1/scaling/{row['name']}/retry").json()["pool"] == model
+    assert [row["pool"] for row in data(http, "/v1/scaling/decisions", pool=row["name"])] == [model]
+    assert data(http, "/v1/scaling/decisions", pool=f"{model}@other") == []
     assert code(http.post(f"/v1/scaling/{model}@other/retry")) == (404, "pool_not_found")
 
 
@@ -312,7 +314,9 @@ def test_any_key_is_told_whose_it_is_and_what_it_may_do(keyed: Door, make: Make)
     assert code(keyed.http.get("/v1/whoami")) == (401, "missing_api_key")
 
 
-def test_what_an_operator_does_with_others_tasks_is_audited_and_what_they_do_is_not(keyed: Door, make: Make) -> None:
+def test_what_an_operator_does_with_others_tasks_is_audited_and_what_they_do_is_not(
+    keyed: Door, make: Make, worker: FakeWorker
+) -> None:
     admin, owner = make("ops", ("admin",)), make("acme")
 
     def submitted(token: str) -> str:
@@ -323,9 +327,35 @@ def test_what_an_operator_does_with_others_tasks_is_audited_and_what_they_do_is_
     for token, task_id in ((owner, submitted(owner)), (admin, own), (admin, first)):
         assert keyed.http.post(f"/v1/tasks/{task_id}/cancel", headers=as_caller(token)).json()["accepted"]
     assert keyed.http.delete(f"/v1/tasks/{second}", headers=as_caller(admin)).status_code == 200
+    worker.serve(ended := submitted(owner))
+    for token in (owner, admin, admin):
+        retried = keyed.http.post(
+            f"/v1/tasks/{ended}/retry", headers={**as_caller(token), "idempotency-key": token[-8:]}
+        )
+        assert retried.status_code == 202, retried.text
     changes = keyed.http.get("/v1/audit", headers=as_caller(admin)).json()["data"]
     done = [(change["did"], change["what"], change["tenant"]) for change in changes if change["did"] != "key.create"]
-    assert done == [("task.delete", second, "acme"), ("task.cancel", first, "acme")]
+    assert done == [
+        ("task.retry", ended, "acme"),
+        ("task.delete", second, "acme"),
+        ("task.cancel", first, "acme"),
+    ]
+
+
+def test_an_operators_test_of_anothers_endpoint_is_audited(
+    keyed: Door, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("producers.gateway.webhooks.TEST_S", 0.01)
+    admin, owner = make("ops", ("admin",)), make("acme")
+    body = {"url": "https://93.184.216.34/hook", "event_types": ["response.completed"]}
+    endpoint = keyed.http.post("/v1/webhook_endpoints", json=body, headers=as_caller(owner)).json()["id"]
+    for token in (owner, admin):
+        asked = {"event_type": "response.completed"}
+        tested = keyed.http.post(f"/v1/webhook_endpoints/{endpoint}/test", json=asked, headers=as_caller(token))
+        assert code(tested) == (503, "webhooks_stopped")
+    changes = keyed.http.get("/v1/audit", headers=as_caller(admin)).json()["data"]
+    done = [(change["by"], change["tenant"]) for change in changes if change["did"] == "endpoint.test"]
+    assert done == [(admin.split("_")[1], "acme")]
 
 
 def test_what_an_operator_does_with_others_responses_and_files_is_audited_once_it_is_done(

@@ -287,16 +287,16 @@ async def test_a_key_is_asked_for_and_kept_in_memory_alone(look: Look, keyed: Ke
 
 
 async def test_a_gateway_that_is_away_makes_the_page_stale_and_it_goes_on_by_itself(
-    look: Look, door: Door, valkey: Redis, complaints: Complaints
+    look: Look, door: Door, submit: Submit, complaints: Complaints
 ) -> None:
-    announce(valkey)
-    page = await look(door, "workers")
+    submit()
+    page = await look(door, "tasks")
     await expect(page.locator("tbody tr")).to_have_count(1)
     await page.context.set_offline(True)
     await expect(page.locator("main")).to_contain_text("Not up to date.", timeout=20_000)
     await expect(page.locator("#live")).to_contain_text("Stale for")
     await expect(page.locator("tbody tr")).to_have_count(1)
-    announce(valkey, "w2.x", worker="w2")
+    submit()
     await page.context.set_offline(False)
     await expect(page.locator("tbody tr")).to_have_count(2, timeout=20_000)
     await expect(page.locator("#live")).to_have_text("Live")
@@ -493,8 +493,8 @@ async def test_a_thousand_sequences_on_a_hundred_workers_are_drawn_in_a_fraction
         return values["Timestamp"], values["LayoutCount"]
 
     began, layouts = await worked()
-    async with page.expect_response(lambda answer: "/v1/fleet" in answer.url, timeout=20_000):
-        pass
+    announce(valkey, "late.x", worker="late")  # it comes with the next reading but one
+    await expect(page.locator("tbody tr")).to_have_count(101, timeout=20_000)
     ended, later = await worked()
     # A page that goes on lays out a few times for each answer, not once for each worker.
     assert later - layouts < 20 * max(1.0, ended - began)
