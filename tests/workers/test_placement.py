@@ -88,6 +88,7 @@ def test_a_task_goes_to_the_worker_that_has_its_adapter_loaded(rig: Rig, tmp_pat
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(600)  # 48 tasks one after another, each until what it left is known
 def test_conversations_over_real_workers_find_what_one_worker_would_find(rig: Rig) -> None:
     """Of 12 conversations of four turns, at least nine tenths of the tokens before each turn's question."""
     for _ in range(3):
