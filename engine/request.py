@@ -101,6 +101,8 @@ class Course:
     """Seconds in which none of its choices ran, from preemptions until it went on."""
     put_off_at: float | None = None
     """When it was preempted last; None once it has gone on."""
+    computed: int = 0
+    """Tokens of its texts that are done, if it generates nothing."""
 
     def admit(self, now: float, cached_tokens: int) -> None:
         if self.began_at is None:

@@ -25,7 +25,7 @@ from engine.execution.threads import threads_for
 from engine.execution.turns import Turns
 from engine.kernels.unmasked import ACTIVATIONS
 from engine.labels import Aggregation, Entity
-from engine.memory import release
+from engine.memory import keep_freed, release
 from engine.models import load_encoder, load_model
 from engine.models.encoder import Encoder
 from engine.models.encoders import ENCODERS
@@ -88,6 +88,8 @@ class PoolingEngine(StepLoop):
         self._ids = itertools.count()
         self.fingerprint = fingerprint_of(model, 0)
         device = model.device.type
+        if device == "cpu":
+            keep_freed()
         length = min(model.context_length, self.pooling.max_length or model.context_length)
         #: The most tokens of a text.
         self.max_model_len = self.kv_capacity = min(length, config.max_model_len or length)

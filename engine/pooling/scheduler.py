@@ -225,6 +225,7 @@ class PoolingScheduler:
             group.rows[text.choice] = result.row
             self._end(text)
             group.request.course.running -= 1
+            group.request.course.computed += len(text.tokens)
             if len(group.rows) == len(group.texts):
                 events.append(self._done(group))
         return events

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import ctypes
+import resource
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import torch
 from engine import memory
 from engine.errors import EngineError, ModelError
 from engine.kv import Capacity, KvGroup, KvSpace
-from engine.memory import GIB, block_bytes, check_weights, free_bytes, kv_spaces
+from engine.memory import GIB, block_bytes, check_weights, free_bytes, keep_freed, kv_spaces
 
 CPU = torch.device("cpu")
 #: A block of 16 tokens takes 16 KiB.
@@ -126,3 +129,28 @@ def test_of_a_shared_device_an_engine_takes_its_share_whatever_the_others_have_t
     assert free_bytes(cuda, 0.8, 5 * GIB, share=0.5) == (40 - 10 - 5) * GIB
     taken[0] = 70 * GIB  # others took more than their share, as with --kv-cache-bytes
     assert free_bytes(cuda, 0.8, 5 * GIB, share=0.5) == (80 - 70 - 5) * GIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
+def test_what_a_step_frees_is_kept_for_the_next() -> None:
+    library, size = ctypes.CDLL(None), 12 << 20
+    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    library.free.argtypes = [ctypes.c_void_p]
+
+    def faults() -> int:
+        """Pages that a few steps' tensors get anew."""
+        before = 0
+        for step in range(4):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt if step == 1 else before
+            blocks = [library.malloc(size) for _ in range(3)]
+            for block in blocks:
+                ctypes.memset(block, 1, size)
+            for block in blocks:
+                library.free(block)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    for parameter in (-1, -3):  # as every process begins
+        library.mallopt(parameter, 128 << 10)
+    assert faults() > 3 * 3 * size // 4096 // 2
+    keep_freed()
+    assert faults() < 3 * size // 4096

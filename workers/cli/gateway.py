@@ -175,6 +175,10 @@ def gateway(
             "come through the gateway.",
         ),
     ] = False,
+    max_body: Annotated[
+        int,
+        typer.Option(min=1 << 16, max=64 << 20, help="Largest body of a request that uploads no file, in bytes."),
+    ] = 4 << 20,
     max_file: Annotated[int, typer.Option(min=1, help="Largest uploaded file, in bytes.")] = 2 << 30,
     max_file_bytes: Annotated[
         int,
@@ -243,6 +247,7 @@ def gateway(
         awaited=tuple(await_model or ()),
         files_dir=files_of(files_dir, data_dir),
         files_redirect=files_redirect,
+        max_body=max_body,
         max_file=max_file,
         max_file_bytes=max_file_bytes,
         max_files=max_files,

@@ -74,6 +74,7 @@ OF_THE_GATEWAY: Final = (
         "max_streams_per_tenant",
         "proxy_headers",
         "connections_per_address",
+        "max_body",
         "max_file",
         "max_file_bytes",
         "max_files",

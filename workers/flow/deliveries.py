@@ -22,7 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Final
@@ -211,6 +211,13 @@ class Deliveries:
             self.survived.append(delivery.task_id)
             self.ledger.on_room()
 
+    def on_step(self) -> None:
+        """Makes room for what the engine has computed of requests of many texts, so that it gets the next ones before
+        it has none left. The engine's thread."""
+        for delivery in list(self.running.values()):
+            if computed := delivery.course.computed:
+                self.ledger.reduce(delivery.uuid, max(0, delivery.prompt_tokens - computed))
+
     def run(self, delivery: Delivery) -> bool:
         """Moves a delivery to RUNNING: the engine is about to have it. False if it has come further already."""
         return self._move(delivery, Stage.RUNNING)
@@ -334,6 +341,16 @@ class Ledger:
                 return
             self._seqs[size.rank] -= size.seqs
             self._tokens[size.rank] -= size.tokens
+        self.on_room()
+
+    def reduce(self, uuid: str, tokens: int) -> None:
+        """Counts at most these tokens for a delivery from now on."""
+        with self._lock:
+            size = self._sizes.get(uuid)
+            if size is None or size.tokens <= tokens:
+                return
+            self._sizes[uuid] = replace(size, tokens=tokens)
+            self._tokens[size.rank] -= size.tokens - tokens
         self.on_room()
 
     def clear(self) -> None:

@@ -104,9 +104,12 @@ class Intake(threading.Thread):
         self._deliveries = deliveries
         self._acker = acker
         self._celery = celery
-        capacity = deliveries.ledger.capacity
+        seqs, tokens = deliveries.ledger.capacity
+        if served.engine.kind != "generate":
+            tokens = max(1, tokens // 2)  # of one message, so that the next one comes before it is computed
+        settings = served.settings
         self._rules = Rules(
-            capacity, min(PLAIN_TOKENS, capacity[1]), served.settings.ageing, served.settings.max_redeliveries, LEFT_MS
+            (seqs, tokens), min(PLAIN_TOKENS, tokens), settings.ageing, settings.max_redeliveries, LEFT_MS
         )
         self._broker = served.connect_broker()
         self._bodies = served.bodies()

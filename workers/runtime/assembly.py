@@ -168,6 +168,8 @@ class Runtime:
     def _stepped(self) -> None:
         """The engine's thread, after each step."""
         self.publisher.on_step()
+        if self.served.engine.kind != "generate":
+            self.deliveries.on_step()
         self.measured.on_step()
 
     def _breaker_changed(self) -> None:

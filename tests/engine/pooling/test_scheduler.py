@@ -61,6 +61,16 @@ def test_a_text_longer_than_a_step_runs_alone_and_steps_have_so_many_texts() -> 
     assert steps == [[("long", 30)], [("short", 1)] * 4, [("short", 1)] * 2]
 
 
+def test_a_request_says_how_many_tokens_of_its_texts_are_done() -> None:
+    texts, several = scheduler(), request("several", 4, 5, 6)
+    texts.add(several)
+    done = []
+    while (plan := texts.schedule(1.0)) is not None:
+        enter(texts, plan)
+        done.append(several.course.computed)
+    assert done == [9, 15]
+
+
 def test_tenants_take_turns() -> None:
     texts = scheduler(step_tokens=4)
     texts.add(request("a", *[4] * 3, tenant="a"))

@@ -47,6 +47,20 @@ def test_a_delivery_is_put_down_once_and_makes_room(books: Deliveries) -> None:
     assert books.all_uuids() == {"a"}, "its ACK is on its way out"
 
 
+def test_what_is_computed_of_many_texts_makes_room_for_the_next_ones(books: Deliveries) -> None:
+    rooms: list[tuple[int, ...]] = []
+    books.ledger.on_room = lambda: rooms.append(books.ledger.credit().tokens)
+    delivery = enter(books, "a")  # of more tokens than count: its size is cut to 100
+    delivery.prompt_tokens = 1000
+    assert books.run(delivery)
+    for computed in (0, 850, 950, 950, 1000):
+        delivery.course.computed = computed
+        books.on_step()
+    assert rooms == [(400, 400, 350, 350), (400, 400, 400, 400)]
+    books.done(delivery)
+    assert books.ledger.credit().tokens == (400,) * 4
+
+
 def test_a_stage_only_moves_on(books: Deliveries, aborted: list[str]) -> None:
     delivery = enter(books, "a")
     assert books.run(delivery)
