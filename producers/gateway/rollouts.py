@@ -245,6 +245,9 @@ class RolloutStart(BaseModel):
     warm_up_s: float = Field(
         USUAL.warm_up_s, ge=0, le=LONGEST_S, description="from the first traffic, in which times are not compared"
     )
+    block_s: float = Field(
+        USUAL.block_s, ge=0, le=LONGEST_S, description="in which comparisons of times count as one; 0: each counts"
+    )
     alpha: float = Field(USUAL.alpha, description="probability of rolling back a candidate that is no worse")
     metrics: dict[str, MetricChange] = Field(
         {}, max_length=100, description="those with another margin or tolerance, or that are not compared as usual"

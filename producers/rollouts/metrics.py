@@ -15,6 +15,10 @@ that it is not | the margin, usually 0: it is worse by more than the tolerance i
 | pair | of a task and its copy (shadow traffic), see `Matcher.enter_pairs` | the margin |
 | tail | as share; bad is what takes longer than the tolerance over the p95 of the baseline's last tasks | the margin |
 
+What holds a worker up, such as a neighbour on its machine, holds all its tasks of that time up. So the comparisons of
+times within the plan's `block_s` count as one, with their mean difference: many tasks of a bad moment are no more
+evidence against a version than one.
+
 Ranks need no mean, which heavy tails would spoil; the share needs none either. A metric that does not apply to one of
 the tasks (no first token) is passed over for it.
 """
@@ -333,9 +337,19 @@ class _Task(NamedTuple):
     values: dict[str, float]
 
 
+@dataclass(slots=True)
+class _Block:
+    """Comparisons of a time that count as one. `begun`: unix ms; `total`: of the differences, in 1/GRID."""
+
+    step: int
+    begun: float
+    total: int = 0
+    count: int = 0
+
+
 class Matcher:
-    """Compares the rows of one rollout, as they come. What waits for a match is in memory alone: a process that takes
-    over begins without, which loses comparisons and biases none."""
+    """Compares the rows of one rollout, as they come. What waits for a match, and the block of time that has begun, are
+    in memory alone: a process that takes over begins without, which loses comparisons and biases none."""
 
     def __init__(self, canary: Canary) -> None:
         self._canary = canary
@@ -343,6 +357,7 @@ class Matcher:
         self._baseline: dict[tuple[str, int], deque[_Task]] = {}
         self._waiting: dict[tuple[str, int], deque[_Task]] = {}
         self._tail: dict[str, deque[float]] = {entry.metric.name: deque(maxlen=TAIL_KEPT) for entry in self._settings}
+        self._blocks: dict[str, _Block] = {}
 
     def enter(self, rows: Iterable[Row], evidence: Evidence, step: int) -> None:
         """Enter rows of the ledger, with `ended` (ms) and `reasons`, into the evidence of a step."""
@@ -390,7 +405,7 @@ class Matcher:
         return {(ALIAS, self._canary.version): True, (DEFAULT, self._canary.before): False}.get(arm)
 
     def _enter(self, row: Row, step: int, *, candidate: bool, evidence: Evidence) -> None:
-        percent, differences = self._canary.plan.steps[step], evidence.steps[step]
+        percent = self._canary.plan.steps[step]
         if candidate and not percent:
             return  # it began at another step
         matches = min(MATCHES, max(1, int((100 - percent) / percent))) if percent else 0
@@ -405,12 +420,14 @@ class Matcher:
         stratum = self._stratum(row)
         free = self._baseline.setdefault(stratum, deque())
         waiting = self._waiting.setdefault(stratum, deque(maxlen=BUFFERED))
+        now = _number(row, "ended") or 0.0
         if candidate and free:
-            self._compare(task, [free.pop() for _ in range(_power_of_two(min(matches, len(free))))], differences)
+            others = [free.pop() for _ in range(_power_of_two(min(matches, len(free))))]
+            self._compare(task, others, evidence, step, now)
         elif candidate:
             waiting.append(task)
         elif waiting:
-            self._compare(waiting.popleft(), [task], differences)
+            self._compare(waiting.popleft(), [task], evidence, step, now)
         else:
             free.append(task)
             if len(free) > BUFFERED:
@@ -434,15 +451,29 @@ class Matcher:
         }
         return {name: value for name, value in values.items() if value is not None}
 
-    def _compare(self, task: _Task, matches: Sequence[_Task], differences: dict[str, Counter[int]]) -> None:
+    def _compare(self, task: _Task, matches: Sequence[_Task], evidence: Evidence, step: int, now: float) -> None:
         for entry in self._settings:
             name = entry.metric.name
             others = [match.values[name] for match in matches if name in match.values]
             others = others[: _power_of_two(len(others))]
             if name in task.values and others and (d := self._difference(entry, task.values[name], others)) is not None:
-                differences.setdefault(name, Counter())[d] += 1
+                self._enter_difference(entry.metric, d, evidence, step, now)
         for match in matches:
             self._retire(match)
+
+    def _enter_difference(self, metric: Metric, difference: int, evidence: Evidence, step: int, now: float) -> None:
+        """Enter a comparison, or the block of time that this one is behind: its mean, rounded down."""
+        length = self._canary.plan.block_s * 1000 if metric.of_time else 0.0
+        block = self._blocks.get(metric.name, _Block(step, now))
+        if block.count and (block.step != step or now >= block.begun + length):
+            mean = block.total // block.count
+            evidence.steps[block.step].setdefault(metric.name, Counter())[mean] += 1
+            block = _Block(step, now)
+        if not length:
+            evidence.steps[step].setdefault(metric.name, Counter())[difference] += 1
+            return
+        block.total, block.count = block.total + difference, block.count + 1
+        self._blocks[metric.name] = block
 
     def _difference(self, entry: MetricSettings, value: float, others: Sequence[float]) -> int | None:
         """In 1/GRID."""

@@ -134,6 +134,9 @@ def start(
     warm_up: Annotated[
         str, typer.Option(metavar="TIME", help="Time from the first traffic whose tasks' times are not compared.")
     ] = "30s",
+    block: Annotated[
+        str, typer.Option(metavar="TIME", help="Time whose comparisons of times count as one; 0: each counts.")
+    ] = "10s",
     alpha: Annotated[
         float, typer.Option(help="Probability of rolling back a candidate that is no worse: of all metrics and looks.")
     ] = 0.01,
@@ -170,6 +173,7 @@ def start(
         *(seconds(hold), min_samples, workers, seconds(timeout), seconds(lost), seconds(warm_up), alpha),
         _metrics(metric or (), without or ()),
         _phrases(refusals),
+        seconds(block),
     )
     plan = _refusing(lambda: operations.checked(plan))
     reference = ""

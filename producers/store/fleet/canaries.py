@@ -59,6 +59,8 @@ class Plan:
     metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     refusals: tuple[str, ...] = ()
     """Phrases by which refusals are told; none: the usual ones (`producers.rollouts.refusals`)."""
+    block_s: float = 10.0
+    """Time whose comparisons of times count as one; 0: each counts."""
 
 
 @dataclass(frozen=True, slots=True)

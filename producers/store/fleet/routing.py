@@ -11,6 +11,7 @@ it at once, one is told to look again, and nothing remains half done whoever die
 | `default` | the version of the model's card, to which tasks go that nothing else decides |
 | `aliases` | alias -> version |
 | `split` | target -> percent of the tasks; the default gets the rest |
+| `ranges` | of `[target, end]`: which keys each target of the split, and the default, has; see below |
 | `rules` | of `{"to": target, "tenant" or "tier" or "header": value}`; the first that fits goes before the split |
 | `sticky` | `caller`: tasks with equal `sticky` go to the same target; `tenant`: those of a tenant do |
 | `stages` | version -> its stage: `staging`, `approved`, `archived`; of any other `none` |
@@ -21,9 +22,12 @@ it at once, one is told to look again, and nothing remains half done whoever die
 A **target** is an alias or a version. What decides, in this order: the alias or version that the task names, as
 `model@alias` or `model@version`; a rule; the split; the default.
 
-The split is by rendezvous hashing: each target draws a number from the key and its own name, weighted by its percent,
-and the least wins. So a key stays with its target, and a change of a target's percentage moves as many keys to or from
-it, and few between others: none where the split has one target.
+The split is by ranges: a key's hash is a point from 0 to WHOLE, and goes to the target in whose range it lies. A change
+of the split changes the ranges as little as can be: who gets less gives as much of its ranges away, who gets more takes
+as much, and all else stays. So a change by 5 points moves 5% of the keys, with however many targets, and none between
+targets whose parts stay. An earlier generation that is restored has its ranges again. Rendezvous hashing, which needs
+no ranges, moves up to twice as many where a split has several targets, and no function of the percentages alone moves
+the fewest for three or more.
 A task without a key is drawn at random. CLAIM draws by the task's id for plain Celery messages, which their senders
 address to the model alone.
 
@@ -45,13 +49,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import random
 import re
 import time
 import zlib
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from operator import itemgetter
 from typing import Any, Final, Self
 
 from redis import Redis
@@ -68,6 +73,10 @@ DEFAULT: Final = "default"
 KEPT: Final = 50
 #: Most aliases, targets of a split, and rules of a model.
 MOST: Final = 16
+#: The end of the last range: percentages are kept to 1e-7.
+WHOLE: Final = 10**9
+#: Most ranges of a split; where changes would make more, all are laid out anew.
+MOST_RANGES: Final = 256
 #: Stages of a version, beside NO_STAGE, which is not written.
 STAGES: Final = ("staging", "approved", "archived")
 NO_STAGE: Final = "none"
@@ -143,6 +152,10 @@ class Routing:
     stages: Mapping[str, str] = field(default_factory=dict)
     approval: bool = False
     shadow: Shadow | None = None
+    ranges: Sequence[tuple[str, int]] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranges", ranges_of(self.split, self.ranges))
 
     @classmethod
     def of(cls, model: str, raw: str | bytes | None) -> Self | None:
@@ -151,10 +164,10 @@ class Routing:
         try:
             rules = tuple(Rule(**rule) for rule in fields["rules"])
             names = ("generation", "default", "aliases", "split", "sticky", "at", "by")
-            later = {name: fields[name] for name in ("stages", "approval") if name in fields}
+            later = {name: fields[name] for name in ("stages", "approval", "ranges") if name in fields}
             shadow = Shadow(**fields["shadow"]) if "shadow" in fields else None
             return cls(model, rules=rules, shadow=shadow, **{name: fields[name] for name in names}, **later)
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, ValueError):
             return None
 
     def to_json(self) -> str:
@@ -162,7 +175,7 @@ class Routing:
         rules = [{name: value for name, value in asdict(rule).items() if value is not None} for rule in self.rules]
         state = asdict(replace(self, rules=())) | {"rules": rules}
         del state["model"]
-        for name in ("stages", "approval", "shadow"):
+        for name in ("stages", "approval", "shadow", "ranges"):
             if not state[name]:
                 del state[name]
         return json.dumps(state)
@@ -208,7 +221,7 @@ class Routing:
         if not self.split:
             return DEFAULT
         key = _key(selection, self.sticky)
-        return _alone(self.split) if key is None else drawn(self.split, key)
+        return _alone(self.split) if key is None else drawn(self.ranges, key)
 
 
 def draw_of(selection: Selection, sticky: str) -> str:
@@ -230,20 +243,71 @@ def _alone(split: Mapping[str, float]) -> str:
     return DEFAULT
 
 
-def drawn(split: Mapping[str, float], key: str) -> str:
-    """The target that a key draws: of the split, or the default."""
-    remaining, best, least = 100.0, DEFAULT, math.inf
+def drawn(ranges: Sequence[tuple[str, int]], key: str) -> str:
+    """The target that a key goes to. `_routing.lua` says the same."""
+    digest = hashlib.sha1(f"{key}\0split".encode(), usedforsecurity=False).digest()
+    point = ((int.from_bytes(digest[:7]) >> 4) + 0.5) / 2**52 * WHOLE
+    return ranges[bisect_right(ranges, point, key=itemgetter(1))][0]
+
+
+def ranges_of(split: Mapping[str, float], before: Sequence[tuple[str, int]] = ()) -> tuple[tuple[str, int], ...]:
+    """The ranges of a split, each `(target, end)`, rising to WHOLE: those `before` it, changed as little as can be.
+
+    No ranges without a split. Who gets less gives its smallest ranges first, so that they stay few.
+    """
+    if not split:
+        return ()
+    lacking, end, total = dict[str, int](), 0, 0.0
     for target, percent in split.items():
-        remaining -= percent
-        if percent > 0 and (draw := _draw(key, target, percent)) < least:
-            best, least = target, draw
-    return DEFAULT if remaining > 0 and _draw(key, DEFAULT, remaining) < least else best
+        if target == DEFAULT or not 0 < percent <= 100:
+            continue  # `checked` refuses such a split
+        begin, total = end, total + percent
+        end = min(WHOLE, round(total * WHOLE / 100))
+        lacking[target] = end - begin
+    lacking[DEFAULT] = WHOLE - end
+    pieces = _pieces(before)
+    free = [0] * len(pieces)
+    surplus = {target: -parts for target, parts in lacking.items()}
+    for target, width in pieces:
+        surplus[target] = surplus.get(target, 0) + width
+    growing = {target for target, parts in surplus.items() if parts < 0}
+    for index in sorted(range(len(pieces)), key=lambda index: pieces[index][1]):
+        target, width = pieces[index]
+        free[index] = max(0, min(width, surplus[target]))
+        surplus[target] -= free[index]
+        lacking[target] = lacking.get(target, 0) - (width - free[index])
+    after: list[tuple[str, int]] = []
+    for index, (target, width) in enumerate(pieces):
+        freed = free[index]
+        # What a target took of its neighbour it gives back first.
+        behind = index > 0 and pieces[index - 1][0] in growing
+        _append(after, target, 0 if behind else width - freed)
+        while freed:
+            last = after[-1][0] if after else ""
+            taker = last if lacking.get(last, 0) > 0 else next(name for name, parts in lacking.items() if parts > 0)
+            part = min(freed, lacking[taker])
+            lacking[taker], freed = lacking[taker] - part, freed - part
+            _append(after, taker, part)
+        _append(after, target, width - free[index] if behind else 0)
+    return tuple(after) if len(after) <= MOST_RANGES else ranges_of(split)
 
 
-def _draw(key: str, target: str, percent: float) -> float:
-    """An exponentially distributed number with the rate `percent`. `_routing.lua` draws the same."""
-    digest = hashlib.sha1(f"{key}\0{target}".encode(), usedforsecurity=False).digest()
-    return -math.log(((int.from_bytes(digest[:7]) >> 4) + 0.5) / 2**52) / percent
+def _append(ranges: list[tuple[str, int]], target: str, width: int) -> None:
+    end = width + (ranges[-1][1] if ranges else 0)
+    if width and ranges and ranges[-1][0] == target:
+        ranges[-1] = target, end
+    elif width:
+        ranges.append((target, end))
+
+
+def _pieces(ranges: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """The targets of ranges with their widths; the whole for the default without any. Raises ValueError for ranges that
+    do not rise to WHOLE."""
+    ends = [0, *(end for _, end in ranges)] if ranges else [0, WHOLE]
+    pieces = [(target, end - begin) for (target, end), begin in zip(ranges or [(DEFAULT, WHOLE)], ends, strict=False)]
+    if ends[-1] != WHOLE or any(width <= 0 for _, width in pieces):
+        raise ValueError("ranges of a split rise to the whole")
+    return pieces
 
 
 def checked(routing: Routing) -> Routing:

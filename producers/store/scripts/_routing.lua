@@ -18,19 +18,16 @@ local function drawn(routing, id, fields)
       return rule.to
     end
   end
-  local percents, rest, best, least = {}, 100, 'default', math.huge
-  for target, percent in pairs(routing.split) do
-    percents[target], rest = percent, rest - percent
-  end
-  percents.default = rest > 0 and rest or nil
-  for target, percent in pairs(percents) do
-    local digits = tonumber(string.sub(redis.sha1hex(id .. '\0' .. target), 1, 13), 16)
-    local draw = -math.log((digits + 0.5) / 2 ^ 52) / percent
-    if draw < least then
-      best, least = target, draw
+  if routing.ranges then
+    local digits = tonumber(string.sub(redis.sha1hex(id .. '\0split'), 1, 13), 16)
+    local point = (digits + 0.5) / 2 ^ 52 * 1e9
+    for _, range in ipairs(routing.ranges) do
+      if point < range[2] then
+        return range[1]
+      end
     end
   end
-  return best
+  return 'default'
 end
 
 -- Whether a version is archived: no new task may go there.

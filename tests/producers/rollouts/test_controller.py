@@ -32,7 +32,7 @@ from producers.store.fleet.canaries import ALIAS, Canary, Plan
 from producers.store.fleet.rollouts import Rollout
 from producers.store.fleet.routing import Shadow
 
-PLAN = Plan(steps=(10.0, 50.0), hold_s=0.0, min_samples=5, lost_s=0.0, warm_up_s=0.0)
+PLAN = Plan(steps=(10.0, 50.0), hold_s=0.0, min_samples=5, lost_s=0.0, warm_up_s=0.0, block_s=0.0)
 UP = Fleet([Pool("m@b.f", "m", workers=[{"worker": "w"}])])
 DOWN = Fleet([])
 

@@ -16,7 +16,7 @@ from producers.store.fleet.canaries import ALIAS, Canary, Plan
 from producers.store.shadows import Pair, Score
 
 STATE = replace(
-    Canary("m", "r", "b", "a", checked(Plan(steps=(10.0,), warm_up_s=0.0)), 1, "me")
+    Canary("m", "r", "b", "a", checked(Plan(steps=(10.0,), warm_up_s=0.0, block_s=0.0)), 1, "me")
     .decided("judging", "", 0)
     .acted(1000)
 )
@@ -184,6 +184,18 @@ def test_times_of_a_cold_start_are_not_compared_and_its_failures_are() -> None:
     state = replace(STATE, plan=replace(STATE.plan, warm_up_s=5.0))
     differences = compared(row("baseline"), row("candidate", status="failed"), state=state)
     assert (differences["failed"], "end_to_end" in differences) == ({16: 1}, False)
+
+
+def test_times_within_a_block_are_one_comparison_and_failures_are_each_one() -> None:
+    """A worker that stands still for a moment is slow to all of its tasks."""
+    state = replace(STATE, plan=replace(STATE.plan, block_s=10.0))
+    evidence, matcher = Evidence.of("", state), Matcher(state)
+    for ended, waited in (*[(20_000, 5000)] * 9, (29_999, 1000), (30_000, 5000), (55_000, 5000)):
+        times = {"created": ended - 9000, "first": ended - 8000, "ended": ended}
+        slow = row("candidate", **{**times, "first": ended - 9000 + waited})
+        matcher.enter([row("baseline", **times), slow], evidence, 0)
+    assert evidence.steps[0]["failed"] == {0: 12}
+    assert evidence.steps[0]["first_token"] == {12: 1, 16: 1}, "nine of ten, rounded down; the last has only begun"
 
 
 def test_evidence_is_the_same_after_it_was_stored_and_of_no_other_rollout() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from producers.store.fleet import cards, routing
 from producers.store.fleet.routing import Routing, RoutingError, Rule, Selection
 from producers.sweeper.queues import RetiredPools
 from producers.sweeper.retention import Stale
+from tests.histories import SEED, examples
 
 FILES = {"tokenizer.json": b"{}"}
 MANY = [f"user-{number}" for number in range(10_000)]
@@ -37,6 +41,19 @@ def two(valkey: Redis) -> Redis:
     return valkey
 
 
+def parts(ranges: Sequence[tuple[str, int]]) -> Counter[str]:
+    widths = Counter[str]()
+    begin = 0
+    for target, end in ranges:
+        widths[target] += end - begin
+        begin = end
+    return widths
+
+
+def target_at(ranges: Sequence[tuple[str, int]], point: int) -> str:
+    return next(target for target, end in ranges if point < end)
+
+
 def shares(state: Routing) -> dict[str, str]:
     return {key: state.target(Selection(sticky=key)) for key in MANY}
 
@@ -49,13 +66,40 @@ class TestSplit:
         assert parts["c"] == pytest.approx(2000, abs=150)
         assert shares(state) == shares(state)
 
-    @pytest.mark.parametrize(("others", "most"), [({}, 550), ({"c": 30}, 700)])
-    def test_a_change_of_percent_moves_few_keys(self, others: dict[str, float], most: int) -> None:
+    @pytest.mark.parametrize("others", [{}, {"c": 30}, {"c": 10, "d": 20, "e": 5}])
+    def test_a_change_of_percent_moves_few_keys(self, others: dict[str, float]) -> None:
         before = Routing("m", 1, "a", {}, {"b": 20, **others})
-        old, new = shares(before), shares(replace(before, split={"b": 25, **others}))
+        new_state = replace(before, split={"b": 25, **others})
+        old, new = shares(before), shares(new_state)
         moved = [key for key in MANY if old[key] != new[key]]
-        assert 450 <= len(moved) <= most
-        assert "b" not in {old[key] for key in moved}, "none leaves the target that grows"
+        assert 450 <= len(moved) <= 550
+        assert {(old[key], new[key]) for key in moved} == {("default", "b")}, "none moves between the others"
+        assert shares(Routing.of("m", new_state.to_json()) or before) == new
+        assert shares(replace(new_state, split=before.split)) == old, "and back"
+
+    def test_however_often_it_is_changed_no_more_keys_move_than_parts_change(self) -> None:
+        draw, ranges = random.Random(SEED), routing.ranges_of({"a": 10})
+        for _ in range(examples(60, 2000)):
+            weights = [draw.expovariate(1) for _ in range(draw.randint(2, routing.MOST + 1))]
+            split = {f"t{n}": 100 * weight / sum(weights) for n, weight in enumerate(weights[1:])}
+            if draw.random() < 0.1:
+                split[next(iter(split))] += 100 - sum(split.values())
+            after = routing.ranges_of(split, ranges)
+            assert routing.ranges_of(split, after) == after
+            old, new = parts(ranges), parts(after)
+            for target, percent in split.items():
+                assert new[target] == pytest.approx(percent * routing.WHOLE / 100, abs=2)
+            moved = sum(abs(old[target] - new[target]) for target in {*old, *new}) // 2
+            ends = sorted({0, *(end for _, end in (*ranges, *after))})
+            changed = [(a, b) for a, b in pairwise(ends) if target_at(ranges, a) != target_at(after, a)]
+            assert sum(b - a for a, b in changed) == moved, (ranges, split)
+            ranges = after
+        assert len(ranges) <= routing.MOST_RANGES
+
+    @pytest.mark.parametrize("ranges", [[["b", 5]], [["b", 0], ["c", routing.WHOLE]], [["b"]], "b", [[1, "b"]]])
+    def test_ranges_that_make_no_sense_are_no_routing(self, ranges: Any) -> None:
+        state = json.loads(Routing("m", 1, "a", {}, {"b": 20}).to_json())
+        assert Routing.of("m", json.dumps({**state, "ranges": ranges})) is None
 
     def test_tasks_without_a_key_are_spread_and_a_tenant_can_be_the_key(self) -> None:
         state = Routing("m", 1, "a", {}, {"b": 50})
@@ -267,7 +311,11 @@ class TestPlainCelery:
         return protocol.read_claim(task_id, answer)
 
     def test_the_split_is_that_of_clients(self, two: Redis) -> None:
+        cards.add_version(two, card("c"), FILES)
+        for split in ({"b": 10}, {"b": 40, "c": 30}, {"b": 40, "c": 5}):
+            routes.set_split(two, "m", split)
         state = routes.set_split(two, "m", {"b": 40})
+        assert len(state.ranges) > 2
         two.sadd("penstock:workers:penstock:queue:m@b.f", "w")
         for task_id in MANY[:60]:
             claimed = self.claim(two, task_id, "a")
@@ -278,7 +326,7 @@ class TestPlainCelery:
                 assert not two.exists(keys.task(task_id))
                 there = self.claim(two, task_id, "b")
                 assert there.record is not None
-                assert (there.answer, there.record.fields["generation"]) == ("go", "1")
+                assert (there.answer, there.record.fields["generation"]) == ("go", "4")
 
     def test_a_version_without_a_worker_gets_none(self, two: Redis) -> None:
         routes.set_split(two, "m", {"b": 100})
