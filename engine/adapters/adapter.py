@@ -124,10 +124,12 @@ class _Loading:
             for tensor in tensors:
                 if tensor.path not in self._open:
                     self._open[tensor.path] = opened.enter_context(opened_file(tensor))
+            changes = {linear: self._low_rank(linear.parts, pairs) for linear, pairs in products.items()}
+            self._kernels.bring_together([*changes.values()])
             return Adapter(
                 files.version,
                 files.rank,
-                {linear: self._low_rank(linear.parts, pairs) for linear, pairs in products.items()},
+                changes,
                 self._made_embedding(embedding),
                 self._prepared(self._read(head)) if isinstance(head, LocatedTensor) else None,
                 self._head_change(head) if isinstance(head, LowRankTensors) else None,

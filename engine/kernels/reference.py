@@ -117,6 +117,9 @@ class Reference:
         prepared = tuple((outputs, ranks, self.prepare_adapter(up)) for outputs, ranks, up in ups)
         return LowRank(self.prepare_adapter(down), prepared)
 
+    def bring_together(self, changes: Sequence[LowRankChange]) -> None:
+        """Arrange the memory of an adapter's changes: once all are prepared, before any is used."""
+
     def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
         """Like `prepare_linear`, for a quantised weight. It stays quantised: each product dequantises it, some outputs
         at a time."""

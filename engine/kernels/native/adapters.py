@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from ctypes import Structure, c_int64, c_void_p
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -14,11 +14,14 @@ from torch import Tensor
 
 from engine.kernels.layer import AdapterGroups, LayerParts, LowRankChange, PreparedAdapter
 from engine.kernels.native.library import Library, Pool
+from engine.kernels.native.pages import Pages, whole_lines
 
 #: The products of a layer that adapters change, in the order of Adapted in adapters.h.
 _PRODUCTS: Final = 5
 #: kUpVectors and kDownRanks of adapters.h.
 _UP_VECTORS, _DOWN_RANKS = 4, 4
+#: Bytes of an adapter from which on it has large pages. Less would leave too much of the last one unused.
+_LEAST_MOVED: Final = 4 << 20
 
 
 class NativeLowRank:
@@ -37,9 +40,26 @@ class NativeLowRank:
                 for matrix, (outputs, ranks, up) in zip(matrices, ups, strict=True)
             )
         )
-        self._kept = (packed, matrices)
+        self._packed = [packed, *matrices]
         ranks = -(-len(down) // _DOWN_RANKS) * _DOWN_RANKS
         self.entry = _LowRank(packed.data_ptr(), ranks, int(half), ctypes.addressof(self._parts), len(ups))
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that `move` takes."""
+        return sum(whole_lines(matrix.nbytes) for matrix in self._packed)
+
+    def move(self, memory: Tensor) -> None:
+        """Keep the matrices in `memory`, uint8 [nbytes]. Before the first step."""
+        addresses, address = [], memory.data_ptr()
+        for matrix in self._packed:
+            ctypes.memmove(address, matrix.data_ptr(), matrix.nbytes)
+            addresses.append(address)
+            address += whole_lines(matrix.nbytes)
+        self._packed = [memory]
+        self.entry.down = addresses[0]
+        for part, up in zip(self._parts, addresses[1:], strict=True):
+            part.up = up
 
     def add(self, x: Tensor, out: Tensor, rows: Tensor | None) -> None:
         """See LowRankChange.add. `out`: contiguous fp32."""
@@ -70,6 +90,18 @@ def _packed_up(weight: Tensor, lanes: int, together: int) -> Tensor:
     panel = _UP_VECTORS * lanes
     padded = F.pad(weight, (0, -ranks % together, 0, -outputs % panel))
     return padded.view(-1, panel, padded.shape[1] // together, together).transpose(1, 2).contiguous()
+
+
+def bring_together(changes: Iterable[LowRankChange]) -> None:
+    """Move an adapter's matrices into large pages, side by side. A step reads each once, and 32 adapters of 10 MB in
+    small pages took it 26% more time."""
+    native = [change for change in changes if isinstance(change, NativeLowRank)]
+    nbytes = sum(change.nbytes for change in native)
+    if nbytes < _LEAST_MOVED:
+        return
+    memory = Pages(chunk=nbytes).zeros(nbytes, dtype=torch.uint8)
+    for change, part in zip(native, torch.split(memory, [change.nbytes for change in native]), strict=True):
+        change.move(part)
 
 
 class AdapterTables:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.kernels.layer import ExpertParts, LayerParts, LowRankChange, PreparedExperts, PreparedLayers, PreparedLinear
-from engine.kernels.native.adapters import NativeLowRank
+from engine.kernels.native.adapters import NativeLowRank, bring_together
 from engine.kernels.native.layers import NativeLayers, fit, leads
 from engine.kernels.native.library import VERSION, Library, Pool, Storage
 from engine.kernels.native.pages import Pages
@@ -121,6 +121,9 @@ class Native(Reference):
 
     def prepare_low_rank(self, down: Tensor, ups: Sequence[tuple[slice, slice, Tensor]]) -> LowRankChange:
         return NativeLowRank(self._library, self._threads, down, ups)
+
+    def bring_together(self, changes: Sequence[LowRankChange]) -> None:
+        bring_together(changes)
 
     def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
         product = quantised_product(self._library, self._threads, self._pages, weight, bias)

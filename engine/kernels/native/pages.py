@@ -1,4 +1,4 @@
-"""Allocates zeroed memory for weights and the KV cache, in large pages if the system has them.
+"""Allocates zeroed memory for weights, the KV cache and adapters, in large pages if the system has them.
 
 A step reads every weight once, in order. With pages of 4 KiB, a core spends up to a fourth of that time on looking up
 page addresses (Zen 3, by processor time: 14.7 GB/s compared to 19.6). Blocks of the KV cache are smaller than two such
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 _PAGE = 2 << 20
-#: The bytes allocated at one time. Only written pages take memory.
-_CHUNK = 64 << 20
 _LINE = 64
 
 
 class Pages:
     """Allocates tensors one after another in chunks. A chunk lives as long as any tensor in it. Used by one thread.
 
-    `large`: whether it has large pages from the beginning, or from `enlarge` on.
+    `large`: whether it has large pages from the beginning, or from `enlarge` on. `chunk`: the least bytes that are
+    allocated at one time; only those that are written take memory.
     """
 
-    def __init__(self, *, large: bool = True) -> None:
+    def __init__(self, *, large: bool = True, chunk: int = 64 << 20) -> None:
+        self._least = chunk
         self._unused = torch.empty(0, dtype=torch.uint8)
         self._large = large
         self._small: list[mmap.mmap] = []
@@ -36,9 +36,9 @@ class Pages:
         size = prod(shape) * dtype.itemsize
         if size == 0:
             return torch.zeros(shape, dtype=dtype)
-        rounded = -(-size // _LINE) * _LINE
+        rounded = whole_lines(size)
         if rounded > len(self._unused):
-            self._unused = self._chunk(max(rounded, _CHUNK))
+            self._unused = self._chunk(max(rounded, self._least))
         block, self._unused = self._unused[:size], self._unused[rounded:]
         return block.view(dtype).view(shape)
 
@@ -60,6 +60,11 @@ class Pages:
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         begin = -whole.data_ptr() % _PAGE
         return whole[begin : begin + size]
+
+
+def whole_lines(size: int) -> int:
+    """The bytes that a tensor of `size` bytes takes."""
+    return -(-size // _LINE) * _LINE
 
 
 def _advise(memory: mmap.mmap, advice: int) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.native import adapters
 from engine.kernels.reference import Reference
 from tests.engine.kernels.native.conftest import Make
 
@@ -22,8 +23,14 @@ def drawn(*shape: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inputs", "parts"), SHAPES, ids=str)
 def test_a_change_is_that_of_the_reference(
-    make: Make, dtype: torch.dtype, inputs: int, parts: list[tuple[int, int]], threads: int
+    make: Make,
+    dtype: torch.dtype,
+    inputs: int,
+    parts: list[tuple[int, int]],
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    kernels = make(dtype, threads)
     down = drawn(sum(ranks for _, ranks in parts), inputs, seed=0).to(dtype)
     ups, output, rank = [], 0, 0
     for i, (outputs, ranks) in enumerate(parts):
@@ -31,7 +38,7 @@ def test_a_change_is_that_of_the_reference(
             (slice(output, output + outputs), slice(rank, rank + ranks), drawn(outputs, ranks, seed=i).to(dtype))
         )
         output, rank = output + outputs, rank + ranks
-    change = make(dtype, threads).prepare_low_rank(down, ups)
+    change, other = (kernels.prepare_low_rank(down, ups) for _ in range(2))
     wide = Reference(torch.float32).prepare_low_rank(down.float(), [(*slices, up.float()) for *slices, up in ups])
     x, base = drawn(23, inputs, seed=5), drawn(23, output, seed=6)
     rows = torch.tensor(ROWS)
@@ -45,3 +52,12 @@ def test_a_change_is_that_of_the_reference(
     assert torch.equal(alone, found)
     change.add(x, every, None)
     assert torch.equal(every[rows], found[rows])
+    # In large pages, beside another.
+    monkeypatch.setattr(adapters, "_LEAST_MOVED", 0)
+    before = change.entry.down  # type: ignore[attr-defined]
+    kernels.bring_together([change, other])
+    assert change.entry.down != before  # type: ignore[attr-defined]
+    for moved in (change, other):
+        again = base.clone()
+        moved.add(x, again, rows)
+        assert torch.equal(again, found)

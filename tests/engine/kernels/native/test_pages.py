@@ -22,9 +22,8 @@ def test_memory_is_zero_aligned_and_not_shared() -> None:
     assert all((tensor == number).all() for number, tensor in enumerate(tensors))
 
 
-def test_what_is_larger_than_a_chunk_gets_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_CHUNK", 1 << 12)
-    memory = Pages()
+def test_what_is_larger_than_a_chunk_gets_one_of_its_own() -> None:
+    memory = Pages(chunk=1 << 12)
     small, large = memory.zeros(8, dtype=torch.float32), memory.zeros(1 << 20, dtype=torch.float32)
     large.fill_(1)
     assert not small.any()
