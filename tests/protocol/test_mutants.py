@@ -221,8 +221,8 @@ BROKER = {
     ),
     "who was served least is not next": (
         "fetch",
-        "redis.call('ZRANGE', 'penstock:turns:' .. list, place, place)",
-        "redis.call('ZREVRANGE', 'penstock:turns:' .. list, place, place)",
+        "redis.call('ZRANGE', 'penstock:turns:' .. list, 0, passes[k] or 0)",
+        "redis.call('ZREVRANGE', 'penstock:turns:' .. list, 0, passes[k] or 0)",
     ),
     "a rest saves up": ("fetch", "math.max(served, least_served(list) or 0)", "served"),
     "a rest forgives": ("fetch", "math.max(served, least_served(list) or 0)", "least_served(list) or 0"),
