@@ -124,7 +124,10 @@ def test_each_command_is_found_in_the_module_that_is_said_to_add_it() -> None:
         (("gateway", "--broker", "amqp://x", "--port", "0"), "a broker's URL begins with redis://"),
         (("gateway", "--broker", "redis://x/one", "--port", "0"), "'one' is not the number of a database"),
         (("gateway", "--broker", "redis://x", "--host", "192.0.2.1"), "cannot listen on 192.0.2.1 port 8000"),
-        (("gateway", "--broker", "redis://x", "--max-body", "1"), "65536<=x<=67108864"),
+        (
+            ("gateway", "--broker", "redis://x", "--max-body", "1"),
+            "'--max-body': Input should be greater than or equal to",
+        ),
         (("sweeper", "--broker", "amqp://x"), "a broker's URL begins with redis://"),
         (("gateway", "--broker", "sqs://eu-west-1", "--port", "0"), "--store or STORE_URL"),
         (("worker", "--broker", "sqs://eu-west-1", "--model", "tiny"), "sqs://eu-west-1 carries messages alone"),
