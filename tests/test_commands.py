@@ -28,6 +28,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 TINY = {
     "engine.bench": ["--model MODEL --workload W1 --repeats 1 --threads 1 --breakdown"],
     "tests.bench.adapters": ["--layers 1 --steps 1 --rounds 1"],
+    "tests.bench.many_adapters": ["--registered 3 --hot 2 --tasks 4 --rounds 1"],
     "tests.bench.attention": ["--against OTHER --layers 1 --rounds 1"],
     "tests.bench.batches": ["--lines 100 --urls /v1/completions"],
     "tests.bench.breaker": ["--seconds 3 --rate 2 --rounds 1"],
