@@ -2,11 +2,13 @@
 
     .venv/bin/python -m tests.bench.rollouts                       # 300 null rollouts, 200 of each kind of candidate
     .venv/bin/python -m tests.bench.rollouts --null 20 --others 5  # in small
+    .venv/bin/python -m tests.bench.rollouts --kind "null, on machines that stall" --block 0  # each time counts
 
 Each rollout has the usual plan. Requests come one after another; each draws its version by the step's percentage, its
 sizes and its times: lognormal, with heavy tails, and a load that wanders by a factor of 3 and slows both versions.
 The baseline fails 0.5% of its tasks, its callers leave 2%, a fifth of its answers is cut off at 256 tokens, 2%
-refuse. A quarter of the tasks has a form.
+refuse. A quarter of the tasks has a form. On machines that stall each version's workers take STALL times as long for a
+moment, every two minutes, whatever their version.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from producers.rollouts.controller import raised
-from producers.rollouts.metrics import SHADOW, Evidence, Matcher, defaults, findings
+from producers.rollouts.metrics import OF_COPIES, Evidence, Matcher, defaults, findings
 from producers.rollouts.operations import checked
 from producers.store.fleet.canaries import ALIAS, Canary, Plan
 
@@ -28,6 +32,8 @@ from producers.store.fleet.canaries import ALIAS, Canary, Plan
 RATE: Final = 10.0
 LOOKS: Final = (10, 100)
 LONGEST: Final = 256
+#: How much slower a worker is that is held up; mean time (s) between two such moments.
+STALL, BETWEEN_S = 2.0, 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +47,13 @@ class Kind:
     refuses: float = 0.0
     slow_tail: float = 0.0
     """Share of its tasks that take five times as long."""
+    stalls_s: float = 0.0
+    """Mean time for which the workers of either version are held up, at different times."""
 
 
 KINDS: Final = {
     "null": Kind(),
+    "null, on machines that stall": Kind(stalls_s=15.0),
     "a fifth faster": Kind(slower=0.8),
     "20% slower": Kind(slower=1.2),
     "5 points more fail": Kind(fails=0.05),
@@ -65,6 +74,8 @@ class Traffic:
     def __init__(self, kind: Kind, seed: int) -> None:
         self.kind, self.draw, self.now = kind, random.Random(seed), 1_000_000.0
         self._load = 0.0
+        #: Whether baseline and candidate are held up, and until when (ms).
+        self._stalled, self._until = [False, False], [self.now, self.now]
 
     def rows(self, percent: float, count: int) -> Iterator[dict[str, str]]:
         """The next tasks that end."""
@@ -76,6 +87,7 @@ class Traffic:
     def _row(self, *, candidate: bool) -> dict[str, str]:
         draw, kind = self.draw, self.kind if candidate else Kind()
         factor = kind.slower * math.exp(self._load) * (5 if draw.random() < kind.slow_tail else 1)
+        factor *= self._stall(candidate=candidate)
         prompt = int(min(4000, draw.lognormvariate(5, 1)))
         tokens, reason = 1 + int(draw.expovariate(1 / 160)), "stop"
         if tokens >= LONGEST or draw.random() < kind.cut_off:
@@ -95,6 +107,15 @@ class Traffic:
         row |= {"reasons": f'["{reason}"]' if status == "completed" else ""}
         row |= {"refused": int(draw.random() < 0.02 + kind.refuses), "form": "json_schema" if prompt % 4 == 0 else ""}
         return {name: str(value) for name, value in row.items()}
+
+    def _stall(self, *, candidate: bool) -> float:
+        if not self.kind.stalls_s:
+            return 1.0
+        while self._until[candidate] <= self.now:
+            self._stalled[candidate] = not self._stalled[candidate]
+            mean_s = self.kind.stalls_s if self._stalled[candidate] else BETWEEN_S
+            self._until[candidate] += self.draw.expovariate(1 / mean_s) * 1000
+        return STALL if self._stalled[candidate] else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +171,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--null", type=int, default=300, help="null rollouts")
     parser.add_argument("--others", type=int, default=200, help="rollouts of each other kind")
-    parser.add_argument("--kind", choices=KINDS, help="this kind alone")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="this kind alone; may be repeated")
+    parser.add_argument("--block", type=float, default=Plan().block_s, help="seconds whose times count as one")
+    parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
-    for name in [options.kind] if options.kind else KINDS:
-        count = options.null if name == "null" else options.others
-        plan = Plan(metrics={metric: values for metric, values in defaults().items() if metric != SHADOW})
-        results = [rollout(KINDS[name], seed, plan) for seed in range(count)]
-        print(json.dumps({"candidate": name, **summary(results)}), flush=True)
+    metrics = {metric: values for metric, values in defaults().items() if metric not in OF_COPIES}
+    plan = Plan(metrics=metrics, block_s=options.block)
+    with ProcessPoolExecutor(options.processes) as pool:
+        for name in options.kind or KINDS:
+            count = options.null if name.startswith("null") else options.others
+            results = list(pool.map(partial(rollout, KINDS[name], plan=plan), range(count)))
+            print(json.dumps({"candidate": name, **summary(results)}), flush=True)
 
 
 if __name__ == "__main__":
