@@ -5,7 +5,8 @@
 The sums are those of `producers.store.measurements`, from which every gateway exports Prometheus' histograms, too. The
 sweeper that leads sends them, so they come once. They are cumulative: a call that is sent twice, or that a collector
 misses, counts nothing twice and loses nothing. A mark in the store has the time since which each model's sums count, so
-that the next leader's calls go on with the same series.
+that the next leader's calls go on with the same series. It is read before the sums, and so is the clock: what a process
+sends that has stood still meanwhile is older, and ends no series.
 
 | dies after | state | who repairs it |
 | --- | --- | --- |
@@ -22,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
 from producers.client.aio import AsyncClient
-from producers.connection.script import aexecute, parsed, text
+from producers.connection.script import aexecute, aexecute_many, parsed, text
 from producers.contract import keys
 from producers.release import release
 from producers.store.measurements import (
@@ -152,12 +153,13 @@ class GenAiMetrics:
 
     async def _points(self) -> dict[str, list[HistogramDataPoint]]:
         """Metric -> its points; none without observations."""
+        before = parsed(await aexecute(self._store, "GET", keys.metrics_mark(SOURCE)))
+        seconds, micros = await aexecute(self._store, "TIME")
+        now = int(seconds) * 1000 + int(micros) // 1000
         sums = await read_measurements(self._store)
         flat: Any = await aexecute(self._store, "HGETALL", keys.MODELS)
         cards = {text(name): parsed(card) for name, card in zip(flat[::2], flat[1::2], strict=True)}
-        seconds, micros = await aexecute(self._store, "TIME")
-        now = int(seconds) * 1000 + int(micros) // 1000
-        since = await self._since(sums, now)
+        since = await self._since(before, sums, now)
         points: dict[str, list[HistogramDataPoint]] = {}
         for model, fields in sums.items():
             attributes = {
@@ -174,17 +176,20 @@ class GenAiMetrics:
                     )
         return {name: its_points for name, its_points in points.items() if its_points}
 
-    async def _since(self, sums: Mapping[str, Mapping[str, int]], now: int) -> dict[str, int]:
+    async def _since(
+        self, before: Mapping[str, Any], sums: Mapping[str, Mapping[str, int]], now: int
+    ) -> dict[str, int]:
         """Model -> since when (unix ms) its sums count: the first call of whomever, or the first after they had
-        fallen, because they were removed."""
-        mark = keys.metrics_mark(SOURCE)
-        before = parsed(await aexecute(self._store, "GET", mark))
-        since: dict[str, tuple[int, int]] = {}
+        fallen, because they were removed. `before`: the mark. A model without a card keeps its own as long as its
+        sums are there: it may come again."""
+        absent = [model for model in before if model not in sums]
+        there = await aexecute_many(self._store, [("EXISTS", keys.metrics(model)) for model in absent])
+        since = {model: _mark(before[model], now) for model, kept in zip(absent, there, strict=True) if kept}
         for model, fields in sums.items():
             if count := sum(sum(_counts(histogram, tier, fields)) for histogram in GEN_AI for tier in keys.TIERS):
                 start, earlier = _mark(before.get(model), now)
                 since[model] = (start if count >= earlier else now), count
-        await aexecute(self._store, "SET", mark, json.dumps(since), "EX", KEPT_S)
+        await aexecute(self._store, "SET", keys.metrics_mark(SOURCE), json.dumps(since), "EX", KEPT_S)
         return {model: start for model, (start, _) in since.items()}
 
 

@@ -8,12 +8,14 @@ from functools import partial
 
 import pytest
 from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
 
 from producers import AsyncClient
 from producers.connection.script import arun, text
 from producers.contract import keys
-from producers.store.measurements import GEN_AI, count_ended
+from producers.store.measurements import GEN_AI, count_ended, read_measurements
 from producers.store.usage.ledger import fold
+from producers.sweeper import gen_ai
 from producers.sweeper.gen_ai import SOURCE, GenAiMetrics, MetricsExporter, metrics_exporter
 from producers.sweeper.sweeper import SweeperSettings, lead
 from producers.tracing.export import TracingError
@@ -121,6 +123,45 @@ async def test_sums_that_began_again_have_a_later_beginning(
     first, second = (point for point in collector.points if point.name == GEN_AI[0].name)
     assert (first.count, second.count) == (2, 1)
     assert first.since <= first.at < second.since <= second.at
+
+
+async def test_a_model_that_comes_again_and_a_leader_that_stood_still_go_on_with_the_series(
+    aclient: AsyncClient, valkey: Redis, model: str, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a collector would count once more what it has."""
+    before = len(collector.points)
+    metrics, slow = (metrics_to(aclient, collector, monkeypatch) for _ in range(2))
+
+    async def end_one_and_send() -> None:
+        row(valkey)
+        await count_ended(aclient.store)
+        await metrics.sweep()
+        await asyncio.sleep(0.002)  # by the store's clock
+
+    await end_one_and_send()
+    card = valkey.hget(keys.MODELS, model)
+    assert card is not None
+    valkey.hdel(keys.MODELS, model)
+    await metrics.sweep()
+    valkey.hset(keys.MODELS, model, card)
+    await end_one_and_send()
+
+    async def read_and_stand_still(store: AsyncRedis) -> dict[str, dict[str, int]]:
+        sums = await read_measurements(store)
+        monkeypatch.undo()
+        await asyncio.sleep(0.002)
+        await end_one_and_send()
+        return sums
+
+    monkeypatch.setattr(gen_ai, "read_measurements", read_and_stand_still)
+    await slow.sweep()
+    await end_one_and_send()
+    for each in (metrics, slow):
+        each.close()
+    points = [point for point in collector.points[before:] if point.name == GEN_AI[0].name]
+    assert [point.count for point in points] == [1, 2, 3, 2, 4]
+    assert len({point.since for point in points}) == 1
+    assert points[3].at < points[2].at, "what is older says so"
 
 
 async def test_a_collector_that_is_away_or_hangs_is_waited_for_by_nobody(
