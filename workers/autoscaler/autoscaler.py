@@ -168,7 +168,9 @@ class Autoscaler:
                 level = logging.WARNING if state["trouble"] else logging.INFO
                 log.log(level, "%s: %s%s", control.settings.name, state["reason"], _and(state["trouble"]))
         if fleet is not None:
-            self._glance.see(fleet, [control.settings for control in self._controls.values() if control.target == 0])
+            # Whatever comes to a pool that is pinned starts no worker.
+            empty = [control for control in self._controls.values() if control.target == 0 and not control.pinned]
+            self._glance.see(fleet, [control.settings for control in empty])
             if not self._faulty and (decided or not self._controls):
                 self._trouble, self._well_at = "", time.monotonic()
         return True
@@ -239,7 +241,7 @@ class Autoscaler:
         try:
             async with asyncio.timeout(LIMIT_S):
                 answers = await asyncio.gather(*(arun(self._client.store, call) for call in calls))
-                for name in self._gone & self._pins.keys():
+                for name in self._gone & self._pins.keys() if all(answers) else ():  # another leads, and may scale it
                     await scaling.unpin(self._client.store, name)
         except FAILURES as error:
             self._trouble = f"decisions cannot be kept, so they are not acted on: {error_text(error)}"

@@ -354,6 +354,11 @@ class Control:
         self._shown = ()
 
     @property
+    def pinned(self) -> bool:
+        """Whether an operator's number decides."""
+        return self._pin is not None
+
+    @property
     def may_begin(self) -> bool:
         """Whether the actuator has answered, for which its first decision waits."""
         return self.target is None and self.acting is not None and self.acting.actual is not None

@@ -184,8 +184,8 @@ def _kv_used(working: Iterable[Worker]) -> float | None:
 
 def _turn_share(working: Sequence[Worker]) -> float:
     """The mean of what workers say of their turns; of those that say nothing, or nonsense, 1."""
-    shares = [sane(worker.get("turn_share")) or 1.0 for worker in working]
-    return fmean(min(1.0, max(LEAST_SHARE, share)) for share in shares) if shares else 1.0
+    shares = [sane(worker.get("turn_share")) for worker in working]
+    return fmean(1.0 if share is None else min(1.0, max(LEAST_SHARE, share)) for share in shares) if shares else 1.0
 
 
 def _profile(fleet: Fleet, pool: PoolSettings, working: Iterable[Worker]) -> Profile:

@@ -289,6 +289,30 @@ async def test_an_operators_number_holds_until_it_is_removed(fleet: Fleet, aclie
     assert [one["wanted"] for one in fleet.history() if one["pin"]] == [3]
 
 
+async def test_what_comes_to_a_pool_that_is_pinned_at_zero_is_no_news(fleet: Fleet, aclient: AsyncClient) -> None:
+    await pin(aclient.store, "tiny", Pin(0, "ops", 1.0), Change("ops", "scaling.pin", "tiny: 0"))
+    seldom = AutoscalerSettings("one", lease=60.0, every=3600.0, glance=0.01, look=0.05)
+    async with scaling(aclient, Recorder(), seldom):
+        first = await until(fleet.state)
+        for _ in range(10):
+            fleet.fill(1, tier="priority")
+            await asyncio.sleep(0.03)
+        assert fleet.state()["at"] == first["at"]
+
+
+async def test_a_pin_goes_with_its_pool_unless_another_leads(fleet: Fleet, aclient: AsyncClient) -> None:
+    await pin(aclient.store, "tiny", Pin(1, "ops", 1.0), Change("ops", "scaling.pin", "tiny: 1"))
+    for leader, kept in (("two", True), ("one", False)):
+        one = Autoscaler(aclient, fixed([Scaled(TINY, None)]), OFTEN)
+        fleet.valkey.set(keys.SCALE_LEADER, "one")
+        assert await one._tick()
+        assert fleet.state()["wanted"] == 1
+        fleet.valkey.set(keys.SCALE_LEADER, leader)
+        one._pools = fixed([])
+        assert await one._tick() is not kept
+        assert fleet.valkey.hexists(keys.SCALE_PINS, "tiny") is kept
+
+
 async def test_an_autoscaler_that_may_not_read_pins_scales_without(fleet: Fleet, valkey_url: str) -> None:
     """Users of the server as an earlier release made them."""
     rules = ROLES["autoscaler"].rules().replace("penstock:scale:pins", "penstock:scale:other")

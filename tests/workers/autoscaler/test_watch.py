@@ -45,7 +45,10 @@ def test_tasks_of_a_version_that_no_worker_serves_are_told_where_others_are_up()
 
 @pytest.mark.parametrize(
     ("told", "share"),
-    [((0.5, 1.0), 0.75), ((0.5, None), 0.75), ((0.5, "much"), 0.75), ((7.0, -3.0), 1.0), ((1e-9,), watch.LEAST_SHARE)],
+    [
+        *(((0.5, 1.0), 0.75), ((0.5, None), 0.75), ((0.5, "much"), 0.75), ((7.0, -3.0), 1.0)),
+        *(((1e-9,), watch.LEAST_SHARE), ((0.0,), watch.LEAST_SHARE)),
+    ],
 )
 def test_what_workers_say_of_their_turns_counts_within_bounds(told: tuple[Any, ...], share: float) -> None:
     leases = [{"worker": str(number), "turn_share": value} for number, value in enumerate(told)]
