@@ -63,6 +63,8 @@ class EngineStats(SchedulerStats):
     kernels: str
     slow_rank: str = ""
     """The rank for which the others wait most of the time, in words; empty if none stands out."""
+    rank_processes: tuple[int, ...] = ()
+    """The ids of the processes of the model's other ranks on this machine."""
 
 
 class Engine(StepLoop):
@@ -330,6 +332,7 @@ class Engine(StepLoop):
             device=str(self._model.device),
             kernels=kernels.name,
             slow_rank="" if self._group is None else self._group.slow_rank,
+            rank_processes=() if self._group is None else self._group.processes,
         )
 
     def close(self) -> None:

@@ -14,10 +14,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from producers.contract.profile import sane
+from workers.processes.proc import processor_time_of
 
 #: Where Linux shows the energy counters of processors.
 POWERCAP: Final = Path("/sys/class/powercap")
@@ -32,6 +34,24 @@ SPREAD: Final = 4.0
 LARGEST: Final = 3.0
 #: Time (s) after which a GPU's power says nothing of the time since.
 STALE_S: Final = 30.0
+
+
+class ProcessorTime:
+    """Processor time of a worker: of this process, of its engine's, and of the model's other ranks on this machine.
+    `engine`: in this process, or a `workers.engine_process.front.ProcessEngine`. Not thread-safe."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._own = getattr(engine, "processor_time", time.process_time)
+        self._ranks: dict[int, float] = {}
+
+    def __call__(self) -> float:
+        """Seconds. Of a rank that has ended, those that were read last."""
+        for pid in getattr(self._engine.stats(), "rank_processes", ()):
+            with suppress(OSError):
+                self._ranks[pid] = processor_time_of(pid)
+        return float(self._own() + sum(self._ranks.values()))
+
 
 #: (when it was read (monotonic), joules since some time in the past). Readings that are not new change nothing.
 Reading = tuple[float, float]
@@ -59,21 +79,25 @@ class NvmlMeter:
         counter, watts = sane(values.get("energy_joules")), sane(values.get("power_watts"))
         if counter is None and watts is None:
             return None
-        last, self._last = self._last, (at, counter, watts)
-        if last is not None and at > last[0]:
-            self._joules += self._drawn(last, at, counter, watts)
+        last = self._last
+        if last is not None and at <= last[0]:
+            return last[0], self._joules
+        self._joules += 0.0 if last is None else self._drawn(last, at, counter, watts)
+        self._last = at, counter, watts
         return at, self._joules
 
     @staticmethod
     def _drawn(
         last: tuple[float, float | None, float | None], at: float, counter: float | None, watts: float | None
     ) -> float:
-        """By the counter; from zero where the driver was loaded anew. Without one, by the mean power."""
+        """By the counter. Without one, and where it fell, by the mean power: it may count from zero since the driver
+        was loaded anew, and then no more than it shows; or it was read wrong, and shows all that the GPU ever drew."""
         before, counted, drew = last
-        if counter is not None and counted is not None:
-            return counter - counted if counter >= counted else counter
+        if counter is not None and counted is not None and counter >= counted:
+            return counter - counted
         powers = [power for power in (drew, watts) if power is not None]
-        return sum(powers) / len(powers) * min(at - before, STALE_S) if powers else 0.0
+        drawn = sum(powers) / len(powers) * min(at - before, STALE_S) if powers else 0.0
+        return drawn if counter is None or counted is None else min(drawn, counter)
 
 
 class RaplMeter:

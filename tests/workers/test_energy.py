@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from workers import energy
-from workers.energy import EnergyAccount, NvmlMeter, RaplMeter, Reading, StatedMeter, open_meter
+from workers.energy import EnergyAccount, NvmlMeter, ProcessorTime, RaplMeter, Reading, StatedMeter, open_meter
 
 #: Power (W) of a device without work.
 IDLE = 75.0
@@ -142,6 +146,36 @@ def test_nvml_by_its_counter_also_where_the_driver_was_loaded_anew_else_by_power
         *(None, (10.0, 0.0), (12.0, 700.0), (12.0, 700.0), (14.0, 790.0), (16.0, 1190.0), (18.0, 1690.0)),
         *(None, (999.0, 1690.0 + 200.0 * energy.STALE_S), None),
     ]
+
+
+def test_a_counter_that_is_read_wrong_once_charges_no_more_than_the_power_of_that_time() -> None:
+    """Facts that are newer than the time that was read with them count with the next."""
+    readings = facts(
+        (10.0, {"energy_joules": 9e8, "power_watts": 300.0}),
+        (10.0, {"energy_joules": 9e8 + 500, "power_watts": 300.0}),
+        (12.0, {"energy_joules": 9e8 + 600, "power_watts": 300.0}),
+        (14.0, {"energy_joules": 9e8 + 599, "power_watts": 400.0}),
+        (16.0, {"energy_joules": 9e8 + 1400, "power_watts": 400.0}),
+    )
+    meter = NvmlMeter(lambda: next(readings))
+    assert [meter.read() for _ in range(6)] == [
+        *(None, (10.0, 0.0), (10.0, 0.0), (12.0, 600.0), (14.0, 1300.0), (16.0, 2101.0))
+    ]
+
+
+def test_a_workers_processor_time_is_also_that_of_its_models_ranks() -> None:
+    """Which stays once they have ended."""
+    work = "import time\nwhile time.process_time() < 0.1: pass\nprint(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        engine = SimpleNamespace(stats=lambda: SimpleNamespace(rank_processes=(rank.pid,)))
+        processor_time = ProcessorTime(engine)
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        before = time.process_time()
+        assert processor_time() >= before + 0.1
+        rank.communicate(b"\n")
+    before = time.process_time()
+    assert processor_time() >= before + 0.1
 
 
 class Machine:

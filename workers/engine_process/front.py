@@ -39,13 +39,12 @@ from workers.engine_process import child
 from workers.engine_process.child import LENGTH, Kind
 from workers.engine_process.packed import Run, unpack, update_course
 from workers.engine_process.ring import Ring
+from workers.processes.proc import processor_time_of
 
 logger = logging.getLogger(__name__)
 
 #: Time (s) after which a process without a sign of life is said to hang, also while no step is under way.
 SILENT_S: Final = 5.0
-#: The clock of a process's processor time, in the last bits of a clock's id (clock_getcpuclockid(3), Linux).
-PROCESS_CLOCK: Final = 2
 #: Time (s) that `close` gives the process.
 END_S: Final = 5.0
 #: Time (s) between two looks at whether the process is stopped.
@@ -252,7 +251,7 @@ class ProcessEngine:
     def processor_time(self) -> float:
         """The processor time (s) of this process and of the engine's, in which the model's load was."""
         with suppress(OSError):  # it has ended
-            self._processor_s = time.clock_gettime(~self.pid << 3 | PROCESS_CLOCK)
+            self._processor_s = processor_time_of(self.pid)
         return time.process_time() + self._processor_s
 
     def stepping(self) -> tuple[float, set[str]]:

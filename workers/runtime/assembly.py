@@ -18,7 +18,7 @@ from producers.contract import levels
 from producers.contract.profile import Profile
 from producers.release import release
 from workers.breaker import Breaker, Window, kind_of
-from workers.energy import EnergyAccount, open_meter
+from workers.energy import EnergyAccount, ProcessorTime, open_meter
 from workers.engine_process.front import ProcessEngine
 from workers.flow import probe
 from workers.flow.adapters import AdapterLoader
@@ -86,7 +86,7 @@ class Runtime:
             explain=lambda: str(getattr(engine.stats(), "slow_rank", "")),
         )
         self.gpu = GpuFacts(device)
-        processor_time = engine.processor_time if isinstance(engine, ProcessEngine) else time.process_time
+        processor_time = ProcessorTime(engine)
         meter = open_meter(device, self.gpu.reading, settings.core_watts, processor_time)
         energy = None if meter is None else EnergyAccount(meter, shared=settings.engine.get("share") is not None)
         self.measured = Measured(

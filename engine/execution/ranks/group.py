@@ -190,6 +190,11 @@ class Group:
         return moved or bool(waited)
 
     @property
+    def processes(self) -> tuple[int, ...]:
+        """The ids of the followers' processes on this machine."""
+        return tuple(each.process.pid for each in list(self._followers) if each.process is not None)
+
+    @property
     def slow_rank(self) -> str:
         """The rank of this machine for which the others wait most of the time, in words; empty if none stands out."""
         order = sorted(self._waits, key=self._waits.__getitem__, reverse=True)

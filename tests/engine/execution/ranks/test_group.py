@@ -59,6 +59,7 @@ def test_a_group_is_one_engine_and_a_dead_rank_is_a_lost_device(folder: Path, tm
             output.token_ids for output in expected
         ]
         assert engine.fingerprint == fingerprint_of(engine._model, 16) != own
+        assert engine.stats().rank_processes == (*followers(engine),)
         engine.load_adapter("a", adapter)
         assert [output.token_ids for output in engine.generate(prompts, GREEDY, "a")] == [
             output.token_ids for output in adapted
