@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Annotated, Any, Final, Literal, Self
 
 from fastapi import APIRouter, Query, Request, Response
@@ -30,8 +31,8 @@ from producers.store.fleet.scaling import Pin, is_fresh
 MAX_ROWS: Final = 1000
 #: Most characters of a name or reason.
 MAX_TEXT: Final = 500
-#: Most sequences of a worker.
-MAX_SEQUENCES: Final = 64
+#: Most sequences of a worker, and facts of its GPU.
+MAX_SEQUENCES, MAX_FACTS = 64, 64
 #: Most reasons why a worker is not ready.
 MAX_REASONS: Final = 10
 router = APIRouter(prefix="/v1/fleet", tags=["fleet"], dependencies=MEASURES)
@@ -118,7 +119,8 @@ class WorkerDetail(WorkerView):
     @classmethod
     def described(cls, pool: Pool, lease: Mapping[str, Any], lease_s: float | None, *, sees_all: bool) -> Self:
         gpu, running = lease.get("gpu"), lease.get("sequences")
-        facts = {text(name): sane(value) for name, value in gpu.items()} if isinstance(gpu, dict) else {}
+        listed = islice(gpu.items(), MAX_FACTS) if isinstance(gpu, dict) else ()
+        facts = {text(name): sane(value) for name, value in listed}
         rows = [_running(row, sees_all) for row in running[:MAX_SEQUENCES]] if isinstance(running, list) else []
         return cls(
             **WorkerView.of(pool, lease, lease_s).model_dump(),

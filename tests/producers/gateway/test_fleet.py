@@ -96,14 +96,15 @@ def test_a_workers_largest_sequences_and_cache_are_told_and_tasks_only_to_who_se
     rows = [["task-1", 0, 1, 20, 30, 2], ["task-2", 1, 3, 5, 9, 1], *odd]
     gpu = {"name": "NVIDIA H200", "temperature_c": 61}
     announce(valkey, "w/1.x", kv_blocks_cached=7, sequences=rows, gpu=gpu)
-    announce(valkey, "old.x", sequences="none")
+    announce(valkey, "old.x", sequences="none", gpu={f"fact {number}": number for number in range(1000)})
     answer = http.get("/v1/workers/w%2F1.x").json()
     assert (answer["kv_blocks_used"], answer["kv_blocks_cached"], answer["kv_blocks_total"]) == (10, 7, 100)
     assert (answer["preemptions"], answer["gpu"]) == (2, {"temperature_c": 61.0})
     first, second = answer["sequences"]
     assert first == {"task": "task-1", "choice": 0, "tier": "default", "prompt_tokens": 20, "tokens": 30, "blocks": 2}
     assert (second["task"], second["tier"]) == ("task-2", "batch")
-    assert http.get("/v1/workers/old.x").json()["sequences"] == []
+    old = http.get("/v1/workers/old.x").json()
+    assert (old["sequences"], len(old["gpu"])) == ([], fleet.MAX_FACTS)
     missing = http.get("/v1/workers/none")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "worker_not_found")
     door, key = open_door(auth="keys"), make("acme", ("metrics",))
