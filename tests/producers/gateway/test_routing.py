@@ -240,7 +240,7 @@ def test_all_prompts_of_a_request_have_one_version(routed: Redis, open_door: Ope
     routes.set_split(routed, "tiny", {"candidate": 50})
     door, seen = open_door(), set[bytes]()
     both: set[bytes] = set()
-    for _ in range(8):
+    while len(both) < 2:  # it is drawn at random
         body = {"model": "tiny", "prompt": ["x"] * 4, "max_tokens": 1, "stream": True}
         with httpx.stream("POST", f"{door.url}/v1/completions", json=body, timeout=30) as answer:
             assert answer.status_code == 200
@@ -251,4 +251,3 @@ def test_all_prompts_of_a_request_have_one_version(routed: Redis, open_door: Ope
         assert [routed.hget(key, "drawn") for key in new].count(b"1") == 1, "one draw was for all of them"
         seen |= new
         both |= versions
-    assert len(both) == 2
