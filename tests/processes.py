@@ -101,6 +101,17 @@ def ranks_below(pid: int) -> list[int]:
     return sorted(found)
 
 
+def suspend(pid: int) -> None:
+    """Send SIGSTOP, and wait until the process stands still or has ended: until then its threads may run on.
+
+    Whoever started it may be another process, so that it cannot be waited for.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    with contextlib.suppress(FileNotFoundError):
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TtZX":
+            time.sleep(0.001)
+
+
 class Worker:
     """A worker process. `fields` are WorkerSettings; capital letters are environment variables. `eyes`: a client that
     sees what it does, where the URL is of Sentinels. `warm`: it is forked, which is much faster."""
@@ -139,6 +150,13 @@ class Worker:
             if time.monotonic() > deadline:
                 raise AssertionError(f"not within {seconds} s; the worker says:\n{self.log.read_text()[-4000:]}")
             time.sleep(next(pause))
+
+    def suspend(self) -> None:
+        """Hold it still. It does nothing more when this returns; `resume` lets it go on."""
+        suspend(self.process.pid)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
 
     def stop(self, how: signal.Signals = signal.SIGTERM, seconds: float = 60) -> int:
         if self.process.poll() is None:

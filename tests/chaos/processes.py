@@ -6,13 +6,11 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from tests.processes import ROOT
+from tests.processes import ROOT, suspend
 from tests.processes import guarded as guard
 from workers.trials.chaos.checker.case import Journal
 
@@ -132,8 +130,7 @@ class Slot:
         with self._lock:
             if self._popen.poll() is None:
                 self.paused = True
-                self._popen.send_signal(signal.SIGSTOP)
-                _wait_until_stopped(self._popen.pid)
+                suspend(self._popen.pid)
 
     def resume(self) -> None:
         """Whoever was killed and replaced meanwhile runs."""
@@ -159,13 +156,6 @@ class Slot:
             self._popen.wait()
             return False
         return True
-
-
-def _wait_until_stopped(pid: int) -> None:
-    """Or ended. Whoever started it may be another process, so that it cannot be waited for."""
-    with suppress(FileNotFoundError):
-        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TtZX":
-            time.sleep(0.001)
 
 
 class Keeper(threading.Thread):

@@ -93,14 +93,14 @@ def test_a_suspended_worker_is_taken_by_nobody_before_its_lease_lapses(rig: Rig)
     killed = another(rig)
     looker = rig.worker(**SOON)
     old = suspended.incarnations
-    suspended.process.send_signal(signal.SIGSTOP)
+    suspended.suspend()
     killed.stop(signal.SIGKILL)
     rig.until(lambda: "is dead" in looker.log.read_text())
     killed = another(rig)  # and again, with more looks
     killed.stop(signal.SIGKILL)
     rig.until(lambda: looker.log.read_text().count("is dead") == 2)
     assert suspended.incarnations == old
-    suspended.process.send_signal(signal.SIGCONT)
+    suspended.resume()
     rig.check(ids)
     assert deaths(rig, ids) == {"0"}
     assert suspended.incarnations == old
@@ -127,10 +127,10 @@ def _wronged(rig: Rig) -> None:
     wronged, ids = with_tasks(rig)
     (old,) = wronged.incarnations
     second = rig.worker(**SOON)
-    wronged.process.send_signal(signal.SIGSTOP)
+    wronged.suspend()
     cut_pubsub(rig)  # the other one listens again, and has not been heard for a whole lease
     rig.until(lambda: deaths(rig, ids) == {"1"})
-    wronged.process.send_signal(signal.SIGCONT)
+    wronged.resume()
     rig.until(lambda: wronged.incarnations and wronged.incarnations != [old])
     rig.until(lambda: deaths(rig, ids) == {"0"})
     rig.check(ids)
@@ -158,10 +158,10 @@ def test_what_was_deleted_while_it_ran_is_not_computed_again(rig: Rig) -> None:
     run_many(rig.store, [delete(task_id, "x") for task_id in ids])
     rig.check_nothing_left()
     second = rig.worker(**SOON)
-    wronged.process.send_signal(signal.SIGSTOP)
+    wronged.suspend()
     cut_pubsub(rig)
     rig.until(lambda: "is dead" in second.log.read_text())
-    wronged.process.send_signal(signal.SIGCONT)
+    wronged.resume()
     rig.until(lambda: sum(lease["false_takeovers"] for lease in rig.leases()) == 1)
     assert {lease["recomputed_tokens"] for lease in rig.leases()} == {0}
     assert "not ours" not in wronged.log.read_text()

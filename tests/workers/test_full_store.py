@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,9 +66,9 @@ def ballast(rig: Rig) -> None:
 @contextmanager
 def held_still(worker: Worker) -> Iterator[None]:
     """It does nothing meanwhile."""
-    worker.process.send_signal(signal.SIGSTOP)
+    worker.suspend()
     yield
-    worker.process.send_signal(signal.SIGCONT)
+    worker.resume()
 
 
 def test_a_prompt_waits_for_room_before_its_tokens(rig: Rig) -> None:

@@ -31,11 +31,11 @@ def test_stopped_for_longer_than_its_lease(rig: Rig) -> None:
     first = rig.worker(STUB_HOLD_AT=50)
     ids = rig.begun(8, more_than=5, max_tokens=150)
     (old,) = first.incarnations
-    first.process.send_signal(signal.SIGSTOP)
+    first.suspend()
     rig.lapse(first)
     second = rig.worker(STUB_STEP_S=0.01)
     rig.until(lambda: {rig.record(task_id)["deaths"] for task_id in ids} == {"1"})
-    first.process.send_signal(signal.SIGCONT)
+    first.resume()
     rig.until(lambda: first.incarnations and old not in first.incarnations)
     rig.check(ids)
     assert {rig.record(task_id)["deaths"] for task_id in ids} == {"1"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ def test_who_hangs_is_waited_for_but_a_moment_and_who_died_not_at_all(rig: Rig) 
     first = runner_of(rig, PROMPT)
     assert held_by(rig) == {first}
     holder = one if first.startswith(one.name) else other
-    holder.process.send_signal(signal.SIGSTOP)
+    holder.suspend()
     second = runner_of(rig, PROMPT)
     assert second != first, "its lease stands, and another has taken the task"
     rig.kill(holder)

@@ -13,6 +13,7 @@ import pytest
 from redis import Redis
 
 from producers.contract import keys
+from tests.processes import suspend
 from tests.receiver import Process
 from tests.workers.autoscaler.conftest import Fleet
 from tests.workers.cli.conftest import Run
@@ -48,7 +49,7 @@ def test_one_leads_and_another_follows_one_that_is_paused_killed_or_ended(
     other = "b" if first == "a" else "a"
     fleet.fill(30)
     two[first].until(lambda: fleet.state()["wanted"] == 1)
-    two[first].process.send_signal(signal.SIGSTOP)
+    suspend(two[first].process.pid)
     two[other].until(lambda: led_by() == other)
     before = len(fleet.history())
     two[first].process.send_signal(signal.SIGCONT)

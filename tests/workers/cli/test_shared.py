@@ -17,7 +17,7 @@ from redis import Redis
 from engine.execution.turns import Turns
 from producers import Client
 from producers.contract import keys
-from tests.processes import ROOT, guarded
+from tests.processes import ROOT, guarded, suspend
 from tests.waiting import until
 from tests.workers.cli.conftest import Run, told
 from workers.cli.options import shares_of
@@ -135,7 +135,7 @@ def test_tasks_of_a_model_count_no_death_of_another_which_shares_its_device(
         while True:  # until it is stopped in the middle of its tasks, and maybe with the turn
             theirs = submitted("two", 400)
             until(lambda ids=theirs: any(state in ("in_progress", "completed") for state in states(ids)))
-            os.kill(pids["two"], signal.SIGSTOP)
+            suspend(pids["two"])
             if "in_progress" in states(theirs):
                 break
             os.kill(pids["two"], signal.SIGCONT)

@@ -15,6 +15,7 @@ import pytest
 from engine.errors import AdapterRoomError, EngineError, ModelError, RequestError
 from engine.params import SamplingParams
 from engine.request import Event, Request
+from tests.processes import suspend
 from tests.stub_engine import STALLED, token
 from tests.waiting import gone, until
 from workers.engine_process.child import Child
@@ -50,7 +51,7 @@ def ended(events: list[Event]) -> bool:
 
 def test_no_call_waits_for_a_process_that_does_nothing(begin: Callable[[str], ProcessEngine]) -> None:
     engine = begin("tests.workers.engine_process.engines:spacious")
-    os.kill(engine.pid, signal.SIGSTOP)
+    suspend(engine.pid)
     every: list[list[Event]] = [[] for _ in range(8)]
     for number, events in enumerate(every):
         engine.submit(request(str(number), LONG), events.append)
@@ -78,7 +79,7 @@ def test_a_step_that_does_not_end_is_seen_with_its_requests(
 def test_a_process_without_a_sign_of_life_counts_as_a_step_that_hangs(begin: Callable[[str], ProcessEngine]) -> None:
     engine = begin("tests.stub_engine:load")
     until(lambda: engine._ring.beat)
-    os.kill(engine.pid, signal.SIGSTOP)
+    suspend(engine.pid)
     engine._ring.beat -= 60
     assert engine.stepping()[0] > 50
     os.kill(engine.pid, signal.SIGCONT)
@@ -160,7 +161,7 @@ def test_a_form_that_kills_the_process_is_suspected_though_no_step_had_it(
     engine = begin("tests.workers.engine_process.engines:formless")
     lost: list[set[str]] = []
     engine.on_lost = lambda why, suspects: lost.append(suspects)
-    os.kill(engine.pid, signal.SIGSTOP)
+    suspend(engine.pid)
     engine.submit(Request("form", [1], SamplingParams(max_tokens=4, regex="a*")), print)
     engine.submit(request("other"), print)
     os.kill(engine.pid, signal.SIGCONT)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import Worker
+from tests.processes import Worker, suspend
 from tests.stub_engine import DEADLY
 from tests.waiting import gone, until
 from tests.workers.rig import Rig
@@ -86,7 +86,7 @@ def test_tasks_that_come_to_a_closed_engine_go_to_another_worker(rig: Rig) -> No
 def test_an_engine_that_is_stopped_counts_as_dead_after_a_lease(rig: Rig) -> None:
     first = begin(rig, STUB_HOLD_AT=20, lease=1.0)
     ids = rig.begun(3, more_than=5, max_tokens=60)
-    os.kill(engine_of(first), signal.SIGSTOP)
+    suspend(engine_of(first))
     assert first.process.wait(60) == os.EX_SOFTWARE
     assert "has been stopped for" in first.log.read_text()
     begin(rig)

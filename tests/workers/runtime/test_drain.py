@@ -13,6 +13,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from producers.contract.record import Record
 from tests.exhaustive import few
+from tests.processes import suspend
 from tests.stub_engine import STALLED
 from tests.workers.rig import QUEUE, TIMES, Rig, two_servers
 from workers.runtime.signals import SAME_S
@@ -97,7 +98,7 @@ def test_a_third_ends_it_on_the_spot(rig: Rig) -> None:
     worker = rig.worker(STUB_STEP_S=0.02, drain=600.0)
     rig.begun(1, max_tokens=2000)
     server = rig.redis.info("server")["process_id"]
-    os.kill(server, signal.SIGSTOP)
+    suspend(server)
     try:
         for sig, heard in ((signal.SIGTERM, "SIGTERM came"), (signal.SIGINT, "SIGINT came")):
             worker.process.send_signal(sig)
@@ -208,7 +209,7 @@ def test_with_a_store_that_hangs_it_ends_in_time_and_nothing_is_lost() -> None:
         ids = rig.submit(4, max_tokens=100)
         rig.until(lambda: all(rig.tokens(task_id) > 3 for task_id in ids))
         server = rig.store.info("server")["process_id"]
-        os.kill(server, signal.SIGSTOP)
+        suspend(server)
         try:
             assert worker.stop() == 1
         finally:
