@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.beams import Continuation
+from engine.errors import TextError
 from engine.request import ScoredPart, TextRow, TokenLogprobs
 from engine.sequence import Sequence
 
@@ -106,8 +107,9 @@ class Sampled:
     """Set if this row alone failed, for instance because its logits are not finite. token_id is then ignored."""
     refused: bool = False
     """Whether the request itself caused the failure, so that a retry would not help."""
-    row: TextRow | None = None
-    """The result for a text of a request with `pooling`. token_id is then ignored."""
+    row: TextRow | TextError | None = None
+    """The result for a text of a request with `pooling`, or its error where that fails nothing else. token_id is then
+    ignored."""
     continuations: tuple[Continuation, ...] = ()
     """Of a beam, its likeliest next tokens, likeliest first. token_id is then ignored."""
     then: tuple[Sampled, ...] = ()

@@ -148,6 +148,9 @@ class Pooling:
     aggregation: Aggregation = "simple"
     threshold: float | None = None
     """The least score of an entity. None for all; if a token may have several labels, 0.5."""
+    item_errors: bool = False
+    """Whether a text that is refused for what was made of it has that error in place of its row. Else the request
+    fails."""
 
 
 class LoadedAdapter(Protocol):

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import NOT_FINITE
+from engine.errors import NOT_FINITE, ErrorText, TextError
 from engine.labels import MAX_ENTITIES, OUTSIDE, Aggregation, Entity, TokenSpan
 from engine.plan import Sampled
 from engine.request import Pooling
@@ -35,7 +35,7 @@ def labelled(scores: Scores, labels: Sequence[str], several: bool, pooling: Pool
         return Sampled(-1, error=NOT_FINITE)
     least = pooling.threshold if pooling.threshold is not None else _THRESHOLD if several else 0.0
     if several and (count := int(np.count_nonzero(scores >= least))) > MAX_ENTITIES:
-        return _too_many(count)
+        return _too_many(count, pooling, number)
     spans = pooling.spans[number] if pooling.spans else (None,) * len(scores)
     words = _words(spans, pooling.aggregation)
     picked = [_labels_of(scores[tokens], labels, pooling.aggregation, least if several else None) for tokens in words]
@@ -45,12 +45,14 @@ def labelled(scores: Scores, labels: Sequence[str], several: bool, pooling: Pool
     ]
     entities = [*chain.from_iterable(pieces)] if pooling.aggregation == "none" else _grouped(pieces)
     kept = tuple(entity for entity in entities if entity.label != OUTSIDE and (several or entity.score >= least))
-    return _too_many(len(kept)) if len(kept) > MAX_ENTITIES else Sampled(-1, row=kept)
+    return _too_many(len(kept), pooling, number) if len(kept) > MAX_ENTITIES else Sampled(-1, row=kept)
 
 
-def _too_many(count: int) -> Sampled:
-    message = f"a text has {count} labelled parts, more than {MAX_ENTITIES}; give a higher threshold"
-    return Sampled(-1, error=message, refused=True)
+def _too_many(count: int, pooling: Pooling, number: int) -> Sampled:
+    advice = f" has {count} labelled parts, more than {MAX_ENTITIES}; give a higher threshold"
+    if pooling.item_errors:
+        return Sampled(-1, row=TextError("invalid_value", f"the text{advice}"))
+    return Sampled(-1, error=ErrorText.of("{input}[{}]{}", number, advice), refused=True)
 
 
 def _span(span: TokenSpan | None) -> TokenSpan:

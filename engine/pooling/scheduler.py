@@ -78,7 +78,7 @@ class _Group:
 
     request: Request
     texts: list[Sequence]
-    rows: dict[int, TextRow] = field(default_factory=dict)
+    rows: dict[int, TextRow | TextError] = field(default_factory=dict)
 
 
 class PoolingScheduler:
@@ -234,7 +234,7 @@ class PoolingScheduler:
         request = group.request
         assert request.pooling is not None
         del self._groups[request.id]
-        results: dict[int, TextRow | TextError] = {**group.rows, **request.pooling.errors}
+        results = {**group.rows, **request.pooling.errors}
         rows = [results[number] for number in range(len(request.pooling.lengths))]
         return Event(request.id, finish_reason="stop", done=True, prompt_tokens=len(request.prompt_ids), rows=rows)
 

@@ -413,7 +413,8 @@ def pooled(task: Task, engine: ServedEngine) -> tuple[list[int], Pooling]:
     own = texts.prompt_tokens(before)
     prompt_tokens = tuple(own if isinstance(item, str) else 0 for item in task.input) if own else ()
     pairs = tuple(second or 0 for second in seconds) if any(second is not None for second in seconds) else ()
-    pooling = Pooling(kind, tuple(lengths), pairs, prompt_tokens, task.dimensions, errors)
+    alone = task.on_error == "item"
+    pooling = Pooling(kind, tuple(lengths), pairs, prompt_tokens, task.dimensions, errors, item_errors=alone)
     if kind != "token_classify":
         return ids, pooling
     aggregation, threshold = task.aggregation_strategy, task.threshold

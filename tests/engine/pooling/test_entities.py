@@ -51,5 +51,6 @@ def test_what_is_not_finite_or_too_much_is_an_error() -> None:
     many = np.full((MAX_ENTITIES // 4 + 1, 4), 0.6)
     refusal = labelled(many, LABELS, True, pooling(), 0)
     assert refusal.refused
+    assert str(refusal.error).startswith("input[0] has ")
     assert f"more than {MAX_ENTITIES}; give a higher threshold" in (refusal.error or "")
     assert labelled(scores[:4], LABELS, False, Pooling("token_classify", (4,)), 0).row == ()  # a probe has no spans

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from engine import PoolingEngine, RequestError
+from engine.errors import TextError
+from engine.request import Event, Request
 from engine.text.tokenizer import EncodedText
 from producers.contract.task import Task
 from tests.engine.sentence_folders import TEXTS, write_encoder_with_tokenizer
@@ -63,6 +67,34 @@ def test_a_text_without_tokens_fails_itself_alone_if_its_request_says_so() -> No
     with pytest.raises(RequestError, match=r"input\[1\] has no tokens") as refusal:
         pooled(task.model_copy(update={"on_error": "request"}), engine)
     assert (refusal.value.code, refusal.value.param) == ("empty_prompt", "input")
+
+
+def test_a_text_of_too_many_parts_fails_itself_alone_if_its_request_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_encoder_with_tokenizer(tmp_path / "tagger", "bert", "ForTokenClassification", num_labels=3)
+    monkeypatch.setattr("engine.pooling.entities.MAX_ENTITIES", 1)
+    task = Task(model="m", kind="token_classify", input=("a", TEXTS[0], "b"), aggregation_strategy="none")
+    ends = []
+    with PoolingEngine.load(tmp_path / "tagger") as engine:
+        for on_error in ("item", "request"):
+            done = threading.Event()
+            ids, pooling = pooled(task.model_copy(update={"on_error": on_error}), engine)
+
+            def take(event: Event, done: threading.Event = done) -> None:
+                ends.append(event)
+                done.set()
+
+            engine.submit(Request(on_error, ids, pooling=pooling), take)
+            assert done.wait(60)
+    item, request = ends
+    assert item.rows is not None
+    bad = [row if isinstance(row, TextError) else None for row in item.rows]
+    assert (bad[0], bad[2]) == (None, None)
+    assert bad[1] is not None
+    assert re.fullmatch(r"the text has \d+ labelled parts, more than 1; give a higher threshold", bad[1].message)
+    assert (request.rows, request.refused, request.param) == (None, True, "input")
+    assert re.match(r"input\[1\] has \d+ labelled parts", request.error or "")
 
 
 def test_what_the_engine_does_not_make_is_refused(engine: PoolingEngine) -> None:
