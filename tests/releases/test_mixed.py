@@ -32,7 +32,11 @@ from redis.asyncio import Redis as AsyncRedis
 
 from producers.admin import keys as admin
 from producers.contract import keys
+from producers.rollouts import operations
+from producers.rollouts.metrics import Evidence
 from producers.store.access.audit import Actor
+from producers.store.fleet import canaries, cards
+from producers.store.fleet.canaries import Plan
 from tests.aws import Aws, running_aws
 from tests.conformance.conftest import TINY
 from tests.conformance.test_tools import MESSAGES, TEMPLATE, TOOLS
@@ -366,6 +370,49 @@ def test_one_release_takes_the_others_place_and_back_under_load(system: System) 
             load.check(begun, expected)
             load.check(load.begin(new, counts=LITTLE), expected)
         system.check_nothing_left()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("system", ["valkey"], indirect=True)
+def test_a_gateway_of_the_release_before_sends_all_to_the_default_during_a_rollout(system: System) -> None:
+    """It knows no routing, only the card. What it sends is no random part, so it counts for neither version."""
+    system.start("this", "sweeper", "gateway", "worker")
+    system.start("before", "gateway")
+    for release in ("this", "before"):
+        system.until_ready(release)
+    store, drawn, sent = system.store, Counter[str](), {}
+    version = str((cards.read(store, "caller") or {})["version"])
+    cards.add_version(store, {**(cards.read(store, "caller") or {}), "version": "candidate"}, {})
+    plan = Plan(steps=(50.0,), hold_s=3600, lost_s=3600, warm_up_s=0)
+    operations.start(store, "caller", "candidate", plan)
+    operations.promote(store, "caller")  # there is no worker of it
+    for release in ("this", "before"):
+        with system.http(release) as http:
+            body = {"model": "caller", "prompt": "x", "max_tokens": 2}
+            sent[release] = [_post(http, "/v1/tasks", body)["id"] for _ in range(40)]
+    for task_id in sent["this"]:
+        drawn[str(store.hget(keys.task(task_id), "version"))] += 1
+    assert min(drawn[version], drawn["candidate"]) > 5, drawn
+    assert drawn.total() == drawn[version] + drawn["candidate"]
+    of_before = [keys.task(task_id) for task_id in sent["before"]]
+    assert not any(store.hget(record, "drawn") for record in of_before)
+    assert within(lambda: all(store.hget(record, "status") == "completed" for record in of_before), 120), system.logs()
+    assert {store.hget(record, "version") for record in of_before} == {version}
+
+    def evidence() -> Evidence:
+        state = canaries.read(store, "caller")
+        assert state is not None
+        return Evidence.of(canaries.read_evidence(store, "caller"), state)
+
+    assert within(lambda: evidence().baseline.tasks == drawn[version], 60), (evidence(), drawn)
+    operations.promote(store, "caller", full=True)
+    for release in ("this", "before"):
+        with system.http(release) as http:  # the release before keeps a card for 2 s
+
+            def goes_to_it(http: httpx.Client = http) -> bool:
+                return store.hget(keys.task(_post(http, "/v1/tasks", body)["id"]), "version") == "candidate"
+
+            assert within(goes_to_it, 60, LOOK_S), release
 
 
 @pytest.mark.exhaustive
