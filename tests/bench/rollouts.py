@@ -171,6 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--null", type=int, default=300, help="null rollouts")
     parser.add_argument("--others", type=int, default=200, help="rollouts of each other kind")
+    parser.add_argument("--first", type=int, default=0, help="leave out as many, which another run has judged")
     parser.add_argument("--kind", choices=KINDS, action="append", help="this kind alone; may be repeated")
     parser.add_argument("--block", type=float, default=Plan().block_s, help="seconds whose times count as one")
     parser.add_argument("--processes", type=int, default=1)
@@ -180,7 +181,7 @@ def main() -> None:
     with ProcessPoolExecutor(options.processes) as pool:
         for name in options.kind or KINDS:
             count = options.null if name.startswith("null") else options.others
-            results = list(pool.map(partial(rollout, KINDS[name], plan=plan), range(count)))
+            results = list(pool.map(partial(rollout, KINDS[name], plan=plan), range(options.first, count)))
             print(json.dumps({"candidate": name, **summary(results)}), flush=True)
 
 
