@@ -8,6 +8,7 @@ from pathlib import Path
 
 from engine.text.config import packed_bits, read_config
 from engine.text.gguf import gguf_of, read_gguf
+from engine.text.pooling import is_published_reranker
 from engine.text.tensors import locate, raw_header
 
 #: Files up to this size are hashed as a whole for the version.
@@ -54,7 +55,8 @@ def model_version(folder: str | Path) -> str:
     If the folder has a manifest.json, they are the beginning of its SHA-256, because it lists that of every file.
     Otherwise they are the beginning of the SHA-256 of the lines "name, size, digest", tab-separated and newline-ended,
     of the folder's *.json, *.jinja and *.safetensors files in order of name, and of those of Sentence-Transformers'
-    modules (`1_Pooling/config.json`). Hidden files and others, such as a README, do not count. The digest is the file's
+    modules (`1_Pooling/config.json`). Hidden files and others, such as a README, do not count; but where a README makes
+    the model a reranker (`is_published_reranker`), a last line "README.md, reranker" does. The digest is the file's
     SHA-256 in hex. For files above 16 MiB, it covers the safetensors header (if there is one) and 64 pages of 64 KiB,
     evenly spaced from the first to the last. Reading 16 GB at each start would double the time of a cold start, and no
     training or conversion changes weights so that every page stays the same.
@@ -75,6 +77,8 @@ def model_version(folder: str | Path) -> str:
     for name, path in sorted(names.items()):
         if path.suffix in _KINDS and path.is_file() and not name.startswith("."):
             listing.update(f"{name}\t{path.stat().st_size}\t{_digest(path)}\n".encode())
+    if is_published_reranker(root):
+        listing.update(b"README.md\treranker\n")
     return listing.hexdigest()[:12]
 
 

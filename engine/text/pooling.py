@@ -135,7 +135,9 @@ class PoolingSettings:
         """Read the settings of a folder. `values`: its config.json. Raises ModelError naming what is not supported."""
         modules = _modules(folder)
         about = _file(folder, "config_sentence_transformers.json")
-        score = _score(folder, modules) or _published(folder, values)
+        score = _score(folder, modules)
+        if score is None and is_published_reranker(folder):
+            score = ScoreSettings("yes", "no", False, _AROUND_PAIRS)
         if score is not None:
             modules = modules[:1]
         pooling: tuple[str, ...] = ("mean",)
@@ -187,7 +189,7 @@ def purpose(folder: Path, values: Mapping[str, Any]) -> Purpose:
         return "token_classify"
     if _listed(folder) is not None:
         return "embed" if _score(folder, _modules(folder)) is None else "rerank"
-    if _published(folder, values) is not None:
+    if is_published_reranker(folder):
         return "rerank"
     return "embed" if names and names[0].endswith(_HEADLESS) else "generate"
 
@@ -304,15 +306,13 @@ def _score(folder: Path, modules: list[tuple[str, str]]) -> ScoreSettings | None
     return ScoreSettings(config.integer("true_token_id", low=0), false_token, generates)
 
 
-def _published(folder: Path, values: Mapping[str, Any]) -> ScoreSettings | None:
-    """The settings of a Qwen3-Reranker as it was published first (arXiv 2506.05176), whose files are those of a model
-    that generates: its README alone says what it is. None for another folder."""
-    if architectures(values)[:1] != ["Qwen3ForCausalLM"] or _listed(folder) is not None:
-        return None
+def is_published_reranker(folder: Path) -> bool:
+    """Whether a folder has a Qwen3-Reranker as it was published first (arXiv 2506.05176). Its files are those of a
+    model that generates: the README alone says what it is, so that this counts in the model's version."""
     readme = _bytes(folder, "README.md")
-    if readme is None or not _IS_RERANKER.match(readme):
-        return None
-    return ScoreSettings("yes", "no", False, _AROUND_PAIRS)
+    if readme is None or not _IS_RERANKER.match(readme) or _listed(folder) is not None:
+        return False
+    return architectures(read_config(folder))[:1] == ["Qwen3ForCausalLM"]
 
 
 def _pooling(settings: Mapping[str, Any]) -> tuple[str, ...]:

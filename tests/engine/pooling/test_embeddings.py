@@ -138,9 +138,12 @@ def test_qwens_reranker_as_it_was_published_first(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="the model takes 512"):
             engine.score([long])
         np.testing.assert_allclose(engine.score([long], truncate=True), scored([long], 512), atol=1e-5)
-    readme = tmp_path / "model" / "README.md"
+    readme, reranker = tmp_path / "model" / "README.md", model_version(tmp_path / "model")
+    readme.write_text(f"{readme.read_text()} More of it.")
+    assert model_version(tmp_path / "model") == reranker
     readme.write_text(readme.read_text().replace("# Qwen3-Reranker", "# Another"))
     assert ModelCard.from_folder(tmp_path / "model").capabilities == ("generate",)
+    assert model_version(tmp_path / "model") != reranker, "what decides what a model does is part of its version"
 
 
 def test_bf16_is_close_to_fp32(tmp_path: Path) -> None:
