@@ -153,7 +153,8 @@ ROLES: Final[dict[str, Rights]] = {
     "workers": Rights(f"{_WORKER.keys} {_AUTOSCALER.keys}", f"{_WORKER.reads} {_AUTOSCALER.reads}", _WORKER.channels),
     "sources": Rights(
         f"{_TASKS} {_QUEUES} {_FILES} {_IDEMPOTENCY} penstock:schedules penstock:source:* penstock:inbox:* "
-        "penstock:sqs:* penstock:webhooks:delivered* penstock:webhooks:dead*",
+        "penstock:sqs:* penstock:webhooks:delivered* penstock:webhooks:dead* penstock:metrics:sources "
+        "penstock:metrics:mark:sources:*",
         f"{_TASKS_READ} {_DELIVERIES} penstock:tenants:limits penstock:keys penstock:blob:*",
         _TASKS_CHANNELS,
     ),

@@ -78,6 +78,7 @@ ROLLOUTS: Final = "penstock:rollouts"  # hash: model -> its rolling update (JSON
 FEEDBACK: Final = "penstock:feedback"  # stream: scores of finished tasks (`producers.store.feedback`)
 CANARIES: Final = "penstock:canaries"  # hash: model -> its last judged rollout (JSON, `producers.store.fleet.canaries`)
 CANARY_EVIDENCE: Final = "penstock:canaries:evidence"  # hash: model -> what that has compared (JSON)
+METRICS_SOURCES: Final = "penstock:metrics:sources"  # hash: what became of what sources took (`store.measurements`)
 FILES_EXPIRING: Final = "penstock:files:expiring"  # zset: file id -> unix s; end of its time to live
 FILE_NOTES: Final = "penstock:files:notes"  # zset: file id -> unix s, or 0; blobs that no file stands for
 SCHEDULES: Final = "penstock:schedules"  # hash: schedule's name -> unix s of the last time that was dealt with

@@ -3,7 +3,7 @@
     GET /metrics ─▶ read_fleet ─▶ requests of this gateway; queues, sweepers, workers' leases, decisions, profiles
                     PRESSURE   ─▶ the store's counts of waiting tasks, and the overload that follows
                     INFO       ─▶ how full store and broker are
-                    HGETALL    ─▶ counters and histograms of each model, which nothing takes back
+                    HGETALL    ─▶ counters and histograms of each model, and of event sources, which nothing takes back
 
 A family has a name, a help text, and a row for each labelled value. Labels are bounded: routes by their templates,
 models and pools by what is deployed, workers by those alive. Every gateway reports the same for the pools: take
@@ -15,9 +15,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
@@ -49,16 +49,20 @@ from producers.store.measurements import (
     LOST_TIME,
     MICRO,
     PROCESSOR_TIME,
+    SOURCE_OUTCOMES,
     TASKS,
     WORKER_STATES,
     WORKER_TIME,
     read_measurements,
+    read_source_items,
 )
 from producers.store.usage.ledger import STATUSES
 from producers.store.waiting import Pressure, model_of, queues
 from producers.tracing.export import Tracer
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Labels of metrics by model, by pool, and by tier.
 MODEL: Final = ("model",)
@@ -382,6 +386,18 @@ def measured_metrics(models: Mapping[str, Mapping[str, int]]) -> Iterator[Metric
         yield metric
 
 
+def source_metrics(items: Mapping[tuple[str, str], int]) -> Metric:
+    """The counter of what event sources took. `items`: (source, outcome) -> count."""
+    text = "Messages, files and times that event sources took, by what became of them."
+    sources = dict.fromkeys(source for source, _ in items)
+    rows = (
+        ((_label(source), outcome), items.get((source, outcome), 0))
+        for source in sources
+        for outcome in SOURCE_OUTCOMES
+    )
+    return family("source_items", text, ("source", "outcome"), rows, grows=True)
+
+
 class Metrics:
     """One gateway's figures. `open_streams` returns the number of open streams of a kind. `process`: the label of its
     own figures, where several processes answer on one socket: each series is one process's, and only grows. `tracer`:
@@ -401,6 +417,8 @@ class Metrics:
         """`store` and, where it is another server, `broker` -> how full it is."""
         self.measured: Mapping[str, Mapping[str, int]] = {}
         """Model -> its counters and histograms (`producers.store.measurements`)."""
+        self.source_items: Mapping[tuple[str, str], int] = {}
+        """(event source, outcome) -> what it took."""
         ProcessCollector(registry=self.registry)
         options: dict[str, Any] = {"namespace": "penstock", "subsystem": "gateway", "registry": self.registry}
         self._requests = Counter("requests", "Requests answered.", ("method", "route", "status"), **options)
@@ -467,6 +485,7 @@ class _FleetCollector(Collector):
         yield from waiting_metrics(self._metrics.waiting, self._metrics.overload)
         yield from server_metrics(self._metrics.storage)
         yield from measured_metrics(self._metrics.measured)
+        yield source_metrics(self._metrics.source_items)
         tracer = self._metrics.tracer
         sent, dropped = (0, 0) if tracer is None else (tracer.exported, tracer.dropped)
         text = "Spans of requests that a collector took, and others: it is away, or slower than they come."
@@ -537,9 +556,10 @@ async def metrics(request: Request) -> Response:
             figures.overload = await gateway.admission.overload.all(gateway.client.reserved)
             figures.storage = await read_servers(gateway.client)
             figures.measured = await read_measured(gateway.client.store)
+            figures.source_items = await _permitted(read_source_items(gateway.client.store), {})
     except FAILURES:
         figures.fleet, figures.waiting, figures.overload, figures.storage = None, {}, {}, {}
-        figures.measured = {}
+        figures.measured, figures.source_items = {}, {}
     return Response(exposition(figures), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -552,11 +572,16 @@ async def read_measured(store: Redis) -> dict[str, dict[str, int]]:
     """`read_measurements`; empty, and logged, where the server's user may not read them, as an earlier release made it.
 
     Raises redis.exceptions.RedisError or OSError."""
+    return await _permitted(read_measurements(store), {})
+
+
+async def _permitted(reading: Awaitable[T], default: T) -> T:
+    """What is read; `default`, and a line in the log, where the server's user may not read it."""
     try:
-        return await read_measurements(store)
+        return await reading
     except NoPermissionError as error:
-        warn_throttled(log, "Models' counters and histograms are missing, make the users' file anew: %s", error)
-        return {}
+        warn_throttled(log, "Counters and histograms are missing, make the users' file anew: %s", error)
+        return default
 
 
 async def read_servers(client: AsyncClient) -> dict[str, Storage]:

@@ -296,7 +296,8 @@ RETRIED: Final = (*FAILURES, SubmitFailed)
 class Consumer:
     """Consumes one inbox. `handle`: processes a message; it may be called again for the same message.
 
-    `removed`: called with messages after their removal, unless the process dies in between.
+    `removed`: called with messages after their removal, unless the process dies in between. `buried`: called after a
+    bad message was buried.
     """
 
     def __init__(
@@ -305,8 +306,9 @@ class Consumer:
         inbox: Inbox,
         handle: Callable[[Received], Awaitable[None]],
         removed: Callable[[Sequence[Received]], Awaitable[None]] | None = None,
+        buried: Callable[[], None] | None = None,
     ) -> None:
-        self._name, self._inbox, self._handle, self._removed = name, inbox, handle, removed
+        self._name, self._inbox, self._handle, self._removed, self._buried = name, inbox, handle, removed, buried
         self._receives = ""
         self._stalled: dict[str, str] = {}
         self._flows = asyncio.Event()
@@ -387,6 +389,8 @@ class Consumer:
             log.exception("message %s of %s failed here", shown(message.id), self._name)
         await self._until_done(message.id, partial(self._inbox.bury, message, reason))
         del unfinished[message.id]
+        if self._buried is not None:
+            self._buried()
 
     async def _until_done(self, message_id: str, work: Callable[[], Awaitable[None]]) -> None:
         """Call `work` until it succeeds. While a server is away, nothing more is received."""

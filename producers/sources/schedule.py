@@ -153,6 +153,8 @@ class Schedule(Source):
 
     def __init__(self, name: str, settings: ScheduleSettings, context: Context) -> None:
         self.name, self._settings, self._client = name, settings, context.client
+        self._outcomes = context.outcomes
+        self._outcomes.begin(name)
         self._cron = Cron.parse(settings.cron, settings.timezone, name, settings.jitter)
         key = keys.source_leader(name)
         self._leadership = Leadership(context.client, context.process, key=key, role=f"schedule {name}")
@@ -185,6 +187,7 @@ class Schedule(Source):
                 await self._fire(due)
             else:
                 log.warning("schedule %s: %s was missed, %.0f s ago", self.name, stamp(due), late)
+                self._outcomes.add(self.name, "missed")
             await self._client.run(self._note(due, noted))
         return max(0.0, self._cron.fires_at(self._cron.after(due)) - now)
 
@@ -196,9 +199,11 @@ class Schedule(Source):
             raise
         except (PenstockError, FileNotFoundError, PermissionError) as error:
             self._trouble = f"{stamp(time)} made nothing: {error}"
+            self._outcomes.add(self.name, "refused")
             log.error("schedule %s: %s", self.name, self._trouble)
         else:
             self._trouble = ""
+            self._outcomes.add(self.name, "done")
             log.info("schedule %s: made %s", self.name, result)
 
     async def _task(self, time: int) -> str:

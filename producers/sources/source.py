@@ -1,7 +1,7 @@
 """Sources: each takes messages or files from one origin and makes tasks or batches of them.
 
 `Source` and `SourceSettings` are the interface. `Sources` runs all sources of a process side by side: one that fails is
-run again after a pause, and holds up no other.
+run again after a pause, and holds up no other. `Outcomes` counts what became of what they took, for `/metrics`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,22 @@ import math
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
+from redis.asyncio import Redis
 
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
+from producers.connection.connect import SILENT_S
+from producers.connection.log_throttle import warn_throttled
+from producers.connection.script import arun
 from producers.connection.trouble import error_text
 from producers.errors import PenstockError, shown
+from producers.store.measurements import SOURCE_OUTCOMES, measure_items
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +36,50 @@ FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 30.0
 #: Time (s) after which a source that runs has come over its last failure.
 WELL_S: Final = 5.0
+#: Pause (s) between two calls that send outcomes.
+SEND_S: Final = 1.0
+
+Outcome = Literal["done", "refused", "missed"]
+
+
+class Outcomes:
+    """Counts of what became of messages, files and times, which are sent to the store each second.
+
+    What was not acknowledged is sent again as it was, under the same number, so a lost reply counts nothing twice.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._sent: Mapping[tuple[str, str], int] = {}
+        self._sequence = 0
+
+    def begin(self, source: str) -> None:
+        """Let a source's counts begin at 0, so that its first outcome is an increase."""
+        self._counts.update(dict.fromkeys(((source, outcome) for outcome in SOURCE_OUTCOMES), 0))
+
+    def add(self, source: str, outcome: Outcome, count: int = 1) -> None:
+        self._counts[source, outcome] += count
+
+    async def run(self, store: Redis, process: str) -> None:
+        """Send until cancelled, then once more. `process`: a name that no other process has."""
+        try:
+            while True:
+                await self.send(store, process)
+                await asyncio.sleep(SEND_S)
+        finally:
+            await self.send(store, process)
+
+    async def send(self, store: Redis, process: str) -> None:
+        """Add to the store what has come. A failure is logged, and what it was about is sent again by the next call."""
+        try:
+            async with asyncio.timeout(SILENT_S):
+                while self._sent or self._counts:
+                    if not self._sent:
+                        self._sent, self._counts, self._sequence = self._counts, Counter(), self._sequence + 1
+                    await arun(store, measure_items(process, str(self._sequence), self._sent))
+                    self._sent = {}
+        except FAILURES as error:
+            warn_throttled(log, "what became of sources' messages and files is not counted, trying again: %s", error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +92,7 @@ class Context:
     process: str
     files_dir: str
     """The folder, or the URL of a bucket, for files' content: that of gateways and sweepers."""
+    outcomes: Outcomes = field(default_factory=Outcomes)
 
 
 class Source(ABC):

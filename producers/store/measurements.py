@@ -2,6 +2,7 @@
 
     a final end ─▶ row of the ledger ─ sweeper, each second: count_ended ─┐
     a worker's tokens and steps ─▶ Tally ─ each second, while it works ───┴ MEASURE ─▶ `penstock:metrics:model:<model>`
+    what became of a source's message, file or time ─ each second ────────── MEASURE ─▶ `penstock:metrics:sources`
 
 Every gateway exports the same sums (`producers.gateway.metrics`). MEASURE adds increments once: a source's mark says
 which it has sent last. A worker's source is its process, and its mark counts its calls; the source `ledger` has one
@@ -15,6 +16,7 @@ its last increment.
 | lost | when |
 | --- | --- |
 | up to a second of a worker's tokens and steps, none of its tasks | it is killed |
+| up to a second of a sources process's outcomes | it is killed |
 | nothing: increments wait in constant memory, and rows in the ledger | the store is away |
 | tasks that ended | a sweeper of an earlier release leads: it folds rows that were not counted |
 """
@@ -140,6 +142,12 @@ ENGINE_COUNTERS: Final = (
 )
 
 
+#: The counter of what event sources took, by source and outcome.
+SOURCE_ITEMS: Final = "source_items"
+#: What becomes of a source's message, file or time: it made what it should; it was refused; it went by unused.
+SOURCE_OUTCOMES: Final = ("done", "refused", "missed")
+
+
 class Tally:
     """Increments of one model. Not thread-safe."""
 
@@ -176,12 +184,21 @@ class Tally:
 def measure(source: str, mark: str, tallies: Mapping[str, Tally], *, before: str = "") -> Call:
     """MEASURE: add increments, by their models, unless the source's mark says that they were added. Answers 1, or 0 if
     they were. `before`: the mark that the source must have; empty: any."""
+    return _increments(source, mark, {keys.metrics(model): tally.fields() for model, tally in tallies.items()}, before)
+
+
+def measure_items(process: str, mark: str, counts: Mapping[tuple[str, str], int]) -> Call:
+    """MEASURE of what event sources took. `counts`: (source, outcome) -> increment; 0 makes its field."""
+    fields = {f"{SOURCE_ITEMS} {source} {outcome} n": count for (source, outcome), count in counts.items()}
+    return _increments(f"sources:{process}", mark, {keys.METRICS_SOURCES: fields})
+
+
+def _increments(source: str, mark: str, hashes: Mapping[str, Mapping[str, int]], before: str = "") -> Call:
+    """MEASURE. `hashes`: key -> field -> increment."""
     args: list[str | int] = [before, mark, KEPT_S, MAX_FIELDS]
-    for tally in tallies.values():
-        fields = tally.fields()
+    for fields in hashes.values():
         args += [len(fields), *(part for item in fields.items() for part in item)]
-    names = (keys.metrics_mark(source), *map(keys.metrics, tallies))
-    return Call(script(PACKAGE, "measure"), names, args)
+    return Call(script(PACKAGE, "measure"), (keys.metrics_mark(source), *hashes), args)
 
 
 async def count_ended(store: Redis) -> int:
@@ -248,6 +265,17 @@ async def read_measurements(store: Redis) -> dict[str, dict[str, int]]:
     models = [text(name) for name in await aexecute(store, "HKEYS", keys.MODELS)]
     answers = await aexecute_many(store, [("HGETALL", keys.metrics(model)) for model in models])
     return {model: dict(_readable(fields)) for model, fields in zip(models, answers, strict=True)}
+
+
+async def read_source_items(store: Redis) -> dict[tuple[str, str], int]:
+    """(source, outcome) -> what it took. Raises redis.exceptions.RedisError or OSError."""
+    items: dict[tuple[str, str], int] = {}
+    (fields,) = await aexecute_many(store, [("HGETALL", keys.METRICS_SOURCES)])
+    for name, count in _readable(fields):
+        match name.split(" "):
+            case [counter, source, outcome, "n"] if counter == SOURCE_ITEMS and outcome in SOURCE_OUTCOMES:
+                items[source, outcome] = count
+    return items
 
 
 def _readable(fields: Mapping[bytes, bytes]) -> Iterable[tuple[str, int]]:

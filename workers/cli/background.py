@@ -262,6 +262,7 @@ async def _run_sources(
         log.info("sources: %s", ", ".join(f"{name} ({settings.type})" for name, settings in configured.items()))
         watching = asyncio.create_task(epoch.watch(client.store, stop.set))
         running = asyncio.create_task(sources.run())
+        counting = asyncio.create_task(context.outcomes.run(client.store, context.process))
         await stop.wait()
         watching.cancel()
         running.cancel()
@@ -269,6 +270,8 @@ async def _run_sources(
         if not running.done():  # a thread may wait for a server that never answers: no other end is sure
             log.error("stopped at once: the drain took more than %g s", drain_s)
             os._exit(Exit.TASK_FAILED)
+        counting.cancel()
+        await asyncio.wait((counting,))
 
 
 @app.shown(

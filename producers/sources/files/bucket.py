@@ -31,6 +31,7 @@ import re
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from typing import Annotated, Any, Final, Literal, Self, TypeGuard
 from urllib.parse import unquote_plus
@@ -260,7 +261,8 @@ class BucketSource(InboxSource):
         queue = SqsInbox(
             settings.queue, dead_letters=settings.dead_letters, region=url.region, endpoint_url=url.endpoint_url
         )
-        self._consumer = Consumer(name, queue, self._on_notification)
+        refused = partial(context.outcomes.add, name, "refused")
+        self._consumer = Consumer(name, queue, self._on_notification, buried=refused)
 
     def unready(self) -> list[str]:
         return [trouble for trouble in (self._consumer.trouble, *super().unready()) if trouble]

@@ -221,6 +221,8 @@ class Work:
 
     def __init__(self, name: str, context: Context, location: Location, blobs: Blobs, settings: InboxSettings) -> None:
         self._name = name
+        self._outcomes = context.outcomes
+        self._outcomes.begin(name)
         self._process = context.process
         self._store = context.client.store
         self._location = location
@@ -319,7 +321,8 @@ class Work:
                 "source %s: %s was replaced or removed before it was read", self._name, shown(entry.object.name)
             )
             await files.remove(self._store, self._blobs, input_file(entry))
-            await arun(self._store, inbox.done(self._location.name, entry, forget=True))
+            if await arun(self._store, inbox.done(self._location.name, entry, forget=True)):
+                self._outcomes.add(self._name, "missed")
         finally:
             holding.cancel()
             with suppress(*FAILURES):
@@ -330,7 +333,8 @@ class Work:
         if batch is None:
             await self._intake.take_in(entry, stopped)
         elif batch.ended:
-            await self._delivery.deliver(entry, batch, stopped)
+            if await self._delivery.deliver(entry, batch, stopped):
+                self._outcomes.add(self._name, "refused" if batch.status == "failed" else "done")
             log.info("source %s: %s is %s, and in the outbox", self._name, shown(entry.object.name), batch.status)
 
     async def _hold(self, entry: Entry) -> int:
@@ -488,8 +492,11 @@ class Delivery:
         self._blobs = blobs
         self._location = location
 
-    async def deliver(self, entry: Entry, batch: Batch, stopped: Callable[[], bool]) -> None:
-        """Deliver one batch that has ended. Raises Stopped, BlobNotFound, redis.exceptions.RedisError, OSError."""
+    async def deliver(self, entry: Entry, batch: Batch, stopped: Callable[[], bool]) -> bool:
+        """Deliver one batch that has ended. Returns False if another process has done so meanwhile.
+
+        Raises Stopped, BlobNotFound, redis.exceptions.RedisError, OSError.
+        """
         name = entry.object.name.removesuffix(SUFFIX)
         current = await asyncio.to_thread(self._location.find, entry.object.name)
         if not await inbox.is_newest(self._store, self._location.name, entry, current):
@@ -509,7 +516,7 @@ class Delivery:
         if self._location.moves:
             await asyncio.to_thread(self._location.leave, entry.object)
         await files.remove(self._store, self._blobs, input_file(entry))
-        await arun(self._store, inbox.done(self._location.name, entry, forget=self._location.moves))
+        return bool(await arun(self._store, inbox.done(self._location.name, entry, forget=self._location.moves)))
 
     def _write_vectors(
         self, name: str, form: str, requests: str, answers: str | None, stopped: Callable[[], bool]

@@ -21,6 +21,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -235,14 +236,16 @@ class Messages(Source):
 
     def __init__(self, name: str, settings: MessagesSettings, context: Context) -> None:
         self.name, self._settings, self._client = name, settings, context.client
-        self._store_url = context.store_url
+        self._store_url, self._outcomes = context.store_url, context.outcomes
+        self._outcomes.begin(name)
         self._replies: Replies | None = None
         self._consumer: Consumer | None = None
 
     async def run(self) -> None:
         waiting = connect_async(self._store_url)
         inbox = self._inbox(waiting)
-        self._consumer = Consumer(self.name, inbox, self._handle, self._removed)
+        refused = partial(self._outcomes.add, self.name, "refused")
+        self._consumer = Consumer(self.name, inbox, self._handle, self._removed, refused)
         settings = self._settings
         targets = Targets(self._client.store, settings.region, settings.endpoint_url)
         self._replies = Replies(self.name, self._client, waiting, targets, settings.targets, settings.reply)
@@ -333,7 +336,8 @@ class Messages(Source):
             await arun(self._client.store, outbox.put(f"{webhook_id}.reply", row))
 
     async def _removed(self, messages: Sequence[Received]) -> None:
-        """Keep the keys of removed messages for a day: no more is promised for a sender's repetition."""
+        """Count removed messages, and keep their keys for a day: no more is promised for a sender's repetition."""
+        self._outcomes.add(self.name, "done", len(messages))
         async with asyncio.timeout(SILENT_S), self._client.store.pipeline(transaction=False) as pipe:
             for message in messages:
                 pipe.expire(self._entry(read(message)), REMOVED_S)

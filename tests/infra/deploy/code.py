@@ -106,6 +106,7 @@ def metrics() -> dict[str, set[str]]:
     queue = keys.version_queue("tiny", "v")
     gateway.waiting, gateway.overload = {queue: {"default": 1}}, {queue: Pressure()}
     gateway.measured = {"tiny": _measured()}
+    gateway.source_items = {("orders", "done"): 1}
     gateway.storage = {"store": Storage(1, 2)}
     families = text_string_to_metric_families(generate_latest(gateway.registry).decode())
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}

@@ -28,10 +28,11 @@ from redis import Redis
 
 from producers.admin.roles import ROLES
 from producers.broker.redis import keys as broker_keys
+from producers.connection.script import run
 from producers.contract import keys
 from producers.gateway.metrics import MAX_LABEL, MAX_REASONS, Metrics, exposition
 from producers.store.fleet.adapters import StoredAdapter
-from producers.store.measurements import ENERGY, INTER_TOKEN, Tally
+from producers.store.measurements import ENERGY, INTER_TOKEN, SOURCE_OUTCOMES, Tally, measure_items
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import POOL, QUEUE, Door, Open, Submit, until
 from tests.producers.gateway.http.test_connection import busy
@@ -417,6 +418,23 @@ def test_histograms_of_a_model_are_the_same_at_each_gateway(open_door: Open, mod
         assert energy == {"busy": 2.5}
         assert got["penstock_model_lost_seconds_total", "failover", "tiny"] == 0, "so that the first is an increase"
         assert not [names for names in got if "lost" in names or "later_release" in names[0]]
+
+
+def test_what_became_of_what_sources_took_is_the_same_at_each_gateway(open_door: Open, valkey: Redis) -> None:
+    """A call whose reply was lost counts once; a source that has begun shows zeros."""
+    doors = [open_door(), open_door()]
+    begun = {("orders", outcome): 0 for outcome in SOURCE_OUTCOMES}
+    run(valkey, measure_items("p1", "1", begun))
+    assert figures(doors[0].http)["penstock_source_items_total", "refused", "orders"] == 0
+    for process, mark in (("p1", "2"), ("p1", "2"), ("p2", "1")):
+        run(valkey, measure_items(process, mark, {("orders", "refused"): 2, ("nightly", "missed"): 1}))
+    valkey.hset(
+        keys.METRICS_SOURCES, mapping={"source_items orders lost n": 1, "other orders done n": 1, "source_items": 1}
+    )
+    for door in doors:
+        items = {names[1:]: n for names, n in figures(door.http).items() if names[0] == "penstock_source_items_total"}
+        assert {names: n for names, n in items.items() if n} == {("refused", "orders"): 4, ("missed", "nightly"): 2}
+        assert len(items) == 2 * len(SOURCE_OUTCOMES)
 
 
 def test_a_user_of_the_server_of_an_earlier_release_costs_the_histograms_alone(

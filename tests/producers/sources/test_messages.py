@@ -58,6 +58,10 @@ class TestLists:
     def test_a_message_chooses_among_the_targets_that_the_settings_allow(
         self, valkey_url: str, valkey: Redis, serving: Serving, tmp_path: Path
     ) -> None:
+        def counts() -> dict[bytes, int]:
+            """How /metrics counts them."""
+            return {name.split()[2]: int(n) for name, n in valkey.hgetall(keys.METRICS_SOURCES).items()}  # type: ignore[union-attr]
+
         with SourcesProcess(valkey_url, tmp_path, LIST) as process:
             pushed(valkey, TASK | {"id": "a", "reply_to": "list:to-me"}, TASK | {"id": "b", "reply_to": "list:other"})
             assert process.until(lambda: popped(valkey, "to-me"))["status"] == "completed"
@@ -65,6 +69,7 @@ class TestLists:
             assert (refused["correlation_id"], refused["id"], refused["error"]["param"]) == ("b", None, "reply_to")
             assert not valkey.exists("other")
             assert len(serving.served) == 1
+            process.until(lambda: counts() == {b"done": 1, b"refused": 1, b"missed": 0})
 
     def test_a_target_that_is_allowed_no_more_is_a_dead_row_that_may_be_replayed(
         self, valkey_url: str, valkey: Redis, serving: Serving, tmp_path: Path

@@ -13,6 +13,7 @@ from producers.client.aio import AsyncClient
 from producers.contract import keys
 from producers.sources.schedule import LATE_S, Schedule, ScheduleSettings
 from producers.sources.source import Context
+from producers.store.measurements import read_source_items
 from tests.chaos.sourcing import SourcesProcess
 from tests.producers.sources.test_cron import at
 
@@ -26,6 +27,7 @@ class Clock:
 
     def __init__(self, client: AsyncClient, valkey: Redis, **settings: Any) -> None:
         context = Context(client, "", "here", "")
+        self._client, self._outcomes = client, context.outcomes
         self.schedule = ScheduleSettings.model_validate(HOURLY | settings).source("hourly", context)
         self._valkey = valkey
 
@@ -33,6 +35,11 @@ class Clock:
         noted = self._valkey.hget(keys.SCHEDULES, "hourly")
         assert isinstance(self.schedule, Schedule)
         return await self.schedule.step(now, None if noted is None else int(noted))  # type: ignore[arg-type]
+
+    async def became(self) -> dict[str, int]:
+        """What became of its times, as /metrics counts it."""
+        await self._outcomes.send(self._client.store, "here")
+        return {outcome: count for (_, outcome), count in (await read_source_items(self._client.store)).items()}
 
 
 @pytest.fixture
@@ -71,6 +78,7 @@ async def test_missed_times(client: AsyncClient, valkey: Redis, records: Any, mi
     assert list(records()) == made
     await clock.at(at("2026-11-22T18:00") + LATE_S - 1)
     assert [*made, "hourly-20261122T180000Z"] == sorted(records())
+    assert await clock.became() == {"done": 1 + len(made), "refused": 0, "missed": 1 - len(made)}
 
 
 async def test_a_clock_that_goes_back_makes_nothing_twice(client: AsyncClient, valkey: Redis, records: Any) -> None:
@@ -93,6 +101,7 @@ async def test_a_task_that_cannot_be_made_is_told_until_the_next_can(
     await clock.at(NOON + 7200)
     assert clock.schedule.unready() == []
     assert len(records()) == 1
+    assert await clock.became() == {"done": 1, "refused": 1, "missed": 0}
 
 
 async def test_a_batchs_file_goes_to_a_watched_folder_once(client: AsyncClient, valkey: Redis, tmp_path: Path) -> None:

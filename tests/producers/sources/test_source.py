@@ -6,9 +6,11 @@ import asyncio
 from contextlib import suppress
 
 import pytest
+from redis.asyncio import Redis
 
 from producers.sources import source
-from producers.sources.source import Source, Sources
+from producers.sources.source import Outcomes, Source, Sources
+from producers.store.measurements import read_source_items
 
 
 class Counted(Source):
@@ -29,6 +31,21 @@ class Counted(Source):
 
     def unready(self) -> list[str]:
         return ["it is asleep"] if self.name == "asleep" else []
+
+
+async def test_outcomes_that_the_store_did_not_take_are_counted_once_it_does(valkey_url: str) -> None:
+    outcomes = Outcomes()
+    outcomes.begin("orders")
+    outcomes.add("orders", "done", 2)
+    async with Redis.from_url("redis://127.0.0.1:9") as away:
+        await outcomes.send(away, "p")
+    outcomes.add("orders", "done")
+    outcomes.add("orders", "refused")
+    async with Redis.from_url(valkey_url) as store:
+        await outcomes.send(store, "p")
+        await outcomes.send(store, "p")
+        items = await read_source_items(store)
+    assert items == {("orders", "done"): 3, ("orders", "refused"): 1, ("orders", "missed"): 0}
 
 
 async def test_a_source_that_fails_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:

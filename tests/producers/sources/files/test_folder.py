@@ -34,6 +34,11 @@ def waiting(valkey: Redis) -> int:
     return sum(valkey.llen(name) for name in valkey.keys(f"{QUEUE}*"))
 
 
+def became(valkey: Redis, outcome: str) -> int:
+    """How many files became this, as /metrics counts them."""
+    return int(valkey.hget(keys.METRICS_SOURCES, f"source_items files {outcome} n") or -1)  # type: ignore[arg-type]
+
+
 def opened(path: Path) -> Folder:
     folder = Folder(path, moves=True)
     folder.open()
@@ -94,6 +99,7 @@ def test_what_is_refused_as_a_whole_says_why(valkey: Redis, valkey_url: str, tmp
     with SourcesProcess(valkey_url, tmp_path, watched.table):
         assert within(lambda: all((watched.done / f"{name}.jsonl").exists() for name in REFUSED))
         assert within(lambda: not watched.open())
+        assert within(lambda: became(valkey, "refused") == len(REFUSED)), "/metrics counts them"
     for name, (_, code, line) in REFUSED.items():
         (refused,) = [json.loads(each) for each in (watched.outbox / f"{name}.errors.jsonl").read_bytes().splitlines()]
         assert (refused["error"]["code"], refused["error"]["line"]) == (code, line), name
@@ -161,7 +167,9 @@ def test_two_processes_make_one_batch_of_each_file(valkey: Redis, valkey_url: st
         for name in names:
             watched.put(f"{name}.jsonl", [GOOD] * 2)
         assert within(lambda: all(watched.delivered(name) for name in names))
+        assert within(lambda: became(valkey, "done") == 12)
     assert len(watched.batches()) == 12
+    assert became(valkey, "refused") == became(valkey, "missed") == 0
     assert all(len(watched.lines(f"{name}.jsonl")) == 2 for name in names)
 
 
