@@ -99,6 +99,8 @@ class Course:
     """The same part of what the device drew in these steps, where a meter tells its power."""
     put_off_s: float = 0.0
     """Seconds in which none of its choices ran, from preemptions until it went on."""
+    recompute_s: float = 0.0
+    """Its part, as in `engine_s`, for tokens that had been computed before a preemption, or by an earlier worker."""
     put_off_at: float | None = None
     """When it was preempted last; None once it has gone on."""
     computed: int = 0
@@ -179,6 +181,8 @@ class Request:
     """The name of the LoRA adapter to use; "" for none."""
     resume: list[list[int]] = field(default_factory=list)
     """For each choice, the tokens that were already published. Choices past the end of the list have none."""
+    taken_over: bool = False
+    """Whether an earlier worker had computed its prompt, and the tokens in `resume`."""
     arrival: float = field(default_factory=time.monotonic)
     """The time of arrival in monotonic seconds. It orders requests of one tier and starts their ageing."""
     pooling: Pooling | None = None

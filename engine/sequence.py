@@ -85,6 +85,8 @@ class Sequence:
     slot: int = -1
     """The sequence's permanent row while it runs, from 0 to max_num_seqs - 1."""
     computed: int = 0
+    computed_before: int = 0
+    """The number of leading tokens that were computed before its last preemption, or by an earlier worker."""
     pending: bool = False
     """Whether the last token is UNKNOWN because the step in flight samples it. True only while the next step is
     planned."""

@@ -250,6 +250,8 @@ class StubEngine:
                     assert tokens in true, "resumed from tokens that are not this task's"
                 request.course.admit(time.monotonic(), 0)
                 request.course.chunks += 1
+                if request.taken_over:
+                    request.course.recompute_s += 1e-3
                 self._running[request.id] = _Running(
                     request,
                     on_event,

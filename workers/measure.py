@@ -74,6 +74,9 @@ from producers.store.measurements import (
     INTER_TOKEN,
     LOST_TIME,
     PROCESSOR_TIME,
+    START_PHASES,
+    START_TIME,
+    STARTS,
     STEP,
     STEP_SEQUENCES,
     STEP_TOKENS,
@@ -377,6 +380,13 @@ class Increments:
             for (tier, seconds), count in gaps.items():
                 self._tally.observe(INTER_TOKEN, seconds, tier if tier in keys.TIERS else "default", count)
 
+    def on_start(self, phases: Mapping[str, float], *, from_standby: bool) -> None:
+        """Enter this worker's start. `phases`: phase -> seconds."""
+        with self._lock:
+            self._tally.add(STARTS, 1, "standby" if from_standby else "process")
+            for phase in START_PHASES:
+                self._tally.add(START_TIME, round(1e6 * phases.get(phase, 0.0)), phase)
+
     def on_lost_time(self, seconds: Mapping[str, float]) -> None:
         """Enter time that a task lost, by cause."""
         with self._lock:
@@ -584,7 +594,8 @@ class Measured:
         if delivery.record is None:
             return
         times = delivery.record.lost_ms(delivery.start, delivery.began)
-        seconds = {cause: ms / 1000 for cause, ms in times.items()} | {"preemption": delivery.course.put_off_s}
+        seconds = {cause: ms / 1000 for cause, ms in times.items()}
+        seconds |= {"preemption": delivery.course.put_off_s, "recomputation": delivery.course.recompute_s}
         self.increments.on_lost_time(seconds)
 
     def on_completed(self, delivery: Delivery) -> None:

@@ -279,7 +279,9 @@ class Pipeline:
             course.engine_s += each * row.count
             course.joules += energy * row.count
         for row in plan.rows if plan.prompts else ():
-            row.seq.request.course.chunks += row.start < len(row.seq.request.prompt_ids)
+            course = row.seq.request.course
+            course.chunks += row.start < len(row.seq.request.prompt_ids)
+            course.recompute_s += each * max(0, min(row.count, row.seq.computed_before - row.start))
         counts = plan.prompt_tokens, generated, plan.num_tokens, context, plan.prompts
         self.last_work = StepWork(now, seconds, decodes, *counts)
 

@@ -306,6 +306,7 @@ class Planner:
             seq.request.course.preempt(now, why)
             return
         self.running.remove(seq)
+        seq.computed_before = max(seq.computed_before, seq.computed)
         self._leave(seq)
         seq.status = Status.WAITING
         seq.preempted = True

@@ -145,6 +145,8 @@ class Scheduler:
         events = []
         for seq in self._choices(group):
             reason, match = group.enter(seq)
+            if request.taken_over:
+                seq.computed_before = len(seq.tokens)
             if self._rope_switch is not None and len(seq.tokens) > self._rope_switch:
                 seq.root = long_root(seq.root)
             if reason is not None:

@@ -50,6 +50,10 @@ from producers.store.measurements import (
     MICRO,
     PROCESSOR_TIME,
     SOURCE_OUTCOMES,
+    START_KINDS,
+    START_PHASES,
+    START_TIME,
+    STARTS,
     TASKS,
     WORKER_STATES,
     WORKER_TIME,
@@ -277,7 +281,7 @@ def _figures(
 
 def scaling_metrics(fleet: Fleet) -> Iterator[Metric]:
     yield GaugeMetricFamily("penstock_autoscaler_leads", "Whether an autoscaler leads.", bool(fleet.scaling.leads))
-    desired, failures = [], []
+    desired, failures, standbys = [], [], []
     for pool, state in sorted(fleet.scaling.states.items()):
         workers, starts = sane(state.get("wanted")), state.get("starts")
         if workers is None or not is_fresh(state.get("at"), fleet.at):
@@ -285,9 +289,14 @@ def scaling_metrics(fleet: Fleet) -> Iterator[Metric]:
         labels = str(state.get("model", pool)), pool
         desired.append((labels, workers))
         failures.append((labels, (sane(starts.get("failures")) if isinstance(starts, dict) else None) or 0))
+        actual = state.get("actual")
+        if isinstance(actual, dict) and (waiting := sane(actual.get("standbys"))) is not None:
+            standbys.append((labels, waiting))
     text = "Workers that the autoscaler wants; absent once its last decision is old."
     yield family("desired_workers", text, POOL, desired)
     yield family("worker_start_failures", "Starts of workers in a row that failed.", POOL, failures)
+    text = "Processes that wait to become a worker; all pools of one `penstock up` share them."
+    yield family("pool_standbys", text, POOL, standbys)
     yield from _profiles(fleet)
 
 
@@ -366,8 +375,20 @@ def measured_metrics(models: Mapping[str, Mapping[str, int]]) -> Iterator[Metric
         for model, fields in models.items()
         for cause in LOST_CAUSES
     ]
-    text = "Time that tasks lost: put off in an engine, or until another worker had them."
+    text = "Time that tasks lost: put off in an engine, until another worker had them, or computing the same again."
     yield family("model_lost_seconds", text, (*MODEL, "cause"), lost, grows=True)
+    starts = [
+        ((model, kind), fields.get(f"{STARTS} {kind} n", 0)) for model, fields in models.items() for kind in START_KINDS
+    ]
+    text = "Starts of workers, by what they began as: a standby, which had imported everything, or a process."
+    yield family("model_starts", text, (*MODEL, "start"), starts, grows=True)
+    phases = [
+        ((model, phase), fields.get(f"{START_TIME} {phase} n", 0) / MICRO)
+        for model, fields in models.items()
+        for phase in START_PHASES
+    ]
+    text = "Time of all starts of workers, by phase, until they took tasks."
+    yield family("model_start_seconds", text, (*MODEL, "phase"), phases, grows=True)
     text = "Processor time of all workers' processes."
     seconds = [((model,), fields.get(f"{PROCESSOR_TIME} {ALL} n", 0) / MICRO) for model, fields in models.items()]
     yield family("model_processor_seconds", text, MODEL, seconds, grows=True)

@@ -126,9 +126,16 @@ WORKER_STATES: Final = ("busy", "idle", "starting")
 #: The counter of what workers' devices drew (microjoules), by the same states, where they have a meter.
 ENERGY: Final = "model_energy_uj"
 #: The counter of time that tasks lost (microseconds), by cause: put off in an engine for others; from the last sign of
-#: a worker that died, or gave the task back, until another one had it.
+#: a worker that died, or gave the task back, until another one had it; a task's part of steps for tokens that had been
+#: computed before either.
 LOST_TIME: Final = "model_lost_us"
-LOST_CAUSES: Final = ("preemption", "failover", "handover")
+LOST_CAUSES: Final = ("preemption", "failover", "handover", "recomputation")
+#: The counters of workers' starts, by what they began as, and of the time (microseconds) of these starts, by phase
+#: (`workers.runtime.cold_start`): a standby had the first two before.
+STARTS: Final = "model_starts"
+START_KINDS: Final = ("standby", "process")
+START_TIME: Final = "model_start_us"
+START_PHASES: Final = ("process", "imports", "weights", "compile", "warm_up", "connect")
 #: The counter of workers' processor time (microseconds), of all threads of their processes.
 PROCESSOR_TIME: Final = "model_processor_us"
 #: (name, help, statistic of a worker's engine): counters that workers add to.

@@ -131,6 +131,17 @@ def test_a_resumed_request_goes_on_as_if_it_had_never_stopped(load: Load, params
             assert own[-1].finish_reason == "length"
 
 
+def test_a_request_tells_the_time_in_which_it_computed_what_an_earlier_worker_had(load: Load) -> None:
+    engine = load(enable_prefix_caching=False)
+    prompt, resume = list(range(20, 60)), [[1, 2, 3]]
+    requests = [Request("new", prompt, GREEDY), Request("again", prompt, GREEDY, resume=resume, taken_over=True)]
+    for request in requests:
+        events_of(engine, request)
+    new, again = (request.course for request in requests)
+    assert new.recompute_s == 0
+    assert 0 < again.recompute_s < again.engine_s
+
+
 def test_stats_tell_what_was_done(load: Load, device: torch.device) -> None:
     engine = load(block_size=8)
     engine.generate([[1, 2, 3], [4, 5]], GREEDY)

@@ -73,6 +73,7 @@ def test_killed_again_and_again_no_token_is_lost_or_doubled(rig: Rig, pause: flo
         worker.stop(signal.SIGKILL)  # and its lease lapses
     rig.worker(max_deaths=4)
     rig.check(ids)
+    rig.until(lambda: rig.store.hget(keys.metrics("stub"), "model_lost_us recomputation n"))
 
 
 @pytest.mark.slow

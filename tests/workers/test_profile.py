@@ -57,9 +57,12 @@ def test_what_workers_measured_stays_when_they_are_gone(rig: Rig) -> None:
     gaps = sum(int(n) for name, n in _fields(rig) if name.startswith("inter_token") and not name.endswith("sum"))
     assert 0 < gaps <= 180, "a publisher that is behind takes some steps together"
     assert 0 < field("step_sequences all sum") <= 64 * 200
+    assert field("model_starts process n") == 1
+    assert field("model_start_us connect n") > 0
     second = rig.worker(STUB_STEP_S=0.001)
     rig.until_settled(rig.fill(5, max_tokens=10))
     assert second.stop() == 0
+    assert field("model_starts process n") == 2
     assert field("model_generated_tokens all n") == 250, "what came since the last second is sent at the end"
 
 

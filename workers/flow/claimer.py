@@ -318,6 +318,7 @@ class Claimer(threading.Thread):
             weight=self._served.weights.get(task.tenant or "", 1.0),
             adapter=record.fields.get("adapter", ""),
             resume=published,
+            taken_over=delivery.start > 1 and "prompt_tokens" in record.fields,
         )
 
     def _prompt_ids(self, task: Task, record: Record) -> list[int]:

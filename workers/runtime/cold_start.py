@@ -40,10 +40,12 @@ class ColdStart:
         self._last: float | None = None
         self._phases: dict[str, float] = {}
         self._ready_at: float | None = None
+        self.from_standby = False
+        """Whether the process was a standby."""
 
     def begin(self) -> None:
         """Begins anew, without earlier marks: a standby is handed a program."""
-        self._last, self._phases, self._ready_at = time.monotonic(), {}, None
+        self._last, self._phases, self._ready_at, self.from_standby = time.monotonic(), {}, None, True
 
     def mark(self, phase: str) -> None:
         """Count the time since the last mark, or since the process's start, as `phase`."""

@@ -102,7 +102,7 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     gc.enable()
     gc.collect()  # the next full one comes when a quarter of what this one leaves, nothing, has come
     logger.info("Serving %s from %s", served.model, served.pool.queue)
-    worker_ready.connect(_tell_ready)
+    worker_ready.connect(partial(_tell_ready, runtime), weak=False)
     worker.start()
     if runtime.drain.over.is_set():
         # The interpreter's own end takes as long as it likes, and on a busy machine longer than a drain may.
@@ -334,9 +334,10 @@ def announce(
     return card, pool
 
 
-def _tell_ready(**_: Any) -> None:
-    """Logs how long the start took, once Celery's consumer takes tasks for the first time."""
+def _tell_ready(runtime: Runtime, **_: Any) -> None:
+    """Logs and counts how long the start took, once Celery's consumer takes tasks for the first time."""
     if COLD_START.ready():
+        runtime.measured.increments.on_start(COLD_START.figures, from_standby=COLD_START.from_standby)
         logger.info("Ready in %s", COLD_START)
         notify_ready(f"Ready in {COLD_START}")
 

@@ -13,7 +13,7 @@ A pool's state, one JSON object in the hash `penstock:scale:pools` under the poo
     memory    what it remembers since; null while it is not known how many workers there are
     rules     the settings that it went by (`workers.autoscaler.policy.Rules`)
     starts    what is remembered of starts that failed (`workers.autoscaler.control`)
-    actual    {"wanted", "up", "failing", "failures"}: what the actuator found; null with no actuator
+    actual    {"wanted", "up", "failing", "failures", "standbys"}: what the actuator found; null with no actuator
     actuator  its name, or "" where another program follows the exported number
     trouble   what keeps workers from coming up, in words; empty if nothing does
     pin       {"workers", "by", "at", "until"}, an operator's, which decides instead of the policy; or null

@@ -41,7 +41,9 @@ def test_a_higher_tier_takes_the_row_of_a_lower_one_at_once():
     assert rows(step(s, now=5.0)[0]) == {"p": (0, 4), "old": (4, 1)}
     assert s.preempted(7.0) == [("new", 2.0)]
     assert new.course.running == 0
-    assert rows(step(s, now=8.0)[0]) == {"old": (5, 1), "new": (4, 1)}
+    plan = step(s, now=8.0)[0]
+    assert rows(plan) == {"old": (5, 1), "new": (4, 1)}
+    assert {row.seq.request.id: row.seq.computed_before for row in plan.rows} == {"old": 0, "new": 4}
     assert s.preempted(8.0) == []
     assert s.stats().preemptions == 1
     assert new.course == Course(4.0, 0, 1, 1, [(5.0, "better_tier")], put_off_s=3.0)

@@ -126,7 +126,7 @@ def _fleet() -> Fleet:
     figures = {key: 1 for *_, key, _ in WORKER_FIGURES}
     worker = {"worker": "w", "version": "v", "gpu": gpu, "profile": {"ttft_p95": 0.1, "duty": 0.5}, **figures}
     pool = Pool("tiny@v.f", "tiny", workers=[worker], oldest_s={"default": 1.0})
-    state = {"at": 1, "model": "tiny", "wanted": 1, "starts": {"failures": 1}}
+    state = {"at": 1, "model": "tiny", "wanted": 1, "starts": {"failures": 1}, "actual": {"standbys": 1}}
     scaling = Scaling(leads="a", states={"tiny": state}, profiles={"tiny@v": profile})
     return Fleet([pool], swept={"sent": 1}, webhooks=Backlog({"due": 1}, {None: Due(1, 1.0)}), at=1.0, scaling=scaling)
 

@@ -302,7 +302,8 @@ def test_what_waits_for_a_sweeper_is_told_and_what_one_did(
 
 def test_what_the_autoscaler_wants_is_told_while_it_is_news(http: httpx.Client, model: str, valkey: Redis) -> None:
     now = int(valkey.time()[0])
-    state = {"model": "tiny", "at": now, "wanted": 3, "starts": {"failures": 2}}
+    actual = {"wanted": 3, "standbys": 1}
+    state = {"model": "tiny", "at": now, "wanted": 3, "starts": {"failures": 2}, "actual": actual}
     states = {"tiny": state, "old": {**state, "at": now - 60}, "odd": {**state, "wanted": -1}, "text": 7}
     valkey.hset(keys.SCALE_POOLS, mapping={name: json.dumps(one) for name, one in states.items()})
     valkey.hset(keys.SCALE_POOLS, "bytes", b"\xff")
@@ -318,6 +319,7 @@ def test_what_the_autoscaler_wants_is_told_while_it_is_news(http: httpx.Client, 
     assert pools == {
         ("penstock_pool_knee", "tiny", "tiny@v"): 12,
         ("penstock_pool_cold_start_seconds", "tiny", "imports", "tiny@v"): 1.5,
+        ("penstock_pool_standbys", "tiny", "tiny"): 1,
     }
     valkey.set(keys.SCALE_LEADER, "one")
     assert figures(http)["penstock_autoscaler_leads",] == 1
@@ -397,6 +399,8 @@ def test_histograms_of_a_model_are_the_same_at_each_gateway(open_door: Open, mod
     tally.add("tasks", 2, "flex", "completed")
     tally.add("model_generated_tokens", 70)
     tally.add(ENERGY, 2_500_000, "busy")
+    tally.add("model_starts", 3, "standby")
+    tally.add("model_start_us", 750_000, "weights")
     fields = tally.fields() | {"of_a_later_release all n": 1, "tasks flex lost n": 1, "inter_token_seconds x sum": 5}
     valkey.hset(keys.metrics("tiny"), mapping=fields)
     of_worker = figures(doors[0].http)
@@ -416,6 +420,9 @@ def test_histograms_of_a_model_are_the_same_at_each_gateway(open_door: Open, mod
         assert got["penstock_model_generated_tokens_total", "tiny"] == 70
         energy = {names[2]: joules for names, joules in got.items() if names[0] == "penstock_model_energy_joules_total"}
         assert energy == {"busy": 2.5}
+        assert got["penstock_model_starts_total", "tiny", "standby"] == 3
+        assert got["penstock_model_starts_total", "tiny", "process"] == 0
+        assert got["penstock_model_start_seconds_total", "tiny", "weights"] == 0.75
         assert got["penstock_model_lost_seconds_total", "failover", "tiny"] == 0, "so that the first is an increase"
         assert not [names for names in got if "lost" in names or "later_release" in names[0]]
 

@@ -120,12 +120,32 @@ def test_time_that_tasks_lost_is_added_by_its_cause(valkey: Redis) -> None:
     course.running = 1
     course.admit(9.0, 0)
     assert course.put_off_s == 1.5, "another choice ran"
+    course.recompute_s = 0.25
     record = SimpleNamespace(lost_ms=lambda start, began: {"failover": began - 5 * start, "handover": 0})
     measured.on_lost_time(SimpleNamespace(record=record, start=2, began=30, course=course))  # type: ignore[arg-type]
     measured.on_lost_time(SimpleNamespace(record=None))  # type: ignore[arg-type]
     measured.increments.send(valkey)
     counts = {name.decode(): int(n) for name, n in valkey.hgetall(keys.metrics("tiny")).items() if b"lost" in name}
-    assert counts == {"model_lost_us preemption n": 1_500_000, "model_lost_us failover n": 20_000}
+    assert counts == {
+        "model_lost_us preemption n": 1_500_000,
+        "model_lost_us failover n": 20_000,
+        "model_lost_us recomputation n": 250_000,
+    }
+
+
+def test_a_start_is_counted_by_what_it_began_as_and_by_its_phases(valkey: Redis) -> None:
+    engine = SimpleNamespace(stats=lambda: SimpleNamespace(**STATISTICS), stepping=lambda: (0.0, set()))
+    for from_standby, phases in ((False, {"imports": 1.5, "weights": 0.5}), (True, {"weights": 0.25, "total": 9})):
+        worker = Increments("tiny", engine)
+        worker.on_start(phases, from_standby=from_standby)
+        worker.send(valkey)
+    counts = {name.decode(): int(n) for name, n in valkey.hgetall(keys.metrics("tiny")).items() if b"start" in name}
+    assert counts == {
+        "model_starts process n": 1,
+        "model_starts standby n": 1,
+        "model_start_us imports n": 1_500_000,
+        "model_start_us weights n": 750_000,
+    }
 
 
 def test_turns_count_as_they_were_lately() -> None:

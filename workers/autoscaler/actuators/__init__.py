@@ -42,6 +42,8 @@ class Actual:
     """The reason why workers do not come up (the last output of a process that died, say); empty if none is known."""
     failures: int = 0
     """Starts in a row that failed."""
+    standbys: int = 0
+    """Processes that have imported everything, and wait to become workers."""
 
 
 class Actuator(Protocol):

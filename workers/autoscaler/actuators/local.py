@@ -140,7 +140,8 @@ class Local:
 
     async def actual(self) -> Actual:
         up = [worker for worker in self._workers if worker.draining is None and not worker.down]
-        return Actual(self._target, len(up), self._failing(), self._failures)
+        standbys = int(self.standby is not None and self.standby.ready)
+        return Actual(self._target, len(up), self._failing(), self._failures, standbys)
 
     async def scale(self, target: int, first: Sequence[str] = ()) -> None:
         """See `Actuator`. Raises ActuatorError where no worker can be started now."""

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +80,14 @@ async def test_as_many_run_as_it_was_told_and_the_first_to_go_are_those_named(ma
     assert names(local) == ["w3", "w1"]
     await local.scale(0)
     await until(lambda: not local.children)
+
+
+async def test_it_tells_whether_a_standby_waits(make: Make) -> None:
+    standby = SimpleNamespace(ready=False)
+    local = make(SERVES, standby=standby)
+    assert (await local.actual()).standbys == 0
+    standby.ready = True
+    assert (await local.actual()).standbys == 1
 
 
 async def test_one_that_does_not_serve_yet_ends_before_any_that_works(make: Make) -> None:
