@@ -79,6 +79,7 @@ TINY = {
     "tests.bench.startup": ["--model MODEL --rounds 1 --cold"],
     "tests.bench.sqs": ["--tasks 20 --task-seconds 0.1 --messages 3 --idle-seconds 1 --wakes 1"],
     "tests.bench.texts": ["--texts 4 --longest 16 --threads 1"],
+    "tests.bench.ttft": ["--answers --rounds 2"],
     "tests.bench.webhooks": ["--rate 20 --seconds 1 --receivers 2 --rows 20"],
     "tests.bench.way": ["--rounds 1"],
     "tests.bench.windows": ["--prompt 20 --steps 2"],

@@ -111,8 +111,9 @@ class PooledRows:
         return json.dumps(answer).encode()
 
 
-#: An answer's entries, of the body's fields, what was made of some of its texts, and the number of the first of these.
-Entries = Callable[[Mapping[str, Any], PooledRows, int], list[dict[str, Any]]]
+#: An answer's entries as JSON, of the body's fields, what was made of some of its texts, and the number of the first of
+#: these.
+Entries = Callable[[Mapping[str, Any], PooledRows, int], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,19 +190,26 @@ def _base64(row: array[float]) -> str:
     return base64.b64encode(row.tobytes()).decode()
 
 
-def _embeddings(fields: Mapping[str, Any], pooled: PooledRows, first: int) -> list[dict[str, Any]]:
+def _decimal(row: array[float]) -> str:
+    """fp32 numbers as JSON. Nine digits tell each from all others, in a third of the time of the digits of a double."""
+    return f"[{', '.join(['%.9g'] * len(row))}]" % tuple(row)
+
+
+def _embeddings(fields: Mapping[str, Any], pooled: PooledRows, first: int) -> list[str]:
     encoded = fields.get("encoding_format", "float") == "base64"
     return [
-        {"object": "embedding", "index": index, "embedding": "" if encoded else [], **error_view(row)}
+        json.dumps({"object": "embedding", "index": index, "embedding": "" if encoded else [], **error_view(row)})
         if isinstance(row, TextError)
-        else {"object": "embedding", "index": index, "embedding": _base64(row) if encoded else row.tolist()}
+        else f'{{"object": "embedding", "index": {index}, "embedding": '
+        + (f'"{_base64(row)}"}}' if encoded else f"{_decimal(row)}}}")
         for index, row in enumerate(pooled.vectors(), first)
     ]
 
 
 def _embedded(fields: Mapping[str, Any], pooled: PooledRows) -> bytes:
-    data = _embeddings(fields, pooled, 0)
-    return json.dumps({"object": "list", "data": data, "model": pooled.card["name"], "usage": pooled.usage}).encode()
+    data = ", ".join(_embeddings(fields, pooled, 0))
+    model, usage = json.dumps(pooled.card["name"]), json.dumps(pooled.usage)
+    return f'{{"object": "list", "data": [{data}], "model": {model}, "usage": {usage}}}'.encode()
 
 
 def _ranked(version: str) -> Callable[[Mapping[str, Any], PooledRows], bytes]:
@@ -263,6 +271,10 @@ def _entities(fields: Mapping[str, Any], pooled: PooledRows, first: int) -> list
 
 def _labelled(fields: Mapping[str, Any], pooled: PooledRows) -> bytes:
     return pooled.listed("token-classify", _entities(fields, pooled, 0))
+
+
+def _dumped(entries: Callable[[Mapping[str, Any], PooledRows, int], list[dict[str, Any]]]) -> Entries:
+    return lambda fields, pooled, first: [*map(json.dumps, entries(fields, pooled, first))]
 
 
 def _classified(fields: Mapping[str, Any], pooled: PooledRows) -> bytes:
@@ -334,7 +346,7 @@ ENDPOINTS: Final = {
         {"input": "input"},
         _classified,
         {"input": _input, "raw_scores": _activated},
-        entries=_classes,
+        entries=_dumped(_classes),
     ),
     TOKEN_CLASSIFY: Endpoint(
         "token_classify",
@@ -347,7 +359,7 @@ ENDPOINTS: Final = {
         {"input": "input"},
         _labelled,
         {"input": _any},
-        entries=_entities,
+        entries=_dumped(_entities),
         options=("aggregation_strategy", "threshold"),
     ),
     SCORE: Endpoint(
@@ -432,7 +444,7 @@ async def _pieces(
 
 
 def _encoded(entries: Entries, fields: Mapping[str, Any], pooled: PooledRows, first: int) -> bytes:
-    return json.dumps(entries(fields, pooled, first)).encode()[1:-1]
+    return ", ".join(entries(fields, pooled, first)).encode()
 
 
 async def _end(foreground: Foreground) -> tuple[list[Chunk], End]:
