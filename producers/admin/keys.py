@@ -18,7 +18,7 @@ from typing import Any, Final
 from redis.asyncio import Redis
 
 from producers.contract import keys
-from producers.contract.task import MAX_TENANT
+from producers.contract.fields import MAX_TENANT
 from producers.errors import InvalidTask, PenstockError, shown
 from producers.store.access import api_keys
 from producers.store.access.api_keys import BILLION, KEPT, PREFIX, SCOPES, Key, Limits

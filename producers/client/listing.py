@@ -18,9 +18,9 @@ from producers.client.submission import TASK_ID
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import text
 from producers.contract import keys
+from producers.contract.fields import MAX_TENANT
 from producers.contract.record import Record
 from producers.contract.stream import TaskInfo, TaskPage
-from producers.contract.task import MAX_TENANT
 from producers.errors import InvalidQuery, TaskNotFound, shown
 from producers.store import task_index
 

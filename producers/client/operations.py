@@ -28,7 +28,7 @@ from producers.client.submission import (
     submit_rest,
 )
 from producers.connection.script import text
-from producers.contract import keys
+from producers.contract import keys, model_fit
 from producers.contract.record import Record
 from producers.contract.stream import Result, Row
 from producers.contract.task import Task
@@ -253,7 +253,7 @@ def submit_as(
     try:
         try:
             model = yield from directory.find(task.model, patience_s, selection_of(task), withdrawn=withdrawn)
-            task.check(model.card)  # a refused task takes no key
+            model_fit.check(task, model.card)  # a refused task takes no key
         except UnknownModel:  # nobody serves it any more: an earlier call with the key may have submitted the task
             made = idempotency.made_id(digest, (yield from persistently(Read(idempotency.look(name)), patience_s)))
             if made is None:

@@ -21,7 +21,7 @@ from producers.client.steps import FAILURES, Read, Send, Steps, lost, persistent
 from producers.connection.connect import SILENT_S
 from producers.connection.script import parsed, text
 from producers.connection.trouble import CODES, Trouble, error_text, trouble
-from producers.contract import keys, levels
+from producers.contract import keys, levels, model_fit
 from producers.contract.message import Message
 from producers.contract.record import FINAL
 from producers.contract.task import Task
@@ -340,7 +340,7 @@ def submit(
                 "text. Nothing was queued; submit a new task with its text"
             )
         routed = task.resolved(current.card)
-        texts = routed.chunks(current.card)
+        texts = model_fit.chunks(routed, current.card)
         fields = record_fields(routed, current, whole=len(texts) == 1) | dict(more) | {"encoding": current.encoding}
         if len(texts) > 1:
             fields |= _parent_fields(routed, texts, fields)
@@ -434,7 +434,7 @@ def record_fields(task: Task, model: ResolvedModel, *, whole: bool = True) -> di
     if task.form is not None:
         fields["form"] = task.form
     if task.kind != "generate":
-        fields["result_bytes"] = task.result_bytes(model.card)
+        fields["result_bytes"] = model_fit.result_bytes(task, model.card)
     if task.level:
         fields["level"] = task.level
     if task.tenant is not None:
@@ -539,7 +539,7 @@ def submit_rest(directory: Directory, task: Task, task_id: str, patience_s: floa
     except FAILURES as error:
         raise failed(f"The store did not say whether all of task {task_id} is written", error) from error
     routed = task.resolved(model.card)
-    texts = routed.chunks(model.card)
+    texts = model_fit.chunks(routed, model.card)
     if len(texts) == count:
         yield from _submit_chunks(routed, task_id, model, fields, texts, patience_s, written)
 

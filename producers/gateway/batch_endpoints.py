@@ -20,6 +20,7 @@ from engine.text import Tokenizer
 from producers.client.aio import AsyncClient
 from producers.client.steps import once
 from producers.client.submission import ResolvedModel, encoding_of
+from producers.contract import model_fit
 from producers.contract.record import Record
 from producers.contract.stream import End
 from producers.contract.task import Task
@@ -206,7 +207,7 @@ class LineEndpoints:
             shortens = task.max_tokens is None and task.kind == "generate"
             for account in accounts:
                 task = fitted(account, task, context)
-            task.check(card)
+            model_fit.check(task, card)
             charge = charge_for(accounts, card["name"], task.tier, prices)
             if charge is not None:
                 charge.shortens = shortens

@@ -29,7 +29,7 @@ from producers.admin.keys import (
     view,
 )
 from producers.contract import keys
-from producers.contract.task import MAX_TENANT
+from producers.contract.fields import MAX_TENANT
 from producers.errors import shown
 from producers.gateway.context import gateway_of
 from producers.gateway.http.authorization import ADMINISTERS, actor_of

@@ -28,8 +28,9 @@ from engine.text.config import Config, read_config
 from engine.text.template import TemplateSource
 from engine.text.tensors import read_header
 from producers.admin.dead_letters import Letter
+from producers.contract.fields import read_json
 from producers.contract.message import is_plain
-from producers.contract.task import Task, read_json
+from producers.contract.task import Task
 from producers.errors import InvalidTask
 from producers.gateway.http.errors import Problem, body_of, problem_of
 from producers.gateway.openai.chat import PARAMETERS as CHAT

@@ -25,7 +25,7 @@ from celery.worker import state
 
 from producers.broker.base import Consumer
 from producers.connection.log_throttle import warn_throttled
-from producers.contract import keys, levels
+from producers.contract import keys, levels, model_fit
 from producers.contract.message import id_of, is_native, is_plain
 from producers.contract.record import error_json, trace_fields
 from producers.contract.task import Task
@@ -257,7 +257,7 @@ def _resolved(served: Served, fields: dict[str, Any]) -> Task:
     if task.order_key is not None:
         raise InvalidTask("messages of plain Celery keep no order; leave order_key out", param="order_key")
     task = task.resolved(served.card)
-    task.check_at_once(served.card)
+    model_fit.check_at_once(task, served.card)
     return task
 
 

@@ -56,7 +56,7 @@ from producers.client.steps import FAILURES, Read, once, persistently
 from producers.client.submission import TASK
 from producers.connection.addresses import Network, Resolver, Unresolved, refusal
 from producers.connection.connect import SILENT_S
-from producers.contract import keys
+from producers.contract import keys, model_fit
 from producers.contract.levels import split
 from producers.contract.task import Task
 from producers.contract.webhook import Destination
@@ -471,7 +471,7 @@ class Admission:
         if principal.models and resolved.card["name"] not in principal.models:
             raise _not_allowed(tasks[0].model)
         max_waiting = self._room(request).bounds.of(tasks[0].tier)
-        count = sum(len(task.chunks(resolved.card)) for task in tasks)
+        count = sum(len(model_fit.chunks(task, resolved.card)) for task in tasks)
         if max_waiting and count > max_waiting:  # a retry would not help
             if count == len(tasks):
                 message, param = f"send {max_waiting} at a time", "prompt"

@@ -24,7 +24,7 @@ from starlette.types import Scope
 
 from producers.connection.addresses import network_of
 from producers.connection.turns import OWNER
-from producers.contract.task import MAX_TENANT
+from producers.contract.fields import MAX_TENANT
 from producers.errors import shown
 from producers.gateway.fair_share import charge_to
 from producers.gateway.http.errors import Problem

@@ -18,7 +18,7 @@ from producers.connection.aws import AwsError
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import CODES, Trouble, trouble
 from producers.connection.turns import Busy
-from producers.contract.task import label
+from producers.contract.fields import label
 from producers.errors import (
     BrokenRecord,
     InvalidQuery,

@@ -20,8 +20,9 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from producers.connection.turns import OWNER
+from producers.contract.fields import MAX_PROMPT_TOKENS, read_json
 from producers.contract.json_parts import MAX_PARTS, count_parts, count_values
-from producers.contract.task import MAX_PROMPT_TOKENS, Task, read_json
+from producers.contract.task import Task
 from producers.errors import InvalidTask, shown
 from producers.gateway.executor import ExecutorBusy, ExecutorClosed, ExecutorFull
 from producers.gateway.http.errors import (

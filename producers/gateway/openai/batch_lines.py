@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Final
 
 from engine.text import Tokenizer
+from producers.contract import model_fit
 from producers.contract.record import Record
 from producers.contract.stream import End, Event, rows_of
 from producers.contract.task import Task
@@ -176,7 +177,7 @@ def _pooled(url: str, body: Mapping[str, Any], card: Mapping[str, Any], fields: 
     task = endpoint.task(endpoint.fields(body), **fields)
     with endpoint.naming():
         task = task.resolved(card)
-        task.check_at_once(card)
+        model_fit.check_at_once(task, card)
     return task
 
 

@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from producers.client.submission import ResolvedModel
+from producers.contract import model_fit
 from producers.contract.chat import MESSAGE, read_messages
 from producers.contract.stream import End, Token
 from producers.contract.task import Task
@@ -224,7 +225,7 @@ async def _prompt(
     work, card = work_of(request), resolved.card
     spelled = chat.logprobs is not None or task.prompt_logprobs is not None
     with chat.text_request.naming():
-        task.check(card, counted=False)
+        model_fit.check(task, card, counted=False)
         check_chats(card)
         prompts = await idempotency.made_prompts(
             request, gateway.client, resolved, 1, tenant=task.tenant, spelled=spelled
@@ -233,7 +234,7 @@ async def _prompt(
             return prompts[0]
         text = await gateway.templates.render(card, chat.messages, work, **chat.template)
         prompt = await gateway.prompts.encode(card, text, work, special=False)
-        task.model_copy(update={"prompt": prompt}).check(card)
+        model_fit.check(task.model_copy(update={"prompt": prompt}), card)
         return prompt
 
 

@@ -23,8 +23,11 @@ from starlette.responses import Response
 from engine.declared import MAX_INT32
 from engine.errors import ErrorText
 from engine.text import Tokenizer
+from producers.contract import model_fit
+from producers.contract.fields import MAX_PROMPT_BYTES, MAX_PROMPT_TOKENS
+from producers.contract.model_fit import MAX_LOGPROBS
 from producers.contract.stream import End, Prompt, Token
-from producers.contract.task import MAX_LOGPROBS, MAX_PROMPT_BYTES, MAX_PROMPT_TOKENS, Task
+from producers.contract.task import Task
 from producers.errors import InvalidTask, shown
 from producers.gateway.admission.limits import check_may_use, check_number
 from producers.gateway.context import Gateway, gateway_of
@@ -159,7 +162,7 @@ class Completion:
                 # It is only a default: a long prompt gets the tokens that are left.
                 remaining = max(1, int(card["context_length"]) - len(task.prompt))
                 task = task.model_copy(update={"max_tokens": min(usual, remaining)})
-            task.check(card)
+            model_fit.check(task, card)
         return task
 
     def check_size(self, tasks: Sequence[Task]) -> None:

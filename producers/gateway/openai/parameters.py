@@ -14,7 +14,8 @@ from typing import Any, Final
 from engine.declared import declared
 from engine.errors import renamed
 from engine.params import MAX_SEED, SamplingParams
-from producers.contract.task import Task, likely
+from producers.contract.fields import likely
+from producers.contract.task import Task
 from producers.errors import InvalidTask, UnknownModel, shown
 from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import PARAMETER

@@ -25,8 +25,10 @@ from starlette.responses import Response
 from engine.declared import MAX_INT32
 from engine.errors import TextError
 from engine.labels import Aggregation
+from producers.contract import model_fit
+from producers.contract.fields import MAX_PROMPT_BYTES, MAX_TEXTS
 from producers.contract.stream import Chunk, End, Row, error_view, rows_of
-from producers.contract.task import MAX_PROMPT_BYTES, MAX_TEXTS, Task
+from producers.contract.task import Task
 from producers.errors import InvalidTask, shown
 from producers.gateway.admission.limits import check_may_use
 from producers.gateway.context import Gateway, gateway_of
@@ -393,7 +395,7 @@ async def _answer(request: Request) -> Response:
         request.state.tier = task.tier
         check_may_use(principal_of(request), task)
         resolved = await idempotency.resolve(request, gateway.client, task, 1, tenant=tenant)
-        task.check(resolved.card)
+        model_fit.check(task, resolved.card)
         foreground = await keyed(request, gateway, [task])
         try:
             await foreground.submit()

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
 from producers.contract.chat import MESSAGE, read_messages
-from producers.contract.task import MAX_PROMPT_TOKENS
+from producers.contract.fields import MAX_PROMPT_TOKENS
 from producers.errors import InvalidTask, shown
 from producers.gateway.admission.limits import check_sees
 from producers.gateway.context import gateway_of

@@ -20,7 +20,7 @@ from engine.grammar.source import SPACE
 from engine.grammar.trial import STOPPED
 from engine.params import FORMS, MAX_GRAMMAR, MAX_SCHEMA
 from engine.text import RequestError, Tokenizer, lists_tools
-from producers.contract.task import checked_form
+from producers.contract.fields import checked_form
 from producers.errors import InvalidTask
 from producers.gateway.context import Gateway
 from producers.gateway.http.errors import invalid_value

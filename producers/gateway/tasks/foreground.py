@@ -19,6 +19,7 @@ from producers.client.reader import Reader, Shortcut
 from producers.client.steps import FAILURES
 from producers.client.submission import ResolvedModel
 from producers.connection.log_throttle import warn_throttled
+from producers.contract import model_fit
 from producers.contract.stream import End, Event
 from producers.contract.task import Task
 from producers.errors import PenstockError, TaskExists, TaskNotFound
@@ -232,7 +233,7 @@ async def keyed(request: Request, gateway: Gateway, tasks: Sequence[Task]) -> Fo
     tasks = await gateway.accounts.sized(request, tasks)
     if idempotency.HEADER in request.headers:
         for task in tasks:  # a refused request takes no key
-            task.check((await resolve(request, gateway.client, task)).card)
+            model_fit.check(task, (await resolve(request, gateway.client, task)).card)
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=tasks[0].tenant)
     if entry is None:
         return Foreground(request, gateway, tasks, expects=True)

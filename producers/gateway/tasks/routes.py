@@ -38,8 +38,9 @@ from producers.client.steps import FAILURES
 from producers.client.submission import TASK
 from producers.connection.log_throttle import warn_throttled
 from producers.contract import keys
+from producers.contract.fields import MAX_TENANT
 from producers.contract.record import Record
-from producers.contract.task import MAX_TENANT, Task
+from producers.contract.task import Task
 from producers.errors import PenstockError, shown
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.fair_share import in_thread, measured

@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import Request
 
 from producers.client.submission import TASK
+from producers.contract import model_fit
 from producers.contract.record import Record
 from producers.contract.task import Task
 from producers.errors import TaskExists, TaskNotFound
@@ -32,7 +33,7 @@ async def encoded(request: Request, gateway: Gateway, task: Task) -> Task:
     gateway.client.directory.check(task)
     resolved = await idempotency.resolve(request, gateway.client, task, 1, tenant=task.tenant)
     card = resolved.card
-    task.check(card, counted=task.prompt_tokens is not None)
+    model_fit.check(task, card, counted=task.prompt_tokens is not None)
     if task.webhook is not None:
         await gateway.destinations.check(task.webhook.url, "webhook.url")
     if task.prompt_tokens is not None or task.kind != "generate":  # a worker counts the tokens of such texts
@@ -47,7 +48,7 @@ async def encoded(request: Request, gateway: Gateway, task: Task) -> Task:
     else:
         ids = await gateway.prompts.encode(card, str(task.prompt), work)
     task = task.model_copy(update={"prompt": ids, "messages": None})
-    task.check(card)
+    model_fit.check(task, card)
     return task
 
 

@@ -33,7 +33,7 @@ from engine.errors import ErrorText
 from engine.text import ConfinedTemplate, ModelError, RequestError, TemplateSource, Tokenizer
 from engine.text.confined_tokenizer import ConfinedTokenizer, TextError
 from producers.contract.chat import MAX_MESSAGES, too_many
-from producers.contract.task import MAX_PROMPT_BYTES
+from producers.contract.fields import MAX_PROMPT_BYTES
 from producers.errors import InvalidTask, shown
 from producers.gateway.executor import CallerLeft, Executor, ExecutorBusy, ExecutorClosed, ExecutorFull
 from producers.gateway.http.errors import CLIENT_LEFT, ONCE, RETRY_AFTER, Problem, unavailable

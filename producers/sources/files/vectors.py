@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Final
 
+from producers.contract import model_fit
 from producers.contract.task import Task
 from producers.errors import InvalidTask, shown
 from producers.store.blobs import BlobNotFound, Blobs, Line, lines
@@ -63,8 +64,8 @@ def task_of(settings: Mapping[str, Any], texts: list[str]) -> Task:
 
 def requests(texts: Iterable[Line], settings: Mapping[str, Any], card: Mapping[str, Any]) -> Iterator[bytes]:
     """The lines of a batch for these texts. Raises BadText and InvalidTask."""
-    task_of(settings, ["x"]).check(card)
-    most = len(task_of(settings, ["x"] * 256).chunks(card)[0])
+    model_fit.check(task_of(settings, ["x"]), card)
+    most = len(model_fit.chunks(task_of(settings, ["x"] * 256), card)[0])
     first, size, some = 0, 0, list[str]()
     for line in texts:
         if is_blank(line):

@@ -36,7 +36,7 @@ from producers.client.steps import FAILURES
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun
 from producers.connection.trouble import error_text, trouble
-from producers.contract.task import MAX_TENANT
+from producers.contract.fields import MAX_TENANT
 from producers.errors import InvalidTask, shown
 from producers.sources.files import vectors
 from producers.sources.source import Context, Source, SourceSettings, ended, fitting

@@ -32,8 +32,9 @@ from producers.client.submission import TASK
 from producers.connection.connect import SILENT_S, connect_async
 from producers.connection.script import arun
 from producers.contract import keys
+from producers.contract.fields import MAX_TENANT
 from producers.contract.record import trace_fields
-from producers.contract.task import MAX_TENANT, Task
+from producers.contract.task import Task
 from producers.errors import InvalidTask, PenstockError, TaskErased, TaskExists, shown
 from producers.sources.inbox import BadMessage, Consumer, Inbox, ListInbox, Received, SqsInbox
 from producers.sources.messages.replies import (

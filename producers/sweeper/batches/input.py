@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from producers.contract.fields import likely
 from producers.contract.json_parts import MAX_PARTS, SMALL, count_parts
-from producers.contract.task import likely
 from producers.errors import shown
 from producers.store.batches import Batch
 from producers.store.blobs import Ahead, Blobs, Line, lines

@@ -9,7 +9,9 @@ import pytest
 
 from engine.params import MAX_SEED
 from producers import InvalidTask, Task
-from producers.contract.task import ASSUMED_OUTPUT, MAX_PROMPT_BYTES, MAX_PROMPT_TOKENS
+from producers.contract import model_fit
+from producers.contract.fields import MAX_PROMPT_BYTES, MAX_PROMPT_TOKENS
+from producers.contract.task import ASSUMED_OUTPUT
 from tests.producers.conftest import CARD
 
 #: (fields, the field that is named, code)
@@ -241,7 +243,7 @@ def test_what_people_write_is_taken() -> None:
 def test_what_the_model_cannot_run_is_refused(fields: dict[str, Any], param: str, code: str) -> None:
     task = Task(**{"model": "tiny", "prompt": "x", **fields})
     with pytest.raises(InvalidTask, match=r"tiny") as refused:
-        task.check(CARD)
+        model_fit.check(task, CARD)
     assert (refused.value.param, refused.value.code) == (param, code)
 
 
@@ -258,44 +260,44 @@ def test_what_no_workers_cache_has_room_for_is_refused(fields: dict[str, Any], p
     with pytest.raises(
         InvalidTask, match=r'10[1-9] tokens of KV cache; the workers of "tiny" have room for 100;'
     ) as no:
-        Task(model="tiny", **fields).check(CARD | {"kv_capacity": 100})
+        model_fit.check(Task(model="tiny", **fields), CARD | {"kv_capacity": 100})
     assert (no.value.param, no.value.code) == (param, "kv_capacity_exceeded")
 
 
 def test_a_workers_cache_may_be_filled_to_the_last_token() -> None:
     small = CARD | {"kv_capacity": 100}
-    Task(model="tiny", prompt=[1] * 100).check(small)
-    Task(model="tiny", prompt=[1] * 90, max_tokens=11).check(small)
-    Task(model="tiny", prompt="text", max_tokens=100).check(small)
+    model_fit.check(Task(model="tiny", prompt=[1] * 100), small)
+    model_fit.check(Task(model="tiny", prompt=[1] * 90, max_tokens=11), small)
+    model_fit.check(Task(model="tiny", prompt="text", max_tokens=100), small)
 
 
 def test_a_model_that_generates_nothing_is_refused() -> None:
     with pytest.raises(InvalidTask, match="cannot generate; it can"):
-        Task(model="tiny", prompt="x").check(CARD | {"capabilities": ["embed"]})
+        model_fit.check(Task(model="tiny", prompt="x"), CARD | {"capabilities": ["embed"]})
 
 
 def test_the_context_may_be_filled_to_the_last_token() -> None:
-    Task(model="tiny", prompt=[1] * 500, max_tokens=12).check(CARD)
-    Task(model="tiny", prompt=[1] * 511).check(CARD)
-    Task(model="tiny", prompt=[1] * 512, max_tokens=0, prompt_logprobs=1).check(CARD)
-    Task(model="tiny", prompt="text", max_tokens=511).check(CARD)
+    model_fit.check(Task(model="tiny", prompt=[1] * 500, max_tokens=12), CARD)
+    model_fit.check(Task(model="tiny", prompt=[1] * 511), CARD)
+    model_fit.check(Task(model="tiny", prompt=[1] * 512, max_tokens=0, prompt_logprobs=1), CARD)
+    model_fit.check(Task(model="tiny", prompt="text", max_tokens=511), CARD)
 
 
 def test_what_would_be_stored_at_once_is_bounded() -> None:
     wide = CARD | {"context_length": 1 << 20}
-    Task(model="tiny", prompt=[1] * 12_483, prompt_logprobs=20).check(wide)
+    model_fit.check(Task(model="tiny", prompt=[1] * 12_483, prompt_logprobs=20), wide)
     with pytest.raises(InvalidTask, match=r"262164 log probabilities; at most 262144") as refused:
-        Task(model="tiny", prompt=[1] * 12_484, prompt_logprobs=20).check(wide)
+        model_fit.check(Task(model="tiny", prompt=[1] * 12_484, prompt_logprobs=20), wide)
     assert refused.value.param == "prompt_logprobs"
-    Task(model="tiny", prompt=[1], n=64, max_tokens=780, logprobs=20).check(wide)
+    model_fit.check(Task(model="tiny", prompt=[1], n=64, max_tokens=780, logprobs=20), wide)
     with pytest.raises(InvalidTask, match=r"n = 64 and up to 781 output tokens these are 1049664 log") as refused:
-        Task(model="tiny", prompt=[1], n=64, max_tokens=781, logprobs=20).check(wide)
+        model_fit.check(Task(model="tiny", prompt=[1], n=64, max_tokens=781, logprobs=20), wide)
     assert refused.value.param == "logprobs"
-    Task(model="tiny", prompt=[1], n=4, best_of=5, max_tokens=4096).check(wide)
-    Task(model="tiny", prompt=[1], n=64, best_of=64).check(wide)
+    model_fit.check(Task(model="tiny", prompt=[1], n=4, best_of=5, max_tokens=4096), wide)
+    model_fit.check(Task(model="tiny", prompt=[1], n=64, best_of=64), wide)
     for fields in ({"max_tokens": 4097, "n": 4}, {"n": 1}):
         with pytest.raises(InvalidTask, match="more than the 16384 tokens") as refused:
-            Task(model="tiny", prompt=[1], best_of=5, **fields).check(wide)
+            model_fit.check(Task(model="tiny", prompt=[1], best_of=5, **fields), wide)
         assert refused.value.param == "best_of"
 
 
@@ -433,12 +435,12 @@ def test_a_schema_that_would_be_too_large_is_followed_to_the_letter() -> None:
 def test_texts_whose_parts_are_labelled_are_cut_where_their_result_would_be_too_large() -> None:
     card = CARD | {"capabilities": ["token_classify"], "pooling": {"labels": ["O", "PER"], "several_labels": False}}
     task = Task(model="tiny", kind="token_classify", input=["x" * 400] * 400)
-    chunks = task.chunks(card)
+    chunks = model_fit.chunks(task, card)
     assert [at for chunk in chunks for at in chunk] == [*range(400)]
     assert max(len(chunk) for chunk in chunks) == 122, "each of 400 tokens may be a part of four numbers"
-    assert len(task.model_copy(update={"input": ("x",) * 256}).chunks(card)) == 1
+    assert len(model_fit.chunks(task.model_copy(update={"input": ("x",) * 256}), card)) == 1
     with pytest.raises(InvalidTask, match=r"labelled parts may take \d+ bytes") as refusal:
-        Task(model="tiny", kind="token_classify", input=["x" * 1000] * 9000).check(card)
+        model_fit.check(Task(model="tiny", kind="token_classify", input=["x" * 1000] * 9000), card)
     assert refusal.value.code == "array_above_max_length"
     several = card | {"pooling": {"labels": ["O", "PER"], "several_labels": True}}
-    assert task.result_bytes(several) == 2 * task.result_bytes(card)
+    assert model_fit.result_bytes(task, several) == 2 * model_fit.result_bytes(task, card)

@@ -12,9 +12,10 @@ from redis import Redis
 
 from producers import AsyncClient, SubmitFailed
 from producers.connection.script import Call, run
-from producers.contract import keys
+from producers.contract import keys, model_fit
+from producers.contract.fields import MAX_TEXTS
 from producers.contract.stream import encode_rows
-from producers.contract.task import MAX_TEXTS, Task
+from producers.contract.task import Task
 from producers.errors import InvalidTask, LimitReached, QueueFull, TaskFailed
 from producers.sources.messages.replies import Reply, task_view
 from producers.store import chunks, protocol
@@ -162,7 +163,7 @@ async def test_what_is_read_of_it_is_its_chunks_rows_and_a_reply_has_none(
     aclient: AsyncClient, valkey: Redis, embedder: str, worker: FakeWorker
 ) -> None:
     handle = await aclient.submit(kind="embed", model=embedder, input=TEXTS, metadata={"a": "b"})
-    for number, chunk in enumerate(Task(kind="embed", model=embedder, input=TEXTS).chunks(EMBEDDER)):
+    for number, chunk in enumerate(model_fit.chunks(Task(kind="embed", model=embedder, input=TEXTS), EMBEDDER)):
         name = chunks.chunk_id(handle.id, number)
         worker.claim(name)
         worker.finish(name, [0], result=encode_rows([[float(at), 0.5] for at in chunk]))
@@ -268,7 +269,7 @@ async def test_it_is_charged_and_bounded_as_all_of_its_chunks(
 
 def test_chunks_are_of_a_workers_size() -> None:
     def sizes(card: dict[str, Any], **fields: Any) -> list[int]:
-        return [len(chunk) for chunk in Task(model="m", **fields).chunks({**CARD, **card})]
+        return [len(chunk) for chunk in model_fit.chunks(Task(model="m", **fields), {**CARD, **card})]
 
     embed = {"capabilities": ["embed"]}
     assert sizes(embed, kind="embed", input=["x"] * 256) == [256]
@@ -282,7 +283,7 @@ def test_chunks_are_of_a_workers_size() -> None:
         Task(model="m", kind="embed", input=["x", "x" * (1 << 20) + "x"])
     wide = {**CARD, **embed, "pooling": {"dimensions": 4096}}
     with pytest.raises(InvalidTask, match="with 4096 numbers each, at most 3072"):
-        Task(model="m", kind="embed", input=["x"] * 3073).check(wide)
+        model_fit.check(Task(model="m", kind="embed", input=["x"] * 3073), wide)
 
 
 async def test_a_task_of_an_earlier_ones_id_has_chunks_of_its_own(

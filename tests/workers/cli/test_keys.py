@@ -13,7 +13,7 @@ import pytest
 from redis import Redis
 
 from producers.contract import keys
-from producers.contract.task import MAX_TENANT
+from producers.contract.fields import MAX_TENANT
 from producers.store.access.api_keys import TOKEN
 from producers.store.fleet import cards
 from tests.producers.gateway.conftest import Door, until

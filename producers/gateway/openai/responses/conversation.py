@@ -16,9 +16,11 @@ from typing import Any, Final
 from starlette.requests import Request
 
 from producers.client.aio import AsyncHandle
+from producers.contract import model_fit
 from producers.contract.chat import MAX_MESSAGES
+from producers.contract.fields import MAX_PROMPT_BYTES
 from producers.contract.record import Record
-from producers.contract.task import MAX_PROMPT_BYTES, Task
+from producers.contract.task import Task
 from producers.errors import InvalidTask, TaskNotFound, shown
 from producers.gateway.context import Gateway
 from producers.gateway.http.authorization import principal_of, tenant_of
@@ -148,7 +150,7 @@ async def fitted(
     the beginning stay, and what follows them begins with a user's message.
     """
     with response_request.text_request.naming():
-        task.check(card, counted=False)
+        model_fit.check(task, card, counted=False)
         check_chats(card)
         stay, starts = _starts(items, response_request.truncate)
         if response_request.previous is not None:
@@ -160,9 +162,9 @@ async def fitted(
         async def filled(at: int) -> Task:
             messages = response_request.messages(from_start(at))
             full = task.model_copy(update={"prompt": await _prompt(gateway, card, messages, work, variables)})
-            full.check(card)
+            model_fit.check(full, card)
             if full.max_tokens is None and at < len(starts) - 1:
-                full.model_copy(update={"max_tokens": int(card["context_length"]) // ROOM}).check(card)
+                model_fit.check(full.model_copy(update={"max_tokens": int(card["context_length"]) // ROOM}), card)
             return full
 
         first = 0 if len(starts) == 1 else _first_of_size(response_request, items, stay, starts)

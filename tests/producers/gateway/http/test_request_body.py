@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from producers.contract import json_parts, task
+from producers.contract import fields, json_parts
+from producers.contract.fields import MAX_PROMPT_TOKENS, read_json
 from producers.contract.json_parts import MAX_PARTS, count_parts, count_values
-from producers.contract.task import MAX_PROMPT_TOKENS, Task, read_json
+from producers.contract.task import Task
 from producers.gateway import app
 from producers.gateway.http import request_body as body
 from producers.gateway.http.request_body import MAX_VALUES
@@ -72,7 +73,7 @@ def test_a_body_of_too_many_parts_is_refused_without_being_parsed(
 ) -> None:
     parsed: list[int] = []
     loads = json.loads
-    monkeypatch.setattr(task.json, "loads", lambda text, **more: parsed.append(len(text)) or loads(text, **more))
+    monkeypatch.setattr(fields.json, "loads", lambda text, **more: parsed.append(len(text)) or loads(text, **more))
     large = b'{"model": "tiny", "messages": [' + part * (most + 1) + b"1]}"
     for path in ("chat/completions", "completions", "responses", "tasks"):
         answer = http.post(f"/v1/{path}", content=large, headers={"content-type": "application/json"})
