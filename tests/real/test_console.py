@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from tests.producers.gateway.console.conftest import complaints as complaints
 from tests.producers.gateway.console.conftest import look as look
 from tests.producers.gateway.test_dead_letters import bury
 from tests.warm import Forked
-from workers.library.reference import packaged
+from workers.library.reference import BUNDLED, packaged
 
 MODEL = "smollm2"
 pytestmark = [
@@ -40,6 +42,18 @@ pytestmark = [
     pytest.mark.skipif(MODEL not in packaged(), reason="no trained model on this machine"),
 ]
 CONFIG: dict[str, Any] = {"threads": 2, "kv_cache_bytes": 256 << 20, "max_num_seqs": 2}
+#: Seconds between two points of a gateway that serves.
+INTERVAL_S = 10.0
+#: A worker that is lost soon after it dies, and whose death is enough to give up what it ran.
+FRAGILE: dict[str, Any] = {
+    "model": f"tiny={BUNDLED / 'tiny'}",
+    "engine_factory": "workers.runtime.worker:load_engine",
+    "engine": {"threads": 1, "kv_cache_bytes": 16 << 20},
+    "lease": 2.0,
+    "max_deaths": 1,
+    "warm": True,
+    "LOG_LEVEL": "WARNING",
+}
 STORY = "Write a long story about a fox and a river."
 PAGE = Path(__file__).parents[2] / "docs" / "run" / "console.md"
 
@@ -47,6 +61,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "run" / "console.md"
 @dataclass(frozen=True)
 class System:
     url: str
+    store_url: str
     store: Redis
     http: httpx.Client
 
@@ -74,7 +89,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         ) as worker,
     ):
         worker.wait_until(lambda: bool(worker.incarnations), 400)
-        made = System(address, store, http)
+        made = System(address, url, store, http)
         sweeper = Forked(
             [sys.executable, "-m", "workers.cli", "sweeper", "--broker", url, "--log-level", "warning"],
             {},
@@ -155,9 +170,14 @@ async def test_2_how_loaded_is_it_and_is_that_more_than_before(look: Look, syste
     reader = await begin(look, system)
     tile = reader.page.locator(".tile").filter(has_text="Running")
     await expect(tile).to_contain_text("of 2")
-    await expect(tile.locator("svg path.line")).to_have_count(1, timeout=40_000)
+    await expect(tile.locator("svg path.line.run")).to_have_count(1, timeout=40_000)
     chart = reader.page.get_by_role("img", name=re.compile("Tasks that wait, and sequences that run"))
     await expect(chart.locator("path.line")).to_have_count(2)
+    # Points at the gateway's own interval, of which there are a few by now.
+    await expect(reader.page.locator(".axis").first).to_contain_text(re.compile("s ago|min"), timeout=40_000)
+    at = system.http.get("/v1/overview").json()["series"]["at"]
+    assert len(at) > 2
+    assert max(late - early for early, late in pairwise(at)) < 6 * INTERVAL_S
 
 
 async def test_3_why_does_this_wait(look: Look, system: System) -> None:
@@ -226,14 +246,29 @@ async def test_9_what_did_last_nights_rollout_do(look: Look, system: System) -> 
 
 
 async def test_10_what_was_given_up_and_can_i_run_it_again(look: Look, system: System) -> None:
-    bury(system.store, "{", reason="not JSON", of="penstock:queue:none:default")
-    reader = await begin(look, system)
-    await reader.go("Dead letters")
-    row = reader.page.get_by_role("region", name="Dead letters").locator("tbody tr")
-    await expect(row).to_contain_text("not JSON")
-    await reader.click(row.get_by_role("button", name="Replay"))
-    await expect(reader.page.get_by_role("dialog")).to_contain_text("put back into its list")
-    system.store.delete("penstock:dead")
+    """A task whose worker was killed."""
+    with Worker(system.store_url, **FRAGILE) as worker:
+        worker.wait_ready(120)
+        body = {"model": "tiny", "prompt": "def f(", "max_tokens": 900, "n": 8, "ignore_eos": True}
+        task_id = system.http.post("/v1/tasks", json=body).raise_for_status().json()["id"]
+        worker.wait_until(lambda: system.store.hget(keys.task(task_id), "status") == "in_progress")
+        worker.stop(signal.SIGKILL)
+    with Worker(system.store_url, **FRAGILE) as worker:
+        worker.wait_until(lambda: system.store.hget(keys.task(task_id), "status") == "failed", 120)
+        reader = await begin(look, system)
+        await reader.go("Dead letters")
+        row = reader.page.get_by_role("region", name="Dead letters").locator("tbody tr").filter(has_text=task_id[:6])
+        await expect(row).to_contain_text("worker")
+        await reader.click(row.get_by_role("button", name="Replay"))
+        dialog = reader.page.get_by_role("dialog")
+        await expect(dialog).to_contain_text(f"Task {task_id} is submitted again under a new id")
+        await dialog.get_by_role("button", name="Replay it").click()  # it asks once
+        await expect(reader.page.get_by_role("status").filter(has_text="It runs as task")).to_be_visible()
+        await expect(row).to_have_count(0, timeout=20_000)
+        again = system.http.get("/v1/tasks", params={"model": "tiny", "kind": "all"}).json()["data"][0]["id"]
+        assert again != task_id
+        worker.wait_until(lambda: system.store.hget(keys.task(again), "status") == "completed", 120)
+    assert system.http.get("/v1/audit").json()["data"][0]["did"] == "dead_letter.replay"
 
 
 async def test_a_task_of_the_model_is_read_while_it_is_written(look: Look, system: System) -> None:
