@@ -193,7 +193,7 @@ def rolled_out(folder: Path) -> None:
         system = System(Path(name), *UP)
         try:
             print(json.dumps(asyncio.run(rollout(system, copied(Path(name), 1)))), flush=True)
-            picture = Picture("rollout-light", "models?model=tiny", "svg.between", 1280, 1340)
+            picture = Picture("rollout-light", "models?model=tiny", "svg.between", 1280, 1660)
             asyncio.run(look(system.url, [picture], folder))
         finally:
             system.stop()

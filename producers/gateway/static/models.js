@@ -49,11 +49,11 @@ function one(model, fleet, now, routing, copies, rollouts, ctx) {
       ["Vocabulary", `${count(model.vocab_size)} tokens`],
       ["Can", plain(model.capabilities.join(", ")) || "–"],
       row && ["Tokens", `${amount(row.tokens_per_s)} /s, ${count(row.generated_tokens)} in all`],
-      row && ["First token, last minute", `p50 ${seconds(row.first_token.p50)}, p95 ${seconds(row.first_token.p95)}`],
-      row && ["Whole task, last minute", `p50 ${seconds(row.task_time.p50)}, p95 ${seconds(row.task_time.p95)}`],
+      row && ["First token, last minute", both(row.first_token)],
+      row && ["Whole task, last minute", both(row.task_time)],
       row && ["Ended", `${count(row.tasks.completed)} completed, ${count(row.tasks.failed)} failed, ${count(row.tasks.cancelled)} cancelled`],
       row && ["Overload", h("span", null, state(row.overload), row.pressure ? ` ${percent(row.pressure)} of the bound` : "")],
-      Object.keys(model.defaults ?? {}).length && ["Its own defaults", h("span", { class: "mono" }, plain(JSON.stringify(model.defaults)).slice(0, 300))],
+      Object.keys(model.defaults ?? {}).length && ["Its own defaults", plain(Object.entries(model.defaults).map(([field, value]) => `${field}\u00a0${JSON.stringify(value)}`).join(", ")).slice(0, 300)],
     ]),
     routing ? routed(routing, copies, ctx) : null,
     model.adapter ? null : changes(model, routing ?? { generation: 0, default: model.version, aliases: {}, split: {}, rules: [], stages: {} }, pools, rollouts, ctx),
@@ -62,6 +62,8 @@ function one(model, fleet, now, routing, copies, rollouts, ctx) {
       pools.map((pool) => ({ key: pool.name, cells: [h("span", { class: "mono" }, plain(pool.version ?? "whatever is current")), pool.current ? "yes" : "no", count(pool.workers), count(pool.ready), pool.desired === null ? "–" : count(pool.desired), pool.decision ? plain(pool.decision.trouble || pool.decision.reason) : "nobody scales it"] })),
       { label: "Versions", none: "No worker serves it, and nobody scales it." })] : null);
 }
+
+const both = ({ p50, p95 }) => `p50\u00a0${seconds(p50)}, p95\u00a0${seconds(p95)}`;
 
 // Where new tasks go, if not simply to the card's version.
 function routed(routing, copies, ctx) {

@@ -35,7 +35,7 @@ export function rollouts({ data, judged: list = [] }, details, chosen, ctx) {
     card("Rollouts", { key: "rollouts" }, table(
       ["Model", "Phase", "From", "To", ["Part", "num"], "Begun", "Since", ["Why", "wide"], ["", "actions"]],
       rows.map((rollout) => ({ key: `${rollout.model} ${rollout.asked_at}`, cells: [
-        link(`#/models?model=${encodeURIComponent(rollout.model)}`, modelName(rollout.model)), state(rollout.phase), name(rollout.before, { most: 14 }), name(rollout.version, { most: 14 }), rollout.judges ? percent(rollout.phase === "promoted" ? 1 : rollout.percent / 100) : "–",
+        link(`#/models?model=${encodeURIComponent(rollout.model)}`, modelName(rollout.model)), state(rollout.phase), h("span", { class: "mono" }, name(rollout.before, { most: 14 })), h("span", { class: "mono" }, name(rollout.version, { most: 14 })), rollout.judges ? percent(rollout.phase === "promoted" ? 1 : rollout.percent / 100) : "–",
         h("span", { title: exactly(rollout.asked_at) }, ago(rollout.asked_at, ctx.now())), h("span", { title: exactly(rollout.changed_at) }, ago(rollout.changed_at, ctx.now())), plain(rollout.reason || "–"), rollout.judges ? null : ended(rollout, ctx)] })),
       { label: "Rollouts", none: "No model was rolled out. “Start a rollout” gives a version a growing part of the tasks; penstock rollout NAME=MODEL replaces one while tasks run." })),
     ...details.map((report) => detail(report, ctx)),
