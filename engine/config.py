@@ -130,9 +130,9 @@ class EngineConfig:
         "Processes on this machine that compute the model together, each with its share of the weights and of the "
         "cores. It must divide the model's heads. Unset: 1.",
     )
-    """The number of ranks. Each holds 1 / tensor_parallel of every matrix and of the KV cache. Only on CPUs with native
-    kernels. `threads` is for all together. The number is a part of the engine's fingerprint: sums over another number
-    of ranks round differently."""
+    """The number of ranks. Each holds 1 / tensor_parallel of every matrix and of the KV cache: on CPUs with native
+    kernels, or each on a GPU of its own. `threads` is for all together. The number is a part of the engine's
+    fingerprint: sums over another number of ranks round differently."""
     pipeline_parallel: int = declare(
         1,
         Integer(1, MOST_RANKS),

@@ -117,10 +117,10 @@ class Engine(StepLoop):
         self._loading = threading.Lock()
         self._ids = itertools.count()
         self.fingerprint = fingerprint_of(model, config.block_size)
-        capacity = plan_capacity(model, config, draft)
-        self._publish(capacity)
         _log_choices(folder.name, model, config)
         with nullcontext() if group is None else group.in_time("to make the KV caches of all ranks"):
+            capacity = plan_capacity(model, config, draft)
+            self._publish(capacity)
             runner = runner_for(model, config, capacity)
         speculation = speculation_for(model, draft, config, capacity, runner)
         scheduler = Scheduler(capacity, self._traits(folder, version), _policy(model, config), speculation)
@@ -135,7 +135,7 @@ class Engine(StepLoop):
             partial(model.kernels.use_threads, config.threads),
             overlap=int(model.device.type == "cuda" or model.staged) if config.overlap is None else config.overlap,
             release=release,
-            check=(lambda: check_alive(model.device)) if group is None else group.check,
+            check=partial(_check, model.device, group),
             on_idle=while_idle(runner),
             turns=None if config.turns is None else Turns(config.turns, config.share),
         )
@@ -179,21 +179,14 @@ class Engine(StepLoop):
         `progress` is called while they are read, with the bytes of its weights that were read so far, and of all.
         """
         config = config or EngineConfig()
-        if device_named(config.device).type == "cpu":
+        device = device_named(config.device)
+        if device.type == "cpu":
             torch.set_num_threads(threads_for(config.threads, torch.get_num_threads()))
-        elif config.ranks > 1:
-            raise EngineError(
-                ErrorText.of(
-                    "{tensor_parallel}={} and {pipeline_parallel}={} are for CPUs, and the device is {}; several GPUs "
-                    "cannot compute one model yet",
-                    *(config.tensor_parallel, config.pipeline_parallel, device_named(config.device).type),
-                )
-            )
         folder = Path(path)
         if config.ranks == 1:
             return cls._load(folder, config, None, loaded, progress)
         check_ranks_of(folder, config.tensor_parallel, config.pipeline_parallel)
-        group = Group(folder, config, max(1, torch.get_num_threads() // config.own_ranks))
+        group = Group(folder, config, max(1, torch.get_num_threads() // config.own_ranks), device)
         try:
             with on_nodes_of(0, config.own_ranks):
                 return cls._load(folder, config, group, loaded, progress)
@@ -226,7 +219,7 @@ class Engine(StepLoop):
             config.deterministic,
             config.kv_cache_dtype,
             progress,
-            exchange=None if group is None else group.exchange,
+            exchange=None if group is None else group.collectives or group.exchange,
             stage=WHOLE if group is None else group.stage,
             processes=config.own_ranks,
         )
@@ -484,8 +477,15 @@ def fingerprint_of(model: Computes, block_size: int) -> str:
         capability,
         parser_version(),
         *(() if kernels.exchange is None else (f"{kernels.exchange.share.ranks} ranks",)),
+        *(() if kernels.collectives is None else (kernels.collectives.identity,)),
     )
     return hashlib.sha256("|".join(traits).encode()).hexdigest()[:8]
+
+
+def _check(device: torch.device, group: Group | None) -> None:
+    if group is not None:
+        group.check()
+    check_alive(device)
 
 
 def check_alive(device: torch.device) -> None:

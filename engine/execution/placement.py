@@ -8,6 +8,7 @@ from dataclasses import replace
 from engine.config import EngineConfig
 from engine.errors import EngineError, ErrorText
 from engine.execution.device import DeviceRunner, rehearse, step_bytes
+from engine.execution.ranks.device import DeviceLead, RanksDeviceRunner
 from engine.execution.ranks.runner import LeadModel, RanksRunner
 from engine.execution.ranks.stages import StagedModel, StagesRunner
 from engine.execution.runner import Runner
@@ -62,7 +63,9 @@ def _spaces(model: Model, config: EngineConfig, capacity: Capacity, draft: Model
         drafts = (block_bytes(group, size, draft.kernels.cache_dtype.itemsize) for group in draft.kv_groups)
         sizes[whole_group(model)] += sum(drafts)
     free = _free(model, config, capacity, draft) if config.kv_cache_bytes is None else 0
-    # Every rank has as many blocks, each of its own KV heads, within the memory of one process.
+    # Every rank has as many blocks, each of its own KV heads, within the memory of one process; of a GPU of its own.
+    if model.device.type != "cpu":
+        free *= config.tensor_parallel
     sizes = [each * config.tensor_parallel for each in sizes]
     spaces = kv_spaces(config.kv_cache_bytes, groups, sizes, capacity, free)
     if model.device.type != "cpu":
@@ -145,7 +148,12 @@ def _measured(model: Model, capacity: Capacity) -> int:
         max_num_seqs=capacity.max_num_seqs,
         max_num_batched_tokens=capacity.max_num_batched_tokens,
         length=capacity.max_model_len,
+        make=_device_runner_of(model),
     )
+
+
+def _device_runner_of(model: Model) -> type[DeviceRunner]:
+    return RanksDeviceRunner if isinstance(model, DeviceLead) else DeviceRunner
 
 
 def _runner_of(model: Model) -> type[Runner]:
@@ -161,7 +169,7 @@ def runner_for(model: Model, config: EngineConfig, capacity: Capacity) -> Runner
             return _runner_of(model)(
                 model, spaces=capacity.spaces, block_size=config.block_size, max_num_seqs=capacity.max_num_seqs
             )
-        runner = DeviceRunner(
+        runner = _device_runner_of(model)(
             model,
             spaces=capacity.spaces,
             block_size=config.block_size,

@@ -28,7 +28,8 @@ from engine.kernels.unmasked import ACTIVATIONS, TextBatch, attend_unmasked
 from engine.kv import KvGroup
 
 if TYPE_CHECKING:
-    from engine.kernels.native.exchange import Exchange
+    from engine.kernels.collectives import Collectives
+    from engine.kernels.native.exchange import Exchange, Share
 
 #: The numbers dequantised at one time, few enough to stay in a processor's cache until they are multiplied.
 _DEQUANTISED = 1 << 20
@@ -55,8 +56,10 @@ class Reference:
     tabled = False
     #: If set before a model's layers are prepared, sets that run layers in one call report their times by kernel class.
     report_time: ReportTime | None = None
-    #: This rank's end, if the model is one rank's share. Set before the model is made.
+    #: This rank's end, if the model is one rank's share: in shared memory, or by torch.distributed. One of them is set
+    #: before the model is made.
     exchange: Exchange | None = None
+    collectives: Collectives | None = None
 
     def __init__(self, compute_dtype: torch.dtype) -> None:
         self.compute_dtype = compute_dtype
@@ -64,6 +67,12 @@ class Reference:
         self.weight_dtype = self.cache_dtype = compute_dtype
         #: The count of all prepared weights, and the bytes in which the set keeps them, which a step reads.
         self.weights = self.weight_bytes = 0
+
+    @property
+    def share(self) -> Share | None:
+        """This rank's part of the model. None: all of it."""
+        end = self.exchange or self.collectives
+        return None if end is None else end.share
 
     def use_threads(self, threads: int | None) -> None:
         """Set the number of threads. Called on the thread that runs steps, before the first step. `threads`:
@@ -193,8 +202,8 @@ class Reference:
         return None
 
     def sum_ranks(self, x: Tensor) -> Tensor:
-        """Add up `x` over all ranks of `exchange`, if there is one. May overwrite `x`."""
-        return x
+        """Add up `x` over all ranks, if there are several. May overwrite `x`."""
+        return x if self.collectives is None else self.collectives.sum(x)
 
     def candidates(self, scaled: Tensor, floors: Tensor | None, keys: Tensor) -> tuple[Tensor, Tensor] | None:
         """The tokens that Gumbel noise can make the largest of each row of `scaled`.

@@ -182,9 +182,9 @@ class Decoder:
         #: The token ids of which this rank has the embeddings and makes the logits.
         self.own_tokens = range(c.vocab_size)
         self._whole = c
-        if kernels.exchange is not None:
-            self.own_tokens = kernels.exchange.share.of(c.vocab_size)
-            c = share_of(c, kernels.exchange.share)
+        if kernels.share is not None:
+            self.own_tokens = kernels.share.of(c.vocab_size)
+            c = share_of(c, kernels.share)
         self._own_layers = stage.of(c.layers)
         self.is_first, self.has_head = stage.rank == 0, stage.rank + 1 == stage.ranks
         self.staged = stage.ranks > 1
@@ -268,8 +268,8 @@ class Decoder:
 
     def cut(self, name: str) -> Cut | None:
         """See Model."""
-        exchange = self.kernels.exchange
-        return None if exchange is None else cut_of(name, c=self._whole, share=exchange.share)
+        share = self.kernels.share
+        return None if share is None else cut_of(name, c=self._whole, share=share)
 
     def pack(self, fill: Fill = lambda places: None) -> None:
         if self._has_table:
@@ -278,7 +278,7 @@ class Decoder:
         for i, layer in self._numbered():
             places = layer.weights(f"{_LAYERS}{i}.")
             fill(places)
-            if self.kernels.exchange is not None and self.kernels.exchange.share.rank:
+            if self.kernels.share is not None and self.kernels.share.rank:
                 for name, bias in places.items():
                     if name.endswith(SUMMED_BIASES):
                         bias.zero_()
@@ -332,6 +332,10 @@ class Decoder:
         return self._layers[0].input_norm(residual), residual
 
     def _embedded(self, tokens: Tensor, adapters: StepAdapters | None) -> Tensor:
+        if self.kernels.collectives is not None:
+            own = tokens - self.own_tokens.start
+            absent = (own < 0) | (own >= len(self.own_tokens))
+            return self.kernels.sum_ranks(self._embedding(own.masked_fill(absent, 0)).masked_fill(absent[:, None], 0.0))
         if self.kernels.exchange is None:
             return self._embedding(tokens, None if adapters is None else adapters.tokens)
         # By numpy, whose small operations take a tenth of the time of torch's.

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.declared import shown
 from engine.errors import ErrorText, ModelError
 from engine.kernels import Kernels, RaggedBatch, select
+from engine.kernels.collectives import Collectives
 from engine.kernels.native.exchange import WHOLE, Exchange, Share
 from engine.kernels.reference import Reference
 from engine.kv import KvGroup
@@ -126,7 +127,7 @@ def load_model(
     progress: Progress = lambda done, total: None,
     *,
     headless: bool = False,
-    exchange: Exchange | None = None,
+    exchange: Exchange | Collectives | None = None,
     stage: Share = WHOLE,
     processes: int = 1,
 ) -> Decoder:
@@ -161,7 +162,10 @@ def load_model(
         kept = None if scheme is None else adopt(path, whole, scheme, located)
         matched = match(path, located, whole.weights(), whole.canonical if kept is None else kept.canonical)
         located = shares_of(matched, settings, exchange.share, () if kept is None else kept.exact)
-        kernel_set.exchange = exchange
+        if isinstance(exchange, Exchange):
+            kernel_set.exchange = exchange
+        else:
+            kernel_set.collectives = exchange
         cuts = partial(cut_of, c=settings, share=exchange.share)
         return _filled(path, located, made, config, scheme, weight_dtype, device, progress, processes, cuts)
     return _filled(path, located, made, config, scheme, weight_dtype, device, progress, processes)

@@ -32,14 +32,15 @@ class Driver:
         tokens: int = 64,
         overlap: int = 0,
         runner: type[Runner] = Runner,
+        device_runner: type[DeviceRunner] = DeviceRunner,
         **settings: Any,
     ) -> None:
         """With an `overlap` of 1 each step is planned and launched before the one before it is entered. `runner`: of a
-        model whose kernels are not ragged."""
+        model whose kernels are not ragged; `device_runner`: of one whose are."""
         spaces = [KvSpace(blocks, group.window) for group in model.kv_groups]
         self.runner: Runner | DeviceRunner
         if model.kernels.ragged:
-            self.runner = DeviceRunner(
+            self.runner = device_runner(
                 model,
                 spaces=spaces,
                 block_size=block_size,

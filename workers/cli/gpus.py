@@ -38,7 +38,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A selected GPU. `label` names it in workers' names and logs."""
+    """A worker's GPU, or several of them. `label` names them in workers' names and logs."""
 
     label: str
     visible: str
@@ -62,11 +62,22 @@ def gpus_here(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
     return [Gpu(device["name"], device["uuid"], name) for device, name in zip(devices, names, strict=False)]
 
 
-def choose(selection: str, here: Sequence[Gpu]) -> tuple[Chosen, ...]:
-    """The GPUs that `--gpus` names: `all`, or numbers, UUIDs (or their beginnings) and MIG names, with commas.
+def choose(selection: str, here: Sequence[Gpu], ranks: int = 1) -> tuple[Chosen, ...]:
+    """The GPUs that `--gpus` names: `all`, or numbers, UUIDs (or their beginnings) and MIG names, with commas. Each
+    `ranks` of them, in this order, are one worker's.
 
-    Raises Failure for a GPU that does not exist or is named twice, and for other text.
+    Raises Failure for a GPU that does not exist or is named twice, for other text, and if `ranks` does not divide them.
     """
+    gpus = _chosen(selection, here)
+    if len(gpus) % ranks:
+        raise Failure(f"--gpus names {len(gpus)} GPUs, which --tensor-parallel {ranks} does not divide")
+    groups = [gpus[i : i + ranks] for i in range(0, len(gpus), ranks)]
+    return tuple(
+        Chosen("-".join(gpu.label for gpu in group), ",".join(gpu.visible for gpu in group)) for group in groups
+    )
+
+
+def _chosen(selection: str, here: Sequence[Gpu]) -> tuple[Chosen, ...]:
     there = f"this machine has {len(here)}" + (f", numbered from 0 to {len(here) - 1}" if here else "")
     if selection.strip() == "all":
         if not here:

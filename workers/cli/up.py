@@ -224,7 +224,7 @@ def up(
     set_up_logging(level, "autoscaler | ")  # nothing else in this process logs
     use_secrets_key(secrets_key)
 
-    chosen = choose(gpus, gpus_here()) if gpus is not None else ()
+    chosen = choose(gpus, gpus_here(), engine.get("tensor_parallel", 1)) if gpus is not None else ()
     names = model or ["tiny"]
     if len(chosen) % len(names):
         raise Failure(f"{len(chosen)} GPUs cannot be shared evenly by {len(names)} models")

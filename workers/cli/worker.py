@@ -314,7 +314,7 @@ def _gpus(context: typer.Context, selection: str) -> tuple[Chosen, ...]:
 
     if context.params["device"] == "cpu":
         raise Failure("--gpus goes with --device cuda, not with cpu")
-    return choose(selection, gpus_here())
+    return choose(selection, gpus_here(), context.params["tensor_parallel"] or 1)
 
 
 def _on_gpus(context: typer.Context, gpus: Sequence[Chosen]) -> list[str]:

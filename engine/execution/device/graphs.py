@@ -92,8 +92,12 @@ class DecodeGraphs:
     """The recorded decode steps of one runner. If recording fails once, nothing more is recorded: other steps then run
     without a recording, more slowly but with the same results."""
 
-    def __init__(self, record: Record, *, slots: int, most_places: int, device: torch.device) -> None:
-        """`most_places`: the tokens of the longest sequence."""
+    def __init__(
+        self, record: Record, *, slots: int, most_places: int, device: torch.device, alone: bool = True
+    ) -> None:
+        """`most_places`: the tokens of the longest sequence. `alone`: whether a step runs here alone; among ranks that
+        sum within it, each of which has to run it as often as the others, a recording that fails is an error."""
+        self._alone = alone
         self._record = record
         self._sizes = batch_sizes(slots)
         self._most_places = most_places
@@ -181,10 +185,14 @@ class DecodeGraphs:
             with _garbage_collection_paused():
                 recording = self._record(lambda: step(shape))
         except torch.OutOfMemoryError:
+            if not self._alone:
+                raise
             self._too_large.add(shape)
             logger.warning("there is no memory to record decode steps of %d sequences; they run without", shape.rows)
             return None
         except Exception:
+            if not self._alone:
+                raise
             self._fails = True
             logger.exception(
                 "a decode step could not be recorded as a CUDA graph; what is not recorded by now runs without"

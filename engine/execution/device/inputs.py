@@ -122,6 +122,24 @@ class StepInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class StepNumbers:
+    """All that the host sends for a step."""
+
+    host: NDArray[np.int32]
+    """A lent buffer: the numbers of `Shape.parts`, more of them, and the indexes and values of changed entries."""
+    end: int
+    """The offset of what follows the parts."""
+    more: int
+    """The count of the numbers that travel along, from `end` on."""
+    changes: int
+    """The count of the changed entries of the permanent rows, which come last."""
+    widths: tuple[int, ...]
+    """DeviceRows.widths."""
+    separate: tuple[NDArray[np.int32], ...] = ()
+    """The indexes and values of changed entries, if they are too many for `host`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Targets:
     """The memory in which the inputs of every step are made. It never changes."""
 
@@ -186,10 +204,12 @@ class InputMaker:
         `more` numbers, at most two for each token, are sent along and returned as a device tensor, int64. After an
         exception call `DeviceRows.forget`.
         """
+        return self.enter(self.numbers(plan, shape, more))
+
+    def numbers(self, plan: Each[ScheduledSeq], shape: Shape, more: Each[int] = ()) -> StepNumbers:
+        """The numbers that `send` sends: `enter` them before others are made."""
         indexes, values = self._rows.differences(plan)
         by_themselves = len(indexes) > _MOST_CHANGES
-        if by_themselves:
-            self._change(*upload([indexes, values], self._device))
         end = shape.parts()[-1]
         after = end + _aligned(len(more))
         changes = 0 if by_themselves else len(indexes)
@@ -198,11 +218,25 @@ class InputMaker:
         host[end : end + len(more)] = more
         host[after : after + changes] = indexes[:changes]
         host[after + changes :] = values[:changes]
-        sent = self.targets.sent
-        self._ring.send(len(host), sent)
+        separate = (indexes, values) if by_themselves else ()
+        return StepNumbers(host, end, len(more), changes, self._rows.widths, separate)
+
+    def lent(self, numbers: NDArray[np.int32]) -> NDArray[np.int32]:
+        """A copy of another process's numbers in a lent buffer."""
+        host = self._ring.lend(len(numbers))
+        host[:] = numbers
+        return host
+
+    def enter(self, numbers: StepNumbers) -> Tensor:
+        """Send numbers whose `host` was lent last. Returns the additional ones, as `send` does."""
+        if numbers.separate:
+            self._change(*upload(list(numbers.separate), self._device))
+        sent, end, changes = self.targets.sent, numbers.end, numbers.changes
+        after = end + _aligned(numbers.more)
+        self._ring.send(len(numbers.host), sent)
         if changes:
             self._change(sent[after : after + changes], sent[after + changes : after + 2 * changes])
-        return sent[end : end + len(more)].long()
+        return sent[end : end + numbers.more].long()
 
     def _change(self, indexes: Tensor, values: Tensor) -> None:
         self._rows.state.index_copy_(0, indexes.long(), values)

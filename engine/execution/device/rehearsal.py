@@ -52,10 +52,19 @@ _PARAMS = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=20)
 _CONTEXT = 4096
 
 
-def step_bytes(model: Model, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, length: int) -> int:
+def step_bytes(
+    model: Model,
+    *,
+    block_size: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    length: int,
+    make: type[DeviceRunner] = DeviceRunner,
+) -> int:
     """The most bytes that a step takes on the model's CUDA device, beside the weights and the KV cache.
 
-    The memory of decode steps counts twice, because their recordings keep memory of their own. Raises EngineError if
+    `make`: the model's runner. The memory of decode steps counts twice, because their recordings keep memory of their
+    own. Raises EngineError if
     there is not enough memory for a single step.
     """
     groups = len(model.kv_groups)
@@ -63,7 +72,7 @@ def step_bytes(model: Model, *, block_size: int, max_num_seqs: int, max_num_batc
     before = torch.cuda.memory_allocated(model.device)
     peaks = []
     try:
-        runner = DeviceRunner(
+        runner = make(
             model,
             spaces=[KvSpace(max(blocks for blocks, _ in plans), group.window) for group in model.kv_groups],
             block_size=block_size,

@@ -152,6 +152,20 @@ class DeviceRows:
             return _NONE, _NONE
         return np.concatenate(indexes), np.concatenate(values)
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The blocks that each group's tables have room for."""
+        return tuple(group.width for group in self._groups)
+
+    def widen(self, widths: Each[int]) -> None:
+        """Give the tables these widths; all rows are sent again then."""
+        if tuple(widths) == self.widths:
+            return
+        for group, width in zip(self._groups, widths, strict=True):
+            group.width = width
+        self._lay_out()
+        self.version += 1
+
     def forget(self) -> None:
         """Assume nothing about the device's contents: each row is sent whole again with its next step."""
         for i, group in enumerate(self._groups):
@@ -161,12 +175,8 @@ class DeviceRows:
 
     def _grow(self, rows: Each[ScheduledSeq]) -> None:
         """Widen tables that one of `rows` has outgrown, at least by a factor of two."""
-        outgrown = False
+        widths = []
         for i, group in enumerate(self._groups):
             needed = max((len(row.seq.tables[i].blocks) for row in rows), default=0)
-            if needed > group.width:
-                group.width = min(group.max_width, 2 * needed)
-                outgrown = True
-        if outgrown:
-            self._lay_out()
-            self.version += 1
+            widths.append(group.width if needed <= group.width else min(group.max_width, 2 * needed))
+        self.widen(widths)

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.adapters import AdapterRows, step_adapters
 from engine.execution.device.adapters import AdaptedStep, DeviceAdapters
 from engine.execution.device.graphs import DecodeGraphs, Record, recorder
-from engine.execution.device.inputs import InputMaker, PinnedRing, Shape, shape_of
+from engine.execution.device.inputs import InputMaker, PinnedRing, Shape, StepInputs, StepNumbers, shape_of
 from engine.execution.device.rows import DeviceRows
 from engine.execution.device.sampler import DeviceSampler, Drawn, needs_host_token
 from engine.execution.runner import copy_blocks, logits_from
@@ -107,7 +107,13 @@ class DeviceRunner:
         # Waiting during a CUDA graph's recording makes it fail and leaves torch's allocator in recording mode.
         recordable = record is not None or device.type != "cuda" or model.kernels.recordable
         self.graphs = (
-            DecodeGraphs(record or recorder(device), slots=max_num_seqs, most_places=max_model_len, device=device)
+            DecodeGraphs(
+                record or recorder(device),
+                slots=max_num_seqs,
+                most_places=max_model_len,
+                device=device,
+                alone=model.kernels.collectives is None,
+            )
             if graphs and recordable
             else None
         )
@@ -221,31 +227,57 @@ class DeviceRunner:
             output_rows += [begins[id(row)] + row.known_tokens + i for i in range(len(row.draft))]
         for row, span in scored:
             output_rows += [begins[id(row)] + position for position in span]
-        sent = self._inputs.send(plan.rows, shape, [*output_rows, *(row.seq.slot for row in plan.rows if row.samples)])
-        self._inputs.make(shape)
-        inputs = self._inputs.view(shape)
+        more = [*output_rows, *(row.seq.slot for row in plan.rows if row.samples)]
+        sent = self._enter(plan.rows, shape, more, len(output_rows))
         places = sent[: len(output_rows)]
         outputs_at = np.array(output_rows, np.int64)
         if step is not None and self._adapters is not None:
             adapters: StepAdapters | None = self._adapters.send(step, [row.count for row in plan.rows], outputs_at)
         else:
             adapters = step_adapters(plan.rows, outputs_at, self.device)
-        hidden = self.model.forward(
-            inputs.tokens, inputs.positions, inputs.long, inputs.attention, self._caches, places, adapters
-        )
+        inputs, hidden = self._compute(shape, places, adapters)
         outputs = None if adapters is None else adapters.outputs
         return _Forward(hidden, sent[len(output_rows) :], inputs.positions[places[:sampling]], outputs)
+
+    def _enter(
+        self, rows: Sequence_[ScheduledSeq], shape: Shape, more: Sequence_[int] = (), outputs: int | None = None
+    ) -> Tensor:
+        """Send a step's numbers. `outputs`: how many of `more` are output rows; None: the step is a recorded one."""
+        numbers = self._inputs.numbers(rows, shape, more)
+        self._tell(numbers, shape, outputs)
+        return self._inputs.enter(numbers)
+
+    def _tell(self, numbers: StepNumbers, shape: Shape, outputs: int | None) -> None:
+        """Pass a step on to the model's other ranks, if there are some; see _enter."""
+
+    def _make(self, shape: Shape) -> StepInputs:
+        """Make the inputs of the sent step."""
+        collectives = self.model.kernels.collectives
+        if collectives is not None:  # only the first rank samples
+            collectives.broadcast(self._rows.last_tokens)
+        self._inputs.make(shape)
+        return self._inputs.view(shape)
+
+    def _compute(self, shape: Shape, places: Tensor, adapters: StepAdapters | None) -> tuple[StepInputs, Tensor]:
+        """The inputs of the sent step, and its last hidden states of the token rows `places`."""
+        inputs = self._make(shape)
+        return inputs, self.model.forward(
+            inputs.tokens, inputs.positions, inputs.long, inputs.attention, self._caches, places, adapters
+        )
+
+    def _run_recorded(self, shape: Shape) -> None:
+        if self.graphs is not None:
+            self.graphs.run(shape, self._recorded_version, self._decode)
 
     def _replay(self, plan: StepPlan, shape: Shape, step: AdaptedStep | None) -> _Forward:
         chosen = [i for i, row in enumerate(plan.rows) if row.samples]
         count = len(plan.rows)
-        sent = self._inputs.send(plan.rows, shape, chosen if len(chosen) < count else ())
+        sent = self._enter(plan.rows, shape, chosen if len(chosen) < count else ())
         adapters = None
         if step is not None and self._adapters is not None:
             self._adapters.send_recorded(step, shape.rows, shape.adapter_tiles)
             adapters = AdapterRows(step.adapters, step.owners[chosen], self.device)
-        if self.graphs is not None:
-            self.graphs.run(shape, self._recorded_version, self._decode)
+        self._run_recorded(shape)
         inputs, hidden = self._inputs.view(shape), self._hidden
         assert hidden is not None
         last = _Forward(hidden[:count], inputs.attention[0].table_rows[:count], inputs.positions[:count], adapters)
@@ -273,21 +305,16 @@ class DeviceRunner:
         shape = self.graphs.unrecorded(self._rows.windows, self.block_size, length, version, adapters=adapters)
         if shape is None:
             return False
-        self._inputs.send((), shape)
+        self._enter((), shape)
         if self._adapters is not None:
             self._adapters.clear(shape.rows, shape.adapter_tiles)
-        self.graphs.run(shape, version, self._decode)
+        self._run_recorded(shape)
         return True
 
     def _decode(self, shape: Shape) -> None:
         """A decode step from the sent numbers to the hidden states, always in the same memory."""
-        self._inputs.make(shape)
-        inputs = self._inputs.view(shape)
-        every = self._every[: shape.rows]
         adapters = None if self._adapters is None else self._adapters.recorded(shape.rows, shape.adapter_tiles)
-        hidden = self.model.forward(
-            inputs.tokens, inputs.positions, inputs.long, inputs.attention, self._caches, every, adapters
-        )
+        _, hidden = self._compute(shape, self._every[: shape.rows], adapters)
         if self._hidden is None:
             self._hidden = hidden.new_zeros(len(self._every), hidden.shape[1])
         self._hidden[: shape.rows] = hidden

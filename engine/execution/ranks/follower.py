@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 if TYPE_CHECKING:
     from engine.adapters import Adapter
     from engine.execution.ranks.stages import Link
+    from engine.kernels.collectives import Collectives
     from engine.models.decoder import Decoder
 
 #: prctl(2)
@@ -44,16 +45,18 @@ def main() -> None:
     listener = _Listener(lead, told)
     listener.start()
     _say(lead, started=True)
-    ends: list[Link] = []
+    ends: list[Link | Collectives] = []
     try:
         # Only now, because this takes seconds.
         import torch
 
         from engine.errors import ModelError
+        from engine.execution.ranks.device import device_of, follow_on_device
         from engine.execution.ranks.nodes import SocketLink
         from engine.execution.ranks.runner import follow
         from engine.execution.ranks.stages import lead_stage
         from engine.execution.threads import on_nodes_of
+        from engine.kernels.collectives import Collectives
         from engine.kernels.native import load_library
         from engine.kernels.native.exchange import Exchange, Share
         from engine.models import load_model
@@ -80,22 +83,34 @@ def main() -> None:
                 links.append(Exchange(library, descriptor, end, processes))
                 os.close(descriptor)
         ends += links
+        collectives = None
+        device = device_of(setup["device"], setup["rank"])
+        if setup["backend"] is not None:
+            collectives = Collectives(rank, setup["backend"], ordered=setup["deterministic"])
+            ends.append(collectives)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         with on_nodes_of(local["index"], processes):
             model = load_model(
                 folder,
                 setup["dtype"],
-                torch.device("cpu"),
-                "native",
+                device,
+                setup["kernels"],
+                setup["quantization"],
                 deterministic=setup["deterministic"],
                 kv_cache_dtype=setup["kv_cache_dtype"],
                 progress=_Signs(lead),
-                exchange=exchange,
+                exchange=collectives or exchange,
                 stage=stage,
                 processes=processes,
             )
             model.kernels.use_threads(None)
             listener.share = model
             _say(lead, ready=True)
+            if collectives is not None:
+                assert exchange is not None
+                collectives.connect(Path(setup["meeting"]), device)
+                follow_on_device(model, exchange, collectives)
             if exchange is None or links:
                 before, after = links
                 lead_stage(model, exchange, before, after, listener.adapters)

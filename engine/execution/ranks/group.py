@@ -12,8 +12,10 @@ import json
 import logging
 import os
 import selectors
+import shutil
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,8 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from engine.config import EngineConfig
 from engine.errors import DeviceLostError, EngineError, ErrorText, message_of
+from engine.execution.ranks.device import DeviceLead, backend_of
 from engine.execution.ranks.nodes import (
     Joined,
     Meeting,
@@ -37,6 +42,7 @@ from engine.execution.ranks.nodes import (
 )
 from engine.execution.ranks.runner import LeadModel
 from engine.execution.ranks.stages import Chain, Link, StagedModel
+from engine.kernels.collectives import Collectives
 from engine.kernels.native import load_library
 from engine.kernels.native.exchange import Exchange, Share, shared_memory
 from engine.models.decoder import Decoder
@@ -47,6 +53,8 @@ logger = logging.getLogger("penstock.engine")
 
 #: A follower that says nothing for this long, in seconds, while it starts and reads its weights does not come.
 SILENCE_S: Final = 120.0
+#: Seconds in which kernels are compiled and steps recorded on all devices.
+COMPILE_S: Final = 600.0
 #: Seconds that an end may take before it is enforced.
 _END_S: Final = 5.0
 #: Seconds that the reason of a failure may take to arrive after the failure.
@@ -82,10 +90,11 @@ class _Follower:
 class Group:
     """The followers of a model's lead. Any thread may call its methods."""
 
-    def __init__(self, folder: Path, config: EngineConfig, threads: int) -> None:
-        """Start them; `wait` waits for them. `threads`: of each rank. Raises EngineError."""
+    def __init__(self, folder: Path, config: EngineConfig, threads: int, device: torch.device) -> None:
+        """Start them; `wait` waits for them. `threads`: of each rank. `device`: of the model. Raises EngineError."""
         library = load_library()
-        if library is None or config.kernels not in ("auto", "native"):
+        backend = backend_of(config, device)
+        if library is None or (backend is None and config.kernels not in ("auto", "native")):
             raise EngineError(
                 ErrorText.of(
                     "{tensor_parallel} and {pipeline_parallel} need native kernels: install penstock where a C++ "
@@ -116,7 +125,7 @@ class Group:
         sums = [Exchange(library, each, Share(0, self._of_stage), self._own) for each in self._memories]
         links = [Exchange(library, memory, end, self._own) for memory, end in zip(self._links, ends, strict=True)]
         #: All exchanges and links. This rank takes part in those of the first stage, and its links.
-        self._exchanges: list[Exchange | SocketLink] = [*sums, *links]
+        self._exchanges: list[Exchange | SocketLink | Collectives] = [*sums, *links]
         for each in self._exchanges:
             each.explain = self.check
         #: This rank's end of the first stage's sums. None if it has that stage for itself.
@@ -124,6 +133,14 @@ class Group:
         #: This rank's links, to the second stage and from the last one.
         self._ends: tuple[Link | None, Link | None] = (links[0] if links else None, links[-1] if links else None)
         self._chain: Chain | None = None
+        #: What sums on devices; `self.exchange` then has messages alone.
+        self.collectives: Collectives | None = None
+        self._meeting_folder = ""
+        if backend is not None:
+            self._meeting_folder = tempfile.mkdtemp(prefix="penstock-ranks-")
+            self.collectives = Collectives(Share(0, self._of_stage), backend, ordered=config.deterministic)
+            self.collectives.explain = self.check
+            self._exchanges.append(self.collectives)
         self._rounds: list[list[int]] = []
         #: By rank: the share of looks at which others waited for it.
         self._waits = dict.fromkeys(range(1, self._own), 0.0)
@@ -136,6 +153,11 @@ class Group:
             "dtype": config.dtype,
             "deterministic": config.deterministic,
             "kv_cache_dtype": config.kv_cache_dtype,
+            "kernels": config.kernels if backend is not None else "native",
+            "quantization": config.quantization,
+            "device": device.type,
+            "backend": backend,
+            "meeting": str(self._store),
         }
         self._thread = threading.Thread(target=self._keep, name="penstock-ranks", daemon=True)
         self._thread.start()
@@ -148,8 +170,18 @@ class Group:
             if self._lost:
                 raise EngineError(f"the model is not served: {self._lost}")
 
+    @property
+    def _store(self) -> Path:
+        """The file by which torch.distributed meets."""
+        return Path(self._meeting_folder) / "store"
+
     def model_of(self, share: Decoder) -> LeadModel:
         """The model of all ranks, of this rank's share."""
+        if self.collectives is not None:
+            assert self.exchange is not None
+            with self.in_time("to connect the ranks"):
+                self.collectives.connect(self._store, share.device)
+            return DeviceLead(share, self.exchange, self.collectives)
         if self.stage.ranks == 1:
             return LeadModel(share, self.exchange)
         after, back = self._ends
@@ -210,8 +242,10 @@ class Group:
 
     @contextmanager
     def in_time(self, doing: str) -> Iterator[None]:
-        """Give the ranks up, and raise EngineError, if the block takes longer than SILENCE_S."""
-        late = threading.Timer(SILENCE_S, lambda: self._lose(f"{doing} takes more than {SILENCE_S:.0f} s{self._who()}"))
+        """Give the ranks up, and raise EngineError, if the block takes longer than SILENCE_S; where kernels may be
+        compiled in it, COMPILE_S."""
+        limit = SILENCE_S if self.collectives is None else COMPILE_S
+        late = threading.Timer(limit, lambda: self._lose(f"{doing} takes more than {limit:.0f} s{self._who()}"))
         late.daemon = True
         late.start()
         try:
@@ -249,6 +283,9 @@ class Group:
         self._thread.join()
         if self._chain is not None:
             self._chain.close()
+        if self.collectives is not None:
+            self.collectives.fail()
+            shutil.rmtree(self._meeting_folder, ignore_errors=True)
 
     # ---- its thread
 

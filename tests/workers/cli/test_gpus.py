@@ -66,6 +66,11 @@ class TestChoose:
         with pytest.raises(Failure, match=r"--gpus has 0; this machine has 0$"):
             choose("0", [])
 
+    def test_ranks_are_groups(self) -> None:
+        assert choose("1,0", HERE, 2) == (Chosen("gpu1-gpu0", "1,0"),)
+        with pytest.raises(Failure, match=r"--gpus names 1 GPUs, which --tensor-parallel 2 does not divide"):
+            choose("0", HERE, 2)
+
     def test_labels_tell_them_apart(self) -> None:
         assert choose("GPU-ab,0", HERE) == (Chosen("gpu1", "1"), Chosen("gpu0", "0"))
 

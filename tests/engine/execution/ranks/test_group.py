@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.engine import fingerprint_of
@@ -218,7 +219,7 @@ def test_a_rank_that_cannot_come_says_why(folder: Path, monkeypatch: pytest.Monk
 def test_a_rank_that_says_nothing_does_not_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "SILENCE_S", 0.0)
     with (
-        closing(Group(folder, config(2), 1)) as ranks,
+        closing(Group(folder, config(2), 1, torch.device("cpu"))) as ranks,
         pytest.raises(EngineError, match="rank 1 of 2 has said nothing"),
     ):
         ranks.wait()

@@ -1,0 +1,170 @@
+"""Ranks that sum by torch.distributed say what one device says: here on CPUs, by gloo, with plain torch's kernels."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import Engine, EngineConfig
+from engine.errors import DeviceLostError, EngineError
+from engine.execution.device import DeviceRunner
+from engine.execution.ranks.device import DeviceLead, RanksDeviceRunner, backend_of, follow_on_device
+from engine.kernels.collectives import Collectives
+from engine.kernels.native import load_library
+from engine.kernels.native.exchange import Share
+from engine.models import load_model
+from engine.params import SamplingParams
+from engine.speculate import Lookup, Speculation
+from tests.engine.adapters.folders import write_adapter
+from tests.engine.execution.ranks.in_threads import exchanges_of
+from tests.engine.execution.ranks.test_parity import SHAPES, run
+from tests.engine.random_models import VARIANTS, write_model
+from tests.exhaustive import few
+from tests.parity.driver import Driver, greedy, prompts_of, recorded
+
+pytestmark = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def ranks_of(
+    folder: Path, ranks: int, meeting: Path, dtype: str = "float32", *, ordered: bool = False
+) -> Iterator[DeviceLead]:
+    """The lead of ranks that are threads of this process."""
+    exchanges = exchanges_of(ranks)
+    every = [Collectives(Share(rank, ranks), "gloo", ordered=ordered) for rank in range(ranks)]
+    shares = [load_model(folder, dtype, CPU, "ragged", exchange=each) for each in every]
+
+    def follow(rank: int) -> None:
+        try:
+            every[rank].connect(meeting, CPU)
+            follow_on_device(shares[rank], exchanges[rank], every[rank])
+        except DeviceLostError:
+            return
+        except BaseException:
+            exchanges[rank].fail()
+            raise
+
+    threads = [threading.Thread(target=follow, args=(rank,), daemon=True) for rank in range(1, ranks)]
+    for thread in threads:
+        thread.start()
+    every[0].connect(meeting, CPU)
+    lead = DeviceLead(shares[0], exchanges[0], every[0])
+    try:
+        yield lead
+    finally:
+        lead.fail()
+        for thread in threads:
+            thread.join()
+
+
+def driver(lead: DeviceLead, **settings: Any) -> Driver:
+    return Driver(lead, device_runner=RanksDeviceRunner, overlap=1, **settings)
+
+
+CASES = [(name, ranks) for name in SHAPES for ranks in (2, 3, 4) if (ranks == 3) == (name == "wide-heads")]
+
+
+@pytest.mark.parametrize(("name", "ranks"), few(CASES, ("biases", 2), ("qwen3-moe", 2)))
+def test_ranks_on_devices_compute_what_one_computes(name: str, ranks: int, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / name, seed=5, tokenizer=False, **SHAPES[name])
+    prompts = prompts_of([1, 17, 58], 320)
+    alone = load_model(folder, "float32", CPU, "ragged")
+    logits = recorded(alone)
+    expected = run(Driver(alone, tokens=40, overlap=1), prompts)
+    with ranks_of(folder, ranks, tmp_path / "meeting") as lead:
+        seen = recorded(lead)
+        assert run(driver(lead, tokens=40), prompts) == expected
+    assert len(seen) == len(logits)
+    for ours, theirs in zip(seen, logits, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
+
+
+DRAWN = SamplingParams(max_tokens=7, temperature=0.9, seed=4, logprobs=1, prompt_logprobs=1, n=2, ignore_eos=True)
+
+
+def test_preempted_drawn_and_guessed_tokens_are_those_of_one_device(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", seed=2, tokenizer=False, **VARIANTS["gqa"])
+
+    def answers(model: Any, make: type[DeviceRunner]) -> tuple[Any, list[float]]:
+        guesses = Speculation(Lookup(8, model.vocab_size), max_tokens=3, adaptive=False)
+        stepped = Driver(model, device_runner=make, tokens=24, overlap=1, speculation=guesses)
+        for i, prompt in enumerate([[5, 6, 7, 8] * 8, *prompts_of([3, 20, 5], 320)]):
+            stepped.add(str(i), prompt, DRAWN if i == 2 else greedy(9))
+        stepped.run(preempt_every=7)
+        told = [
+            entry.logprob
+            for event in stepped.events
+            for entry in [*(event.logprobs or []), *(event.prompt_logprobs or [])]
+            if entry
+        ]
+        return stepped.found, told
+
+    tokens, scores = answers(load_model(folder, "float32", CPU, "ragged"), DeviceRunner)
+    with ranks_of(folder, 2, tmp_path / "meeting") as lead:
+        found, seen = answers(lead, RanksDeviceRunner)
+    assert found == tokens
+    assert seen == pytest.approx(scores, abs=1e-4)
+
+
+def test_ordered_sums_are_the_same_beside_any_rows(tmp_path: Path) -> None:
+    """In bf16, three parts whose sum depends on their order."""
+    parts = [torch.randn(64, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(3)]
+    sums: dict[int, torch.Tensor] = {}
+
+    def add(rank: int) -> None:
+        end = Collectives(Share(rank, 3), "gloo", ordered=True)
+        end.connect(tmp_path / "meeting", CPU)
+        sums[rank] = end.sum(parts[rank].clone())
+
+    threads = [threading.Thread(target=add, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = ((parts[0].float() + parts[1].float()) + parts[2].float()).bfloat16()
+    assert all(torch.equal(each, expected) for each in sums.values())
+
+
+@pytest.mark.exhaustive
+def test_processes_compute_it_until_one_of_them_is_killed(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", seed=2, tokenizer=False, **VARIANTS["gqa"])
+    settings: dict[str, Any] = {"kernels": "ragged", "dtype": "float32", "kv_cache_bytes": 1 << 22, "seed": 3}
+    prompts = prompts_of([1, 17, 58], 320)
+    with Engine.load(folder, EngineConfig(**settings)) as engine:
+        expected = [output.token_ids for output in engine.generate(list(prompts), greedy(9))]
+        alone = engine.fingerprint
+    with Engine.load(folder, EngineConfig(**settings, tensor_parallel=2)) as engine:
+        assert [output.token_ids for output in engine.generate(list(prompts), greedy(9))] == expected
+        assert engine.fingerprint != alone
+        with pytest.raises(EngineError, match="adapters do not go with tensor_parallel on GPUs yet"):
+            engine.load_adapter("a", write_adapter(tmp_path / "a"))
+        lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+        engine.on_lost = lambda why, suspects: lost.put(why)
+        (process,) = engine.stats().rank_processes
+        os.kill(process, signal.SIGKILL)
+        assert lost.get(timeout=60).endswith(f"rank 1 of 2 (process {process}): it was killed by SIGKILL")
+
+
+def test_what_ranks_on_gpus_need_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(EngineError, match=r"pipeline_parallel=2 is for CPUs with native kernels"):
+        backend_of(EngineConfig(pipeline_parallel=2), cuda)
+    with pytest.raises(EngineError, match=r"tensor_parallel=2 on GPUs needs kernels='triton'"):
+        backend_of(EngineConfig(tensor_parallel=2, kernels="sdpa"), cuda)
+    with pytest.raises(EngineError, match=r"tensor_parallel=2 needs as many GPUs, and this process sees 1"):
+        backend_of(EngineConfig(tensor_parallel=2, kernels="triton"), cuda)
+    assert backend_of(EngineConfig(tensor_parallel=2, kernels="triton", graphs=False), cuda) == "gloo"
+    assert backend_of(EngineConfig(kernels="triton"), cuda) is None
+    assert backend_of(EngineConfig(tensor_parallel=2), CPU) is None
