@@ -175,6 +175,8 @@ def test_the_page_has_the_versions_that_are_tried() -> None:
         "`instructor`": [ours["instructor"]],
         "`litellm`": [ours["litellm"]],
         "`cohere`": [ours["cohere"]],
+        "`llama-index-embeddings-openai-like`": [ours["llama-index-embeddings-openai-like"]],
+        "`infinity_client`": [ours["infinity-client"]],
         "`lm_eval`": [harness["lm-eval"]],
         "`flower`": [ours["flower"]],
     }

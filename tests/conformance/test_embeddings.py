@@ -479,8 +479,8 @@ def test_coheres_clients_rank_documents(served: Served) -> None:
 
 def test_infinitys_clients_say_what_asks_for_nothing(served: Served) -> None:
     body = {"model": "embedder", "input": SHORT[:1], "encoding_format": "float", "user": "", "modality": "text"}
-    answer = served.post("/v1/embeddings", **body).json()
-    assert close(answer["data"][0]["embedding"], served.embedder.embed(SHORT[:1])[0])
+    for dimensions, status in ((0, 200), (False, 400), (-1, 400)):
+        assert served.post("/v1/embeddings", **body, dimensions=dimensions).status_code == status
     rank = {"model": "reranker", "query": TEXTS[0], "documents": SHORT, "return_documents": False, "raw_scores": False}
     assert len(served.post("/v1/rerank", **rank, modality="text").json()["results"]) == 3
     for path, fields, name in (("embeddings", body, "modality"), ("rerank", rank, "raw_scores")):
@@ -512,6 +512,27 @@ def test_langchains_embeddings_are_the_engines(served: Served) -> None:
     assert close(told["documents"], expected)
     assert close(told["awaited"], expected)
     assert close(told["query"], expected[0])
+
+
+@pytest.mark.exhaustive
+def test_llama_indexs_embeddings_are_the_engines(served: Served) -> None:
+    told = python("llama_index_embeddings_client.py", served.url)
+    expected = served.embedder.embed(["A penstock feeds a turbine.", "rain"])
+    assert close(told["documents"], expected)
+    assert close(told["awaited"], expected)
+    assert close(told["query"], expected[0])
+    assert close(told["cut"], served.embedder.embed(["A penstock feeds a turbine."], dimensions=16)[0])
+
+
+def test_infinitys_client_embeds_and_ranks(served: Served) -> None:
+    told = python("infinitys_client.py", served.url)
+    texts = ["A penstock feeds a turbine.", "rain"]
+    assert close(told["vectors"], served.embedder.embed(texts))
+    documents = [*texts, "The queue is long."]
+    scores = served.reranker.score([("What feeds a turbine?", document) for document in documents])
+    order = sorted(range(3), key=lambda index: -scores[index])[:2]
+    assert [index for index, _ in told["ranked"]] == order
+    assert [score for _, score in told["ranked"]] == pytest.approx([scores[index] for index in order])
 
 
 @pytest.mark.parametrize(("section", "language", "source"), EXAMPLES)

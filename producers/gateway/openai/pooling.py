@@ -145,6 +145,9 @@ class Endpoint:
         """The task of a body's fields. `more`: fields of the task, which go first. Raises InvalidTask."""
         task_fields = {ours: fields[theirs] for ours, theirs in self.texts.items() if theirs in fields}
         task_fields |= {name: fields[name] for name in ("model", "on_error", *self.options) if name in fields}
+        dimensions = task_fields.get("dimensions")
+        if "modality" in fields and type(dimensions) is int and dimensions == 0:  # infinity's clients: all
+            del task_fields["dimensions"]
         task_fields |= {"truncate": fields.get("truncate", self.cuts), "ttl": KEPT_S}
         task_fields["tier"] = SERVICE_TIERS[fields.get("service_tier", "auto")][0]
         with self.naming():
