@@ -156,7 +156,12 @@ class ScalingPin(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     workers: int = Field(ge=0, le=10**6, description="at most the pool's `max`")
-    for_s: float | None = Field(None, gt=0, le=366 * 86_400, description="how long (s); null: until it is removed")
+    for_s: float | None = Field(
+        None,
+        ge=scaling.SHORTEST_PIN_S,
+        le=scaling.LONGEST_PIN_S,
+        description="how long (s); null: until it is removed",
+    )
 
 
 class ScalingPinned(BaseModel):

@@ -102,7 +102,8 @@ def pin(
     pool: Pool,
     workers: Annotated[int, typer.Argument(min=0, help="Its number of workers, at most its setting max.")],
     time: Annotated[
-        str | None, typer.Option("--for", metavar="TIME", help="How long: 90s, 10m, 2h. Unset: until `scale unpin`.")
+        str | None,
+        typer.Option("--for", metavar="TIME", help="How long: 90s, 10m, 2h, at most 366d. Unset: until `scale unpin`."),
     ] = None,
     broker: Broker = None,
     store: Store = None,
@@ -114,6 +115,8 @@ def pin(
     from workers.cli.rollouts import seconds
 
     lasts = None if time is None else seconds(time)
+    if lasts is not None and not scaling.SHORTEST_PIN_S <= lasts <= scaling.LONGEST_PIN_S:
+        raise Failure(f"--for is {time}; it must be from 1s to 366d, or left out: until `scale unpin`")
     with system(broker, store, data_dir) as (client, loop):
         now, states = loop.run(_states(client))
         names = _named(pool, states)

@@ -33,11 +33,11 @@ from typing import Any, Final, Self
 
 from redis.asyncio import Redis
 
-from producers.connection.script import Call, parsed, script, seconds, text
+from producers.connection.script import Call, arun, parsed, script, seconds, text
 from producers.contract import keys
 from producers.contract.profile import sane
-from producers.store.access.audit import Change, append
-from producers.store.protocol import PACKAGE
+from producers.store.access.audit import Change
+from producers.store.protocol import PACKAGE, swap
 
 #: Approximate number of decisions that are kept.
 MAX_DECISIONS: Final = 10_000
@@ -45,6 +45,8 @@ MAX_DECISIONS: Final = 10_000
 FORGOTTEN_S: Final = 24 * 3600.0
 #: Age (s) of a state from which on nobody leads, and its number counts no more.
 STALE_S: Final = 30.0
+#: The shortest and the longest time (s) of a pin that ends by itself.
+SHORTEST_PIN_S, LONGEST_PIN_S = 1.0, 366 * 86_400.0
 
 
 def keep(me: str, pool: str, state: dict[str, Any], *, changed: bool) -> Call:
@@ -131,16 +133,22 @@ def checked_pin(state: Mapping[str, Any], workers: int) -> int:
 
 async def pin(store: Redis, pool: str, pinned: Pin, change: Change) -> None:
     """Set a pool's number of workers, in place of an earlier pin. Raises redis.RedisError or OSError."""
-    await store.execute_command("HSET", keys.SCALE_PINS, pool, json.dumps(asdict(pinned)))
-    await append(store, change)
+    await _swap_pin(store, pool, json.dumps(asdict(pinned)), change)
 
 
 async def unpin(store: Redis, pool: str, change: Change | None = None) -> bool:
     """Let the policy decide again. False: there was no pin. Raises redis.RedisError or OSError."""
-    removed = bool(await store.execute_command("HDEL", keys.SCALE_PINS, pool))
-    if removed and change is not None:
-        await append(store, change)
-    return removed
+    return await _swap_pin(store, pool, "", change)
+
+
+async def _swap_pin(store: Redis, pool: str, new: str, change: Change | None) -> bool:
+    """Change a pin together with its entry of the audit log. `new`: JSON; empty: none. Returns whether it changed."""
+    while (old := text(await store.execute_command("HGET", keys.SCALE_PINS, pool) or "")) != new:
+        if await arun(store, swap(keys.SCALE_PINS, pool, old, new, audit=change)):
+            if change is not None:
+                change.say()
+            return True
+    return False
 
 
 async def decisions(store: Redis, pool: str, count: int) -> list[dict[str, Any]]:

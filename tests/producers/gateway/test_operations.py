@@ -98,6 +98,7 @@ def test_a_pool_s_number_is_pinned_and_let_go_of(http: httpx.Client, valkey: Red
         ({"workers": 5}, "0 to 4"),
         ({"workers": -1}, "workers"),
         ({"workers": 1, "for_s": 0}, "for_s"),
+        ({"workers": 1, "for_s": 367 * 86_400}, "for_s"),
     ):
         refused = http.post("/v1/scaling/org/tiny@1/pin", json=body)
         assert (refused.status_code, words in refused.text) == (400, True), refused.text

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -287,6 +288,25 @@ async def test_an_operators_number_holds_until_it_is_removed(fleet: Fleet, aclie
         await until(lambda: hand.numbers[-1:] == [0])
         await until(lambda: fleet.state()["pin"] is None)
     assert [one["wanted"] for one in fleet.history() if one["pin"]] == [3]
+
+
+async def test_a_pin_and_its_entry_of_the_audit_log_are_one_step(
+    fleet: Fleet, aclient: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So is its end: no call but the script's changes anything."""
+    execute, calls = aclient.store.execute_command, []
+
+    def noted(name: str, *args: Any, **options: Any) -> Any:
+        calls.append(name)
+        return execute(name, *args, **options)
+
+    monkeypatch.setattr(aclient.store, "execute_command", noted)
+    await pin(aclient.store, "tiny", Pin(3, "ops", 1.0), Change("ops", "scaling.pin", "tiny: 3"))
+    assert fleet.valkey.hlen(keys.SCALE_PINS) == fleet.valkey.xlen(keys.AUDIT) == 1
+    for removed in (True, False):
+        assert await unpin(aclient.store, "tiny", Change("ops", "scaling.unpin", "tiny")) is removed
+        assert (fleet.valkey.hlen(keys.SCALE_PINS), fleet.valkey.xlen(keys.AUDIT)) == (0, 2)
+    assert {*calls} <= {"HGET", "EVALSHA", "EVAL"}
 
 
 async def test_what_comes_to_a_pool_that_is_pinned_at_zero_is_no_news(fleet: Fleet, aclient: AsyncClient) -> None:

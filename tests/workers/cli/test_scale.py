@@ -121,6 +121,10 @@ def test_a_number_is_pinned_for_a_time_and_unpinned(operate: Run, valkey: Redis)
     refused = operate("scale", "pin", "tiny", "3")
     assert refused.status == 2
     assert "3 workers: the pool has 0 to 2" in refused.err
+    for time in ("0s", "0.5s", "367d", "9" * 400):
+        refused = operate("scale", "pin", "tiny", "1", "--for", time)
+        assert (refused.status, f"--for is {time}; it must be from 1s to 366d" in refused.err) == (2, True)
+    assert json.loads(valkey.hget(keys.SCALE_PINS, "tiny@v1") or b"{}") == pin
     assert operate("scale", "pin", "none", "1").status == 2
     assert operate("scale", "unpin", "tiny").out == "tiny@v1: the policy decides again\n"
     assert operate("scale", "unpin", "tiny").out == "tiny@v1: it was not pinned\n"

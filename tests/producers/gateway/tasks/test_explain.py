@@ -12,7 +12,7 @@ import httpx
 import pytest
 from redis import Redis
 
-from producers import Client
+from producers import AsyncClient, Client
 from producers.admin import eta as admin_eta
 from producers.admin.eta import eta as eta_of
 from producers.broker.connect import connect_consumer, connect_sender
@@ -23,7 +23,7 @@ from producers.contract import keys
 from producers.contract.message import Message
 from producers.contract.profile import Profile, TaskTimes
 from producers.contract.record import Record, Run
-from producers.gateway import estimates
+from producers.gateway import estimates, wait_reasons
 from producers.store import protocol
 from tests.producers.broker.conftest import RULES
 from tests.producers.fake_worker import FakeWorker
@@ -378,33 +378,40 @@ def test_when_a_task_ends_is_told_until_it_has_ended(
     assert (told(first), explain(first)["eta"]) == (None, None)
 
 
-def test_what_an_estimate_takes_of_the_store_does_not_grow_with_what_waits(
-    submit: Submit, http: httpx.Client, valkey: Redis, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+async def test_what_an_estimate_takes_of_the_store_does_not_grow_with_what_waits(
+    valkey: Redis, valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes a number of commands. The ledger's last rows are read for all who ask within a second."""
+    """It takes a number of commands. The ledger's last rows are read for all who ask within a second.
+
+    No gateway runs beside it: whatever the store gets is for the estimates."""
     monkeypatch.setattr(estimates, "LIMIT_S", 60.0)  # the machine may be busy
     monkeypatch.setattr(estimates, "ENDED_KEPT_S", 3600.0)
     monkeypatch.setattr(estimates, "KEPT_S", 3600.0)
+    monkeypatch.setattr(wait_reasons, "FRESH_S", 3600.0)
+    monkeypatch.setattr(wait_reasons, "READ_S", 60.0)
     valkey.hset(keys.PROFILES, NAME, MEASURED.to_json())
     lease(valkey_url)
     valkey.config_set("slowlog-max-len", 10_000)
-
-    def commands(task_id: str) -> list[str]:
-        """Names of those that the store got meanwhile."""
-        valkey.slowlog_reset()
-        valkey.config_set("slowlog-log-slower-than", 0)
-        assert http.get(f"/v1/tasks/{task_id}").json()["eta"] is not None
-        valkey.config_set("slowlog-log-slower-than", 10_000)
-        return [entry["command"].split()[0].decode().upper() for entry in valkey.slowlog_get(10_000)]
-
     lookups = ("SORT_RO", "ZCOUNT", "HGETALL", "XREVRANGE", "HMGET")
     counts = []
-    for waiting in (1, 60, 60):
-        ids = [submit(tenant=f"t{number}") for number in range(waiting)]
-        got = commands(ids[-1])
-        assert "XREVRANGE" not in commands(ids[-1]), "it was told before"
-        counts.append([got.count(name) for name in lookups])
-    assert sum(count[3] for count in counts) <= 1
+    async with AsyncClient(valkey_url) as client:
+        told = estimates.Estimates(client, wait_reasons.WaitReasons(client))
+
+        async def commands(task_id: str) -> list[str]:
+            """Names of those that the store got meanwhile."""
+            record = await client.get(task_id).status()
+            valkey.slowlog_reset()
+            valkey.config_set("slowlog-log-slower-than", 0)
+            assert await told.eta(record) is not None
+            valkey.config_set("slowlog-log-slower-than", 10_000)
+            return [entry["command"].split()[0].decode().upper() for entry in valkey.slowlog_get(10_000)]
+
+        for waiting in (1, 60, 60):
+            ids = [(await client.submit(model=model, prompt=[1], tenant=f"t{n}")).id for n in range(waiting)]
+            got = await commands(ids[-1])
+            assert not {*lookups} & {*await commands(ids[-1])}, "it was told before"
+            counts.append([got.count(name) for name in lookups])
+    assert [count[3] for count in counts] == [1, 0, 0]
     assert all(sum(count) <= 60 for count in counts)
 
 
