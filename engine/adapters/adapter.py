@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from engine.layers import Linear
 from engine.models import Model
 from engine.models.loader import opened_file, read
 from engine.models.shares import narrowed
-from engine.text.adapter import AdapterFiles, LowRankTensors, read_adapter
+from engine.text.adapter import MAX_RANK, AdapterFiles, LowRankTensors, StackedTensors, read_adapter
 from engine.text.tensors import LocatedTensor
 
 #: The module of the output head in checkpoints.
@@ -36,6 +36,21 @@ class LowRankEmbedding:
 
     def rows(self, tokens: Tensor) -> Tensor:
         return self.up(F.embedding(tokens, self.columns))
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """The change of one product of all experts of a layer."""
+
+    linears: tuple[Linear, ...]
+    """That product of each expert."""
+    tensors: StackedTensors
+    rank: int
+    scale: float
+    outputs: tuple[range, ...]
+    """The rows of B that are this rank's."""
+    inputs: range
+    """The columns of A that are this rank's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -55,6 +70,8 @@ class Adapter:
     """The change of the model's product that makes logits."""
     nbytes: int = 0
     """The bytes that its matrices take."""
+    changes_experts: bool = False
+    """Whether some of `products` are experts'."""
 
     def changes(self) -> dict[PreparedLinear, LowRankChange]:
         """See PreparedAdapter."""
@@ -79,6 +96,11 @@ class _Loading:
         self._parts = {
             prefix + part: (linear, part) for prefix, linear in model.linears() for part in linear.parts if prefix
         }
+        self._mixtures: dict[str, list[Linear]] = defaultdict(list)
+        for prefix, linear in model.linears():
+            mixture, experts, _ = prefix.partition(".experts.")
+            if experts:
+                self._mixtures[mixture + ".experts"].append(linear)
         self._table_name, self._table = model.embedding()
         self._open: dict[Path, Any] = {}
         self._nbytes = 0
@@ -120,22 +142,34 @@ class _Loading:
             else:
                 self._check_embedding(module)
                 embedding = self._replaces(whole, embedding, self._table.shape)
-        self._check_size(products, head, embedding, max_bytes)
+        stacks = [
+            self._stack(module, pair)
+            for module, pairs in files.stacks.items()
+            if not self._model.elsewhere(module)
+            for pair in pairs
+        ]
+        self._check_changed_once([*products, *(linear for stack in stacks for linear in stack.linears)])
+        self._check_size(products, [stack.tensors for stack in stacks], head, embedding, max_bytes)
         with ExitStack() as opened:
             tensors = [*files.whole.values(), *(t for pair in _pairs(files) for t in (pair.a, pair.b))]
+            tensors += [t for stack in stacks for t in (stack.tensors.a, stack.tensors.b)]
             for tensor in tensors:
                 if tensor.path not in self._open:
                     self._open[tensor.path] = opened.enter_context(opened_file(tensor))
             changes = {linear: self._low_rank(linear.parts, pairs) for linear, pairs in products.items()}
+            for stack in stacks:
+                changes |= self._of_experts(stack)
             self._kernels.bring_together([*changes.values()])
+            experts = {linear for linears in self._mixtures.values() for linear in linears}
             return Adapter(
                 files.version,
-                files.rank,
+                max(files.rank, *(stack.rank for stack in stacks), 0),
                 changes,
                 self._made_embedding(embedding),
                 self._prepared(self._read(head)) if isinstance(head, LocatedTensor) else None,
                 self._head_change(head) if isinstance(head, LowRankTensors) else None,
                 self._nbytes,
+                not experts.isdisjoint(changes),
             )
 
     # ---- what fits what
@@ -155,8 +189,6 @@ class _Loading:
                 f"{self._files.folder}: the model has no matrix {module}, which the adapter changes"
                 + (f"; the adapter was made for {base}" if base else "")
             )
-        if ".experts." in name:
-            raise ModelError(f"{self._files.folder}: {module} belongs to an expert; adapters of experts are not served")
         return entry
 
     @property
@@ -179,6 +211,44 @@ class _Loading:
             return pair
         self._fits(pair, cut.outputs, cut.inputs)
         return replace(pair, a=narrowed(pair.a, 1, cut.own_inputs), b=narrowed(pair.b, 0, cut.own_outputs))
+
+    def _stack(self, module: str, pair: StackedTensors) -> _Stack:
+        """The product that a change of all of a layer's experts is of. Their shapes tell it: PEFT's names do not."""
+        name = self._own_name(module)
+        linears = self._mixtures.get(name or "")
+        if name is None or linears is None:
+            raise ModelError(f"{self._files.folder}: the model has no experts {module}, which the adapter changes")
+        of_product = {"gate_up_proj": tuple(linears[::2]), "down_proj": tuple(linears[1::2])}
+        shapes = {}
+        for product, experts in of_product.items():
+            cuts = [self._model.cut(f"{name}.0.{part}") for part in experts[0].parts]
+            if cuts[0] is None:
+                every, inputs, own_inputs = sum(experts[0].parts.values()), experts[0].inputs, range(experts[0].inputs)
+                own: tuple[range, ...] = (range(every),)
+            else:
+                every, inputs, own_inputs, own = 0, cuts[0].inputs, cuts[0].own_inputs, ()
+                for cut in cuts:
+                    assert cut is not None
+                    own += (range(every + cut.own_outputs.start, every + cut.own_outputs.stop),)
+                    every += cut.outputs
+            shapes[product] = f"{product} [{every}, {inputs}]"
+            if (pair.b.stored.shape[0], pair.a.stored.shape[1]) == (every, inputs):
+                count, rows = len(experts), pair.a.stored.shape[0]
+                if rows % count or not 1 <= rows // count <= MAX_RANK:
+                    raise ModelError(
+                        f"{pair.a.path}: {pair.a.name} has {rows} rows; {count} experts of a rank from 1 to {MAX_RANK} "
+                        f"each are expected"
+                    )
+                scale = self._files.scale(f"{module}.{product}", rows // count)
+                return _Stack(experts, pair, rows // count, scale, own, own_inputs)
+        raise ModelError(
+            f"{pair.a.path}: {pair.a.name} has {pair.a.stored.shape[1]} inputs and {pair.b.name} has "
+            f"{pair.b.stored.shape[0]} outputs; the model's experts have {' and '.join(shapes.values())}"
+        )
+
+    def _check_changed_once(self, linears: Sequence[Linear]) -> None:
+        if len(set(linears)) < len(linears):
+            raise ModelError(f"{self._files.folder}: the adapter changes a product of experts more than once")
 
     def _fits(self, pair: LowRankTensors, outputs: int, inputs: int) -> None:
         self._check_shape(pair.a, (pair.rank, inputs))
@@ -203,13 +273,14 @@ class _Loading:
     def _check_size(
         self,
         products: Mapping[Linear, Mapping[str, LowRankTensors]],
+        stacks: Iterable[StackedTensors],
         head: LowRankTensors | LocatedTensor | None,
         embedding: LowRankTensors | LocatedTensor | None,
         max_bytes: int | None,
     ) -> None:
         pairs = [pair for parts in products.values() for pair in parts.values()]
         width = self._kernels.weight_dtype.itemsize
-        self._nbytes = width * sum(_numbers(entry) for entry in (*pairs, head, embedding) if entry is not None)
+        self._nbytes = width * sum(_numbers(entry) for entry in (*pairs, *stacks, head, embedding) if entry is not None)
         if max_bytes is not None and self._nbytes > max_bytes:
             raise AdapterRoomError(
                 f"{self._files.folder}: the adapter takes {self._nbytes} bytes; there is room for {max_bytes}",
@@ -230,6 +301,17 @@ class _Loading:
                 rank += pair.rank
             output += outputs
         return self._kernels.prepare_low_rank(self._weight(torch.cat(downs)), ups)
+
+    def _of_experts(self, stack: _Stack) -> dict[Linear, LowRankChange]:
+        inputs, count = stack.inputs, len(stack.linears)
+        a = self._read(stack.tensors.a).view(count, stack.rank, -1)[..., inputs.start : inputs.stop]
+        b = self._read(stack.tensors.b).view(-1, stack.rank, count) * stack.scale
+        b = torch.cat([b[rows.start : rows.stop] for rows in stack.outputs])
+        ups = (slice(0, len(b)), slice(0, stack.rank))
+        return {
+            linear: self._kernels.prepare_low_rank(self._weight(a[i]), [(*ups, self._weight(b[..., i]))])
+            for i, linear in enumerate(stack.linears)
+        }
 
     def _made_embedding(self, entry: LowRankTensors | LocatedTensor | None) -> Tensor | LowRankEmbedding | None:
         if entry is None:
@@ -263,6 +345,6 @@ def _pairs(files: AdapterFiles) -> Iterable[LowRankTensors]:
     return (*files.matrices.values(), *files.embeddings.values())
 
 
-def _numbers(entry: LowRankTensors | LocatedTensor) -> int:
+def _numbers(entry: LowRankTensors | StackedTensors | LocatedTensor) -> int:
     tensors = (entry,) if isinstance(entry, LocatedTensor) else (entry.a, entry.b)
     return sum(rows * columns for rows, columns in (tensor.stored.shape for tensor in tensors))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.adapters.adapter import Adapter, LowRankEmbedding
+from engine.kernels import ExpertChanges
 from engine.kernels.upload import upload
 from engine.layers import Linear, StepAdapters
 from engine.plan import ScheduledSeq
@@ -47,6 +48,16 @@ class AdapterRows:
             change = adapter.products.get(linear)
             if change is not None:
                 change.add(x, out, rows)
+
+    def experts(self, gate_ups: Sequence[Linear], downs: Sequence[Linear]) -> list[ExpertChanges]:
+        """The adapters' changes of a mixture's experts, whose products are `gate_ups` and `downs`."""
+        changes = []
+        for adapter, rows in self.groups:
+            if adapter.changes_experts:
+                both = [[adapter.products.get(linear) for linear in linears] for linears in (gate_ups, downs)]
+                if any(change is not None for of_product in both for change in of_product):
+                    changes.append(ExpertChanges(rows, *both))
+        return changes
 
     def embed(self, tokens: Tensor, out: Tensor) -> None:
         """Change `out`, [rows, width], the embedding's rows of `tokens`, before they are scaled."""

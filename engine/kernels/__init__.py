@@ -11,6 +11,7 @@ attention reads the paged KV cache as a ragged batch describes a step; a set als
 from engine.kernels.choice import select
 from engine.kernels.layer import (
     AdapterGroups,
+    ExpertChanges,
     ExpertParts,
     LayerParts,
     LowRankChange,
@@ -26,6 +27,7 @@ Kernels = Reference
 
 __all__ = [
     "AdapterGroups",
+    "ExpertChanges",
     "ExpertParts",
     "Kernels",
     "LayerParts",

@@ -13,7 +13,7 @@ from triton.runtime import driver
 
 from engine.errors import EngineError, ErrorText
 from engine.kernels.fp8 import CAPABILITY, fp8_bytes, fp8_linear, fp8_product, multiplies_fp8, padded
-from engine.kernels.layer import DenseProduct, ExpertParts, LowRank, PreparedExperts, PreparedLinear
+from engine.kernels.layer import DenseProduct, ExpertChanges, ExpertParts, LowRank, PreparedExperts, PreparedLinear
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.pruned import semi_structured_product
 from engine.kernels.ragged import RaggedBatch
@@ -135,10 +135,13 @@ class Gpu(Reference):
     def prepare_experts(self, parts: ExpertParts) -> PreparedExperts:
         gate_up, down = GroupedProduct(self._dense(parts.gate_ups)), GroupedProduct(self._dense(parts.downs))
         gate, chosen, tile = self.gate(parts.activation), parts.chosen, self.places_of_tile
+        one_by_one = super().prepare_experts(parts)
 
-        def experts(x: Tensor, logits: Tensor) -> Tensor:
+        def experts(x: Tensor, logits: Tensor, changes: Sequence[ExpertChanges] = ()) -> Tensor:
             if not len(x):
                 return torch.empty_like(x)
+            if changes:
+                return one_by_one(x, logits, changes)  # waits for the device, so such a step is not recorded
             experts_of_rows, shares = route(logits, chosen, parts.normed)
             order, starts = sort(experts_of_rows, len(parts.downs))
             inside = gate(gate_up(x, order, starts, chosen, tile))

@@ -88,9 +88,21 @@ class ExpertParts:
     """Either "silu" or "gelu_tanh"."""
 
 
-#: Runs the experts, the router's product aside. Arguments: x [rows, width]; the router's logits [rows, experts].
-#: Returns [rows, width].
-PreparedExperts = Callable[[Tensor, Tensor], Tensor]
+@dataclass(frozen=True, slots=True)
+class ExpertChanges:
+    """An adapter's changes of a mixture's experts, for its own rows. None: it does not change that product."""
+
+    rows: Tensor | None
+    """The rows to change, int64; None is all."""
+    gate_ups: Sequence[LowRankChange | None]
+    downs: Sequence[LowRankChange | None]
+
+
+class PreparedExperts(Protocol):
+    """Runs the experts, the router's product aside."""
+
+    def __call__(self, x: Tensor, logits: Tensor, changes: Sequence[ExpertChanges] = ()) -> Tensor:
+        """`x`: [rows, width]. `logits`: the router's, [rows, experts]. Returns [rows, width]."""
 
 
 @dataclass(frozen=True, slots=True)

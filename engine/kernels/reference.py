@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.layer import (
+    ExpertChanges,
     ExpertParts,
     LayerParts,
     LowRank,
@@ -161,7 +162,8 @@ class Reference:
         result, in fp32. Only experts with rows run."""
         gate = self.gate(parts.activation)
 
-        def experts(x: Tensor, logits: Tensor) -> Tensor:
+        def experts(x: Tensor, logits: Tensor, changes: Sequence[ExpertChanges] = ()) -> Tensor:
+            members = [(change, _members(change.rows, len(x), x.device)) for change in changes]
             chosen, shares = self.route(logits, parts.chosen, parts.normed)
             # A row's places, one for each of its experts, sorted by expert.
             order = chosen.flatten().argsort(stable=True)
@@ -169,8 +171,17 @@ class Reference:
             results = torch.empty(len(order), x.shape[1], dtype=torch.float32, device=x.device)
             for i, places in enumerate(torch.split(order, counts)):
                 if len(places):
-                    inside = gate(parts.gate_ups[i](x[places // parts.chosen]))
-                    results[places] = parts.downs[i](inside).float()
+                    rows = places // parts.chosen
+                    adapted = [(change, member[rows].nonzero()[:, 0]) for change, member in members]
+                    entering = x[rows]
+                    both = parts.gate_ups[i](entering)
+                    for change, own in adapted:
+                        _add_change(change.gate_ups[i], entering, both, own)
+                    inside = gate(both)
+                    out = parts.downs[i](inside)
+                    for change, own in adapted:
+                        _add_change(change.downs[i], inside, out, own)
+                    results[places] = out.float()
             results = results.view(len(x), parts.chosen, x.shape[1]).mul_(shares.unsqueeze(-1))
             total = results[:, 0]
             for choice in range(1, parts.chosen):
@@ -377,3 +388,17 @@ def stored_width(head_dim: int, kind: str) -> int:
     caches are bytes.
     """
     return head_dim + SCALE_BYTES * (kind == "int8")
+
+
+def _members(rows: Tensor | None, count: int, device: torch.device) -> Tensor:
+    """Which of `count` rows are among `rows`, bool [count]."""
+    if rows is None:
+        return torch.ones(count, dtype=torch.bool, device=device)
+    members = torch.zeros(count, dtype=torch.bool, device=device)
+    members[rows] = True
+    return members
+
+
+def _add_change(change: LowRankChange | None, x: Tensor, out: Tensor, rows: Tensor) -> None:
+    if change is not None and len(rows):
+        change.add(x, out, rows)

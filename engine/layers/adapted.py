@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels import AdapterGroups
+from engine.kernels import AdapterGroups, ExpertChanges
 
 if TYPE_CHECKING:
     from engine.layers.linear import Linear
@@ -24,6 +24,9 @@ class AdaptedRows(Protocol):
 
     def add(self, linear: Linear, x: Tensor, out: Tensor) -> None:
         """Add the adapters' changes to `out`, [rows, outputs], the result of `linear` for `x`, [rows, inputs]."""
+
+    def experts(self, gate_ups: Sequence[Linear], downs: Sequence[Linear]) -> Sequence[ExpertChanges]:
+        """The adapters' changes of a mixture's experts, whose products are `gate_ups` and `downs`."""
 
     def embed(self, tokens: Tensor, out: Tensor) -> None:
         """Change `out`, [rows, width], the embedding's rows of `tokens`, before they are scaled."""

@@ -76,6 +76,8 @@ class Experts:
             GatedMlp(kernels, width, shape.width, activation=activation, bias=False, fused=False, device=device)
             for _ in range(shape.count)
         ]
+        self._gate_ups = [expert.gate_up for expert in self.experts]
+        self._downs = [expert.down for expert in self.experts]
         self._run: PreparedExperts | None = None
 
     def linears(self, prefix: str) -> list[tuple[str, Linear]]:
@@ -111,4 +113,5 @@ class Experts:
         logits = self.router(x, adapters)
         if self._run is None:
             raise RuntimeError("experts are packed before they are called")
-        return self._run(x, logits)
+        changes = () if adapters is None else adapters.experts(self._gate_ups, self._downs)
+        return self._run(x, logits, changes)

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -40,7 +40,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "layer_replication": ([],),
     "trainable_token_indices": ([], {}),
-    "target_parameters": ([],),
     "alora_invocation_tokens": ([],),
     "megatron_config": ({},),
     "arrow_config": ({},),
@@ -51,7 +50,9 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 #: Initialisations after which A and B alone are the adapter. Others, such as PiSSA, change the base's weights too.
 _INITS = (True, False, "gaussian", "eva", "orthogonal")
 #: The alphabet of a pattern that names modules literally. PEFT allows any regular expression.
-_LITERAL = re.compile(r"\^?[A-Za-z0-9_.]+")
+_LITERAL = re.compile(r"(\^|\.\*\\\.)?[A-Za-z0-9_.]+")
+#: A module of fused experts. PEFT nests the changes of its two products.
+_EXPERTS = re.compile(r"(.+\.experts)(\.base_layer)*")
 _PARTS: Final = {
     "lora_A.weight": "a",
     "lora_B.weight": "b",
@@ -76,6 +77,16 @@ class LowRankTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class StackedTensors:
+    """The two tensors of one product of all experts of a layer (`target_parameters`): gate_up_proj or down_proj."""
+
+    a: LocatedTensor
+    """[experts * rank, inputs]: one expert's A below another's."""
+    b: LocatedTensor
+    """[outputs, rank * experts]: for each rank one column of each expert."""
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterFiles:
     """An adapter as its folder describes it. Module names are those of the base's checkpoint."""
 
@@ -90,17 +101,27 @@ class AdapterFiles:
     """The same for an embedding, whose A is read by columns."""
     whole: Mapping[str, LocatedTensor]
     """Matrices that replace the base's, by module name (`modules_to_save`)."""
+    stacks: Mapping[str, Sequence[StackedTensors]]
+    """Changes of all experts of a layer, by module name, such as "model.layers.0.mlp.experts"."""
+    scales: Scales
 
     @property
     def rank(self) -> int:
-        """The largest rank of a matrix, 0 if all matrices are whole."""
-        return max((pair.rank for pair in (*self.matrices.values(), *self.embeddings.values())), default=0)
+        """The largest rank of a matrix, 0 if all matrices are whole. That of stacked experts is the configuration's:
+        how many they are, only the base tells."""
+        ranks = [pair.rank for pair in (*self.matrices.values(), *self.embeddings.values())]
+        return max(ranks, default=self.scales.rank if self.stacks else 0)
+
+    def scale(self, parameter: str, rank: int) -> float:
+        """The factor of a product of stacked experts, such as "model.layers.0.mlp.experts.down_proj"."""
+        return self.scales.scale(parameter, rank)
 
     @property
     def nbytes(self) -> int:
         """The bytes of all tensors as they are stored."""
         pairs = [tensor for pair in (*self.matrices.values(), *self.embeddings.values()) for tensor in (pair.a, pair.b)]
-        return sum(tensor.stored.nbytes for tensor in (*pairs, *self.whole.values()))
+        stacks = [tensor for pairs in self.stacks.values() for pair in pairs for tensor in (pair.a, pair.b)]
+        return sum(tensor.stored.nbytes for tensor in (*pairs, *stacks, *self.whole.values()))
 
 
 def read_adapter(folder: str | Path) -> AdapterFiles:
@@ -124,9 +145,14 @@ def read_adapter(folder: str | Path) -> AdapterFiles:
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     pairs, whole = _by_module(path, stored)
-    scales = _Scales(root, config)
+    scales = Scales(root, config)
+    stacks: dict[str, list[StackedTensors]] = defaultdict(list)
     low_rank: dict[bool, dict[str, LowRankTensors]] = {False: {}, True: {}}
     for (module, embeds), tensors in pairs.items():
+        _check_pair(path, module, tensors)
+        if not embeds and (experts := _EXPERTS.fullmatch(module)):
+            stacks[experts[1]].append(StackedTensors(tensors["a"], tensors["b"]))
+            continue
         low_rank[embeds][module] = _pair(path, module, tensors, scales)
     if not pairs and not whole:
         raise ModelError(f"{path} has no tensors")
@@ -138,6 +164,8 @@ def read_adapter(folder: str | Path) -> AdapterFiles:
         low_rank[False],
         low_rank[True],
         {module: LocatedTensor(path, name, stored[name]) for module, name in whole.items()},
+        stacks,
+        scales,
     )
 
 
@@ -172,13 +200,16 @@ def _read_config(root: Path) -> dict[str, Any]:
     return config
 
 
-class _Scales:
+class Scales:
     """The factor of each module's product, from `lora_alpha`, `alpha_pattern` and `use_rslora`."""
 
     def __init__(self, root: Path, config: Mapping[str, Any]) -> None:
         self._path = root / CONFIG
         self._alpha = self._number("lora_alpha", config.get("lora_alpha", 8))
         self._root = config.get("use_rslora") is True
+        rank = config.get("r", 8)
+        self.rank = rank if type(rank) is int and 1 <= rank <= MAX_RANK else 0
+        """The rank that the configuration declares, 0 if it declares none that is served."""
         patterns = config.get("alpha_pattern") or {}
         if not isinstance(patterns, dict) or len(patterns) > _MAX_PATTERNS:
             raise ModelError(f"{self._path}: alpha_pattern is not an object of at most {_MAX_PATTERNS} modules")
@@ -203,7 +234,7 @@ class _Scales:
 
 def _matches(pattern: str, module: str) -> bool:
     """Whether PEFT's pattern, a literal one, names `module`: it is the module's name or its last parts."""
-    whole = pattern.startswith("^")
+    whole, pattern = pattern.startswith("^"), pattern.removeprefix(".*\\.")
     return module == pattern[1:] if whole else module == pattern or module.endswith(f".{pattern}")
 
 
@@ -236,16 +267,20 @@ def _by_module(
     return pairs, whole
 
 
-def _pair(path: Path, module: str, tensors: Mapping[str, LocatedTensor], scales: _Scales) -> LowRankTensors:
+def _check_pair(path: Path, module: str, tensors: Mapping[str, LocatedTensor]) -> None:
     missing = [part for part in "ab" if part not in tensors]
     if missing:
         raise ModelError(f"{path}: {module} has no lora_{missing[0].upper()}")
     a, b = tensors["a"], tensors["b"]
+    if b.stored.shape[1] != (rank := a.stored.shape[0]):
+        raise ModelError(f"{path}: {b.name} has rank {b.stored.shape[1]}, and {a.name} has rank {rank}")
+
+
+def _pair(path: Path, module: str, tensors: Mapping[str, LocatedTensor], scales: Scales) -> LowRankTensors:
+    a, b = tensors["a"], tensors["b"]
     rank = a.stored.shape[0]
     if not 1 <= rank <= MAX_RANK:
         raise ModelError(f"{path}: {a.name} has rank {rank}; ranks are from 1 to {MAX_RANK}")
-    if b.stored.shape[1] != rank:
-        raise ModelError(f"{path}: {b.name} has rank {b.stored.shape[1]}, and {a.name} has rank {rank}")
     return LowRankTensors(a, b, scales.scale(module, rank))
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.adapters import Adapter, load_adapter
 from engine.models import Model, load_model
+from tests.engine.adapters.folders import write_adapter
 from tests.engine.quant.packers import write_quantised
 from tests.engine.quant.test_checkpoints import FORMS
 from tests.engine.random_models import FAMILIES, VARIANTS, write_model
@@ -118,6 +122,53 @@ def test_logits_are_those_of_peft_merged_and_unmerged(variant: str, kind: str, t
     if kind != "low-rank-head":  # PEFT merges both changes into a tied table, which it warns about
         # Other sums: the merged weights are rounded to fp32.
         check(peer.merged(), prompt, tokens, logits, atol=2e-4)
+
+
+#: Changes of experts. "experts" is saved with the names of transformers 4, of each matrix of each expert,
+#: as most published folders are; "stacked" with those of the matrices of all experts that transformers 5 has.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "experts": {"r": 3, "lora_alpha": 5},
+    "stacked": {
+        "r": 2,
+        "lora_alpha": 3,
+        "target_modules": ["q_proj"],
+        "target_parameters": ["gate.weight", "experts.gate_up_proj", "experts.down_proj"],
+        "alpha_pattern": {"experts.down_proj": 5},
+    },
+    "stacked-down": {"r": 5, "target_modules": ["v_proj"], "target_parameters": ["experts.down_proj"]},
+}
+
+
+def written_by_expert(base: Path, folder: Path, kind: dict[str, Any]) -> Peer:
+    """A random adapter of each expert's matrices, with the names of transformers 4, as PEFT loads it."""
+    peft = pytest.importorskip("peft")
+    names = [name for name in load_file(base / "model.safetensors") if re.search(r"experts|\.gate\.|q_proj", name)]
+    shapes = {name.removesuffix(".weight"): load_file(base / "model.safetensors")[name].shape for name in names}
+    generator = torch.Generator().manual_seed(3)
+    values = {}
+    for module, (outputs, inputs) in shapes.items():
+        name = f"base_model.model.{module}"
+        values[f"{name}.lora_A.weight"] = torch.randn(kind["r"], inputs, generator=generator) * 0.15
+        values[f"{name}.lora_B.weight"] = torch.randn(outputs, kind["r"], generator=generator) * 0.15
+    modules = sorted({module.rpartition(".")[2] for module in shapes})
+    write_adapter(folder, values, **kind, target_modules=modules, task_type="CAUSAL_LM")
+    return Peer(folder, peft.PeftModel.from_pretrained(_base(base, torch.float32), folder).eval())
+
+
+@pytest.mark.parametrize(
+    ("variant", "kind"),
+    few(product(["mixtral", "qwen3-moe"], EXPERTS), ("mixtral", "stacked"), ("qwen3-moe", "experts")),
+)
+def test_changes_of_experts_are_those_of_peft_merged_and_unmerged(variant: str, kind: str, tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base", tokenizer=False, **(VARIANTS | FAMILIES)[variant])
+    write = written_by_expert if kind == "experts" else written
+    peer = write(base, tmp_path / "adapter", EXPERTS[kind])
+    prompt = prompts_of([40], 320)[0]
+    for kernels in ("auto", "reference"):
+        model = load_model(base, "float32", CPU, kernels)
+        tokens, logits = outputs(model, load_adapter(peer.folder, model), prompt, tokens=16)
+        check(peer, prompt, tokens, logits)
+    check(peer.merged(), prompt, tokens, logits, atol=2e-4)
 
 
 @pytest.mark.parametrize("kernels", few(["auto", "cpu", "sdpa", "reference", "ragged"], "auto", "cpu", "ragged"))

@@ -50,8 +50,10 @@ class AdaptedStep:
 
     @property
     def recordable(self) -> bool:
-        """A recorded step does not change embeddings."""
-        return self.decodes and all(adapter.embedding is None for adapter in self.adapters)
+        """A recorded step changes neither embeddings nor experts."""
+        return self.decodes and not any(
+            adapter.changes_experts or adapter.embedding is not None for adapter in self.adapters
+        )
 
 
 class TabledRows(AdapterRows):
@@ -147,6 +149,8 @@ class DeviceAdapters:
         offsets, starts, ranks = np.zeros(entries, np.int64), np.zeros(entries, np.int32), np.zeros(entries, np.int32)
         anchor, size = tables.anchor.data_ptr(), tables.anchor.element_size()
         for linear, low_rank in adapter.products.items():
+            if linear not in self._products:
+                continue  # an expert's: see Gpu.prepare_experts
             change: Any = low_rank  # a TabledLowRank, whose module needs Triton
             product = self._products[linear]
             offsets[product.entry] = (change.a.data_ptr() - anchor) // size

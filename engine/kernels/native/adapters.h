@@ -52,6 +52,23 @@ struct AdapterRows {
 struct Adapters {
     const AdapterRows* each;
     int64_t count;
+    // For each adapter its changes of experts, those of all layers with experts one after another: of each expert's gate
+    // and up product, and of its down product. Null: it changes none.
+    const LowRank* const* experts;
+    const int64_t* first_experts;  // [layers]: the index of a layer's first expert among those
+};
+
+// The changes of a mixture's experts by a step's adapters.
+struct ExpertAdapters {
+    const Adapters* adapters;  // null: none
+    int64_t first;  // the index of the mixture's first expert
+};
+
+// The change of some rows of a product's results.
+struct Change {
+    const LowRank* low;
+    const int64_t* rows;
+    int64_t count;
 };
 
 // A product's rows: x, [tokens, inputs], and its results, [tokens, outputs].
@@ -214,29 +231,30 @@ static void adapter_tiles(const LowRank& low, const Adaptable& of, const int64_t
     if constexpr (M > 1) adapter_tiles<W, M - 1>(low, of, rows, count, inner);
 }
 
-// Adds the adapters' changes of product `which` to its results.
-static void add_adapters(Pool& pool, const Adapters& adapters, int64_t which, const Adaptable& of) {
-    struct Task {
-        const LowRank* low;
-        const int64_t* rows;
-        int64_t count;
-    };
-    std::vector<Task> tasks;
+// Adds changes to a product's results. Those of one adapter are of rows of its own.
+static void add_changes(Pool& pool, const std::vector<Change>& changes, const Adaptable& of) {
     int64_t all = 0;
-    for (int64_t a = 0; a < adapters.count; a++)
-        if (adapters.each[a].products[which].count) all += adapters.each[a].count;
+    for (const Change& change : changes) all += change.count;
     int64_t most = std::clamp<int64_t>((all + pool.threads() - 1) / pool.threads(), 1, kAdapterRows);
-    for (int64_t a = 0; a < adapters.count; a++) {
-        const AdapterRows& group = adapters.each[a];
-        const LowRank& low = group.products[which];
-        for (int64_t first = 0; low.count && first < group.count; first += most)
-            tasks.push_back({&low, group.rows + first, std::min(most, group.count - first)});
-    }
+    std::vector<Change> tasks;
+    for (const Change& change : changes)
+        for (int64_t first = 0; first < change.count; first += most)
+            tasks.push_back({change.low, change.rows + first, std::min(most, change.count - first)});
     if (tasks.empty()) return;
     pool.spread((int)tasks.size(), [&](int task, int thread) {
-        const Task& t = tasks[task];
+        const Change& t = tasks[task];
         float* inner = pool.own[thread].take(kAdapterTile * (t.low->ranks + of.inputs / 2 + 2 * LANES));
         if (t.low->half) adapter_tiles<bf16>(*t.low, of, t.rows, t.count, inner);
         else adapter_tiles<float>(*t.low, of, t.rows, t.count, inner);
     });
+}
+
+// Adds the adapters' changes of product `which` to its results.
+static void add_adapters(Pool& pool, const Adapters& adapters, int64_t which, const Adaptable& of) {
+    std::vector<Change> changes;
+    for (int64_t a = 0; a < adapters.count; a++) {
+        const AdapterRows& group = adapters.each[a];
+        if (group.products[which].count) changes.push_back({group.products + which, group.rows, group.count});
+    }
+    add_changes(pool, changes, of);
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
-from ctypes import Structure, c_int64, c_void_p
+from ctypes import Array, Structure, c_int64, c_void_p
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.layer import AdapterGroups, LayerParts, LowRankChange, PreparedAdapter
+from engine.kernels.layer import AdapterGroups, ExpertChanges, LayerParts, LowRankChange, PreparedAdapter
 from engine.kernels.native.library import Library, Pool
 from engine.kernels.native.pages import Pages, whole_lines
 
@@ -110,7 +110,14 @@ class AdapterTables:
     def __init__(self, layers: Sequence[LayerParts]) -> None:
         self._count = len(layers) * _PRODUCTS
         self._indexes: dict[int, int] = {}
+        self._of_experts: dict[int, int] = {}
+        self._first_experts = (c_int64 * len(layers))()
         for i, layer in enumerate(layers):
+            self._first_experts[i] = len(self._of_experts) // 2
+            if layer.experts is not None:
+                for pair in zip(layer.experts.gate_ups, layer.experts.downs, strict=True):
+                    for of_expert in pair:
+                        self._of_experts[id(of_expert)] = len(self._of_experts)
             router = None if layer.experts is None else layer.experts.router
             for j, product in enumerate((layer.qkv, layer.output, layer.gate_up, layer.down, router)):
                 if product is not None:
@@ -119,39 +126,70 @@ class AdapterTables:
 
     def of_step(self, groups: AdapterGroups, tokens: int) -> StepTable:
         """`tokens`: the rows of the batch."""
-        return StepTable([(self._table(adapter), rows) for adapter, rows in groups], tokens)
+        return StepTable([(self._table(adapter), rows) for adapter, rows in groups], tokens, self._first_experts)
 
     def _table(self, adapter: PreparedAdapter) -> _Table:
         table = self._of_adapter.get(adapter)
         if table is None:
-            changes = {self._indexes[id(product)]: change for product, change in adapter.changes().items()}
-            table = self._of_adapter[adapter] = _Table(changes, self._count)
+            products: dict[int, LowRankChange] = {}
+            experts: dict[int, LowRankChange] = {}
+            for prepared, change in adapter.changes().items():
+                if (index := self._of_experts.get(id(prepared))) is not None:
+                    experts[index] = change
+                else:
+                    products[self._indexes[id(prepared)]] = change
+            table = _Table(
+                _Entries(products, self._count), _Entries(experts, len(self._of_experts)) if experts else None
+            )
+            self._of_adapter[adapter] = table
         return table
 
 
+def mixture_table(changes: Sequence[ExpertChanges], tokens: int) -> StepTable:
+    """The Adapters of a mixture's rows, for a call that runs its experts alone."""
+    groups = []
+    for change in changes:
+        pairs = [change for pair in zip(change.gate_ups, change.downs, strict=True) for change in pair]
+        experts = {index: product for index, product in enumerate(pairs) if product is not None}
+        groups.append((_Table(_Entries({}, 0), _Entries(experts, len(pairs))), change.rows))
+    return StepTable(groups, tokens, (c_int64 * 1)())
+
+
 class _Table:
-    """An adapter's change of each product."""
+    """An adapter's change of each product, and of each expert's two products."""
+
+    def __init__(self, products: _Entries, experts: _Entries | None) -> None:
+        self._kept = (products, experts)
+        self.products, self.experts = products.address, None if experts is None else experts.address
+
+
+class _Entries:
+    """The LowRanks of an adapter, by the index of the product that each changes."""
 
     def __init__(self, changes: Mapping[int, LowRankChange], count: int) -> None:
         self._kept = changes
-        self.products = (_LowRank * count)()
+        self._entries = (_LowRank * count)()
         for index, change in changes.items():
             if not isinstance(change, NativeLowRank):
                 raise TypeError(f"{change!r} is no change of the native kernels")
-            self.products[index] = change.entry
+            self._entries[index] = change.entry
+        self.address = ctypes.addressof(self._entries)
 
 
 class StepTable:
     """The Adapters of a batch's rows. Keep it until the call has ended."""
 
-    def __init__(self, groups: Sequence[tuple[_Table, Tensor | None]], tokens: int) -> None:
+    def __init__(
+        self, groups: Sequence[tuple[_Table, Tensor | None]], tokens: int, first_experts: Array[c_int64]
+    ) -> None:
+        """`first_experts`: for each layer the index of its first expert among those of all layers."""
         every = torch.arange(tokens)
         each = [(table, every if rows is None else rows) for table, rows in groups]
-        self._rows = (_Rows * len(each))(
-            *(_Rows(ctypes.addressof(table.products), rows.data_ptr(), len(rows)) for table, rows in each)
-        )
-        self._kept = each
-        self._table = _Adapters(ctypes.addressof(self._rows), len(each))
+        self._rows = (_Rows * len(each))(*(_Rows(table.products, rows.data_ptr(), len(rows)) for table, rows in each))
+        self._experts = (c_void_p * len(each))(*(table.experts for table, _ in each))
+        self._kept = (each, first_experts)
+        experts = ctypes.addressof(self._experts) if any(self._experts) else None
+        self._table = _Adapters(ctypes.addressof(self._rows), len(each), experts, ctypes.addressof(first_experts))
 
     @property
     def address(self) -> int:
@@ -180,4 +218,4 @@ class _Rows(Structure):
 
 
 class _Adapters(Structure):
-    _fields_ = [("each", c_void_p), ("count", c_int64)]
+    _fields_ = [("each", c_void_p), ("count", c_int64), ("experts", c_void_p), ("first_experts", c_void_p)]

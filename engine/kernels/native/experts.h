@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "adapters.h"
 #include "operations.h"
 
 struct Expert {
@@ -163,20 +164,68 @@ static void add_shares(Pool& pool, const Mixture& m, const float* results, const
     });
 }
 
+// The places of one adapter's rows with one expert.
+struct AdaptedPlaces {
+    const LowRank* changes;  // of the expert's gate and up product, and of its down product
+    std::vector<int64_t> places;
+};
+
+// Sorts the adapters' rows by expert. `places`, `starts`: see sort_rows.
+static std::vector<AdaptedPlaces> adapted_places(const Mixture& m, const ExpertAdapters& by,
+                                                 const std::vector<int64_t>& places,
+                                                 const std::vector<int64_t>& starts) {
+    std::vector<AdaptedPlaces> all;
+    for (int64_t a = 0; by.adapters && a < by.adapters->count; a++) {
+        const LowRank* changes = by.adapters->experts ? by.adapters->experts[a] : nullptr;
+        if (!changes) continue;
+        const AdapterRows& group = by.adapters->each[a];
+        std::vector<int64_t> own;
+        for (int64_t i = 0; i < group.count; i++) {
+            const int64_t* of_row = places.data() + group.rows[i] * m.chosen;
+            own.insert(own.end(), of_row, of_row + m.chosen);
+        }
+        std::sort(own.begin(), own.end());
+        auto from = own.begin();
+        for (int64_t e = 0; e < m.count; e++) {
+            auto to = std::lower_bound(from, own.end(), starts[e + 1]);
+            if (from != to) all.push_back({changes + 2 * (by.first + e), {from, to}});
+            from = to;
+        }
+    }
+    return all;
+}
+
+// Adds the adapters' changes to the results of the experts' `which`: 0 is gate and up, 1 is down.
+static void change_experts(Pool& pool, const Step& s, const std::vector<AdaptedPlaces>& adapted, int which,
+                           const Adaptable& of) {
+    if (adapted.empty()) return;
+    timed(s, kAdapters, [&] {
+        std::vector<Change> changes;
+        for (const AdaptedPlaces& one : adapted)
+            if (one.changes[which].count)
+                changes.push_back({one.changes + which, one.places.data(), (int64_t)one.places.size()});
+        add_changes(pool, changes, of);
+    });
+}
+
 // Runs the experts of x, [rows, width], by the router's logits, [rows, m.count]. `out` may be neither of them.
 static void run_experts(Pool& pool, const Step& s, const Mixture& m, const float* x, const float* logits, int64_t rows,
-                        float* out, float* memory) {
+                        float* out, float* memory, const ExpertAdapters& adapters) {
     if (!rows) return;
     int64_t width = m.experts[0].gate_up.inputs, inner = m.experts[0].down.inputs, all = rows * m.chosen;
     float *sorted = memory, *both = sorted + all * width, *gated = both + all * 2 * inner;
     std::vector<int64_t> experts(all), places(all), starts;
     std::vector<float> shares(all);
+    std::vector<AdaptedPlaces> adapted;
     timed(s, kRoute, [&] {
         route(pool, m, logits, rows, experts.data(), shares.data());
         starts = sort_rows(pool, m, experts, x, rows, width, sorted, places);
+        adapted = adapted_places(m, adapters, places, starts);
     });
     timed(s, kLinear, [&] { multiply_each(pool, m, &Expert::gate_up, sorted, both, starts); });
+    change_experts(pool, s, adapted, 0, {sorted, width, both, 2 * inner});
     timed(s, kGate, [&] { gate(pool, both, gated, m.gelu, all, inner); });
     timed(s, kLinear, [&] { multiply_each(pool, m, &Expert::down, gated, sorted, starts); });
+    change_experts(pool, s, adapted, 1, {gated, inner, sorted, width});
     timed(s, kRoute, [&] { add_shares(pool, m, sorted, places.data(), shares.data(), rows, width, out); });
 }

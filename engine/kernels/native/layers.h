@@ -82,7 +82,8 @@ static void feed_forward_block(Pool& pool, const Layer& l, int64_t i, const Step
                                float* gated, float* out) {
     if (l.mixture.experts) {
         step_multiply(pool, s, l.router, i, kRouter, s.out, both);
-        run_experts(pool, s, l.mixture, s.out, both, s.tokens, out, gated);
+        ExpertAdapters adapters{s.adapted, s.adapted ? s.adapted->first_experts[i] : 0};
+        run_experts(pool, s, l.mixture, s.out, both, s.tokens, out, gated, adapters);
         step_sum(pool, s, ranks, out);
         if (l.fed_norm) step_norm(pool, s, l, out, nullptr, l.fed_norm, out);
         return;

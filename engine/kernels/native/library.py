@@ -66,7 +66,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "penstock_attend_unmasked": [_P, _P, _P, _L, _L, _L, _L, _P, _L, _L, _F, _P],
     "penstock_attention": [_P, _P, _L, _P, _P, _I, _P, _P, _P, _P, _L, _P, *[_L] * 6, _F, _F, _P],
     "penstock_route": [_P, _P, _P, _L, _P, _P],
-    "penstock_experts": [_P, _P, _P, _P, _L, _P],
+    "penstock_experts": [_P, _P, _P, _P, _L, _P, _P],
     "penstock_low_rank": [_P, _P, _P, _L, _P, _L, _P, _L],
     "penstock_layers": [_P, _P, _L, _P],
     "penstock_peak_values": [_P, _P, _P, _P, _I, _L, _L, _L, _P, _P, _P],

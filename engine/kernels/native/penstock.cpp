@@ -144,9 +144,12 @@ void penstock_route(void* pool, const void* mixture, const float* logits, int64_
     route(*(Pool*)pool, *(const Mixture*)mixture, logits, rows, experts, shares);
 }
 
-void penstock_experts(void* pool, const void* mixture, const float* x, const float* logits, int64_t rows, float* out) {
+// `adapters`: Adapters of adapters.h, whose changes of experts are the mixture's alone; null: none.
+void penstock_experts(void* pool, const void* mixture, const float* x, const float* logits, int64_t rows, float* out,
+                      const void* adapters) {
     const Mixture& m = *(const Mixture*)mixture;
-    run_experts(*(Pool*)pool, Step{}, m, x, logits, rows, out, ((Pool*)pool)->step.take(experts_floats(m, rows)));
+    float* memory = ((Pool*)pool)->step.take(experts_floats(m, rows));
+    run_experts(*(Pool*)pool, Step{}, m, x, logits, rows, out, memory, {(const Adapters*)adapters, 0});
 }
 
 // See adapters.h. `rows`: [count], the rows of `x` and `out` that the adapter changes.

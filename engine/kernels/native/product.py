@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import Structure, c_char, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
-from engine.kernels.layer import ExpertParts
+from engine.kernels.layer import ExpertChanges, ExpertParts
+from engine.kernels.native.adapters import mixture_table
 from engine.kernels.native.library import Library, Pool
 from engine.kernels.reference import PEAK_BYTES
 
@@ -150,9 +151,10 @@ class NativeExperts:
         gelu = int(parts.activation == "gelu_tanh")
         self.mixture = Mixture(ctypes.addressof(self._table), len(self._table), parts.chosen, int(parts.normed), gelu)
 
-    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, logits: Tensor, changes: Sequence[ExpertChanges] = ()) -> Tensor:
         x, logits = x.contiguous(), logits.contiguous()
         out = torch.empty_like(x)
+        adapters = mixture_table(changes, len(x)) if changes else None
         self._run(
             self._pool.address,
             ctypes.addressof(self.mixture),
@@ -160,6 +162,7 @@ class NativeExperts:
             logits.data_ptr(),
             len(x),
             out.data_ptr(),
+            None if adapters is None else adapters.address,
         )
         return out
 

@@ -30,6 +30,20 @@ def tensors(rank: int = 2, seed: int = 0, spread: float = 0.3, **changes: Any) -
     return values
 
 
+def stacked(settings: dict[str, Any], rank: int = 2, seed: int = 0) -> dict[str, Tensor]:
+    """A and B of all experts of each layer, for a Mixtral of `settings` (`target_parameters`)."""
+    settings = BASE | settings
+    width, inner, ranks = settings["hidden_size"], settings["intermediate_size"], rank * settings["num_local_experts"]
+    generator = torch.Generator().manual_seed(seed)
+    values = {}
+    for layer in range(settings["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.mlp.experts"
+        for module, inputs, outputs in ((f"{name}.base_layer", width, 2 * inner), (name, inner, width)):
+            values[f"{module}.lora_A.weight"] = torch.randn(ranks, inputs, generator=generator) * 0.3
+            values[f"{module}.lora_B.weight"] = torch.randn(outputs, ranks, generator=generator) * 0.3
+    return values
+
+
 def write_adapter(folder: Path, values: dict[str, Tensor] | None = None, **config: Any) -> Path:
     """Write an adapter's folder: CONFIG with the changes of `config`, and `values`, else `tensors()`."""
     folder.mkdir(parents=True, exist_ok=True)

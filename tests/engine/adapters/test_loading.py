@@ -34,7 +34,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
         ({"use_dora": True}, "use_dora=True is not supported"),
         ({"bias": "all"}, "bias='all' is not supported"),
         ({"lora_bias": True}, "lora_bias=True is not supported"),
-        ({"target_parameters": ["experts.up"]}, "target_parameters=.* is not supported"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices=.* is not supported"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens=.* is not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4' changes the base's weights"),
@@ -112,12 +111,29 @@ def test_files_that_are_no_adapter_are_refused(tmp_path: Path) -> None:
         read_adapter(folder)
 
 
-def test_an_adapter_of_an_expert_is_refused(tmp_path: Path) -> None:
-    base = write_model(tmp_path / "base", tokenizer=False, **FAMILIES["mixtral"])
-    name = "base_model.model.model.layers.0.block_sparse_moe.experts.1.w1"
-    values = {f"{name}.lora_A.weight": torch.zeros(2, 64), f"{name}.lora_B.weight": torch.zeros(96, 2)}
-    with pytest.raises(ModelError, match=r"experts\.1\.w1 belongs to an expert"):
-        load_adapter(write_adapter(tmp_path / "adapter", values), load_model(base, "float32", CPU))
+def test_changes_of_all_experts_that_do_not_fit_are_refused(model: Model, tmp_path: Path) -> None:
+    inner = FAMILIES["mixtral"].get("intermediate_size", 96)
+    mixture = load_model(write_model(tmp_path / "base", tokenizer=False, **FAMILIES["mixtral"]), "float32", CPU)
+    experts = "base_model.model.model.layers.0.mlp.experts"
+
+    def load(ranks: int, inputs: int, outputs: int, of: Model = mixture, **others: Tensor) -> None:
+        values = {f"{experts}.lora_A.weight": torch.zeros(ranks, inputs)}
+        values |= {f"{experts}.lora_B.weight": torch.zeros(outputs, ranks)}
+        load_adapter(write_adapter(tmp_path / "adapter", values | others), of)
+
+    load(8, inner, 64)
+    with pytest.raises(ModelError, match=r"lora_A.weight has 10 rows; 4 experts of a rank from 1 to 256 each"):
+        load(10, inner, 64)
+    with pytest.raises(
+        ModelError, match=rf"has 64 inputs and .*lora_B.weight has 64 outputs; .*gate_up_proj \[{2 * inner}, 64\]"
+    ):
+        load(8, 64, 64)
+    with pytest.raises(ModelError, match=r"the model has no experts model\.layers\.0\.mlp\.experts"):
+        load(8, inner, 64, model)
+    expert = experts.replace("mlp", "block_sparse_moe") + ".1.w2"
+    once = {f"{expert}.lora_A.weight": torch.zeros(2, inner), f"{expert}.lora_B.weight": torch.zeros(64, 2)}
+    with pytest.raises(ModelError, match="changes a product of experts more than once"):
+        load(8, inner, 64, **once)
 
 
 def test_one_that_takes_more_than_there_is_room_for_is_refused_before_it_is_read(model: Model, tmp_path: Path) -> None:

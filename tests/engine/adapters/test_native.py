@@ -28,7 +28,7 @@ def adapter_of(model: Model, folder: Path, *, rank: int, seed: int, every: int =
         (prefix + part, linear.inputs, outputs)
         for prefix, linear in model.linears()
         for part, outputs in linear.parts.items()
-        if prefix and ".experts." not in prefix
+        if prefix
     ]
     for i, (name, inputs, outputs) in enumerate(matrices[seed % every :: every]):
         own = rank + i % 3

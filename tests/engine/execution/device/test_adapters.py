@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,9 @@ from engine.execution.runner import Runner
 from engine.kv import KvSpace
 from engine.models import load_model
 from engine.plan import StepPlan
-from tests.engine.adapters.folders import tensors, write_adapter
+from tests.engine.adapters.folders import stacked, tensors, write_adapter
 from tests.engine.execution.device.test_runner import BLOCK, PROMPT, SETTINGS, plan, scheduled, seq, told
-from tests.engine.random_models import BASE, write_model
+from tests.engine.random_models import BASE, FAMILIES, write_model
 
 SPACES = [KvSpace(24)]
 SHAPE = {"num_hidden_layers": 1}
@@ -29,8 +30,9 @@ LOGIT = 1e-3
 class Pair:
     """The same base and adapters, on the device and by plain torch."""
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
-        base = write_model(folder / "base", **SHAPE)
+    def __init__(self, folder: Path, device: torch.device, **changes: Any) -> None:
+        shape = SHAPE | changes
+        base = write_model(folder / "base", **shape)
         models = load_model(base, "float32", device, "triton"), load_model(base, "float32", torch.device("cpu"))
         whole = {"base_model.model.model.embed_tokens.weight": torch.randn(BASE["vocab_size"], BASE["hidden_size"]) / 9}
         folders = [
@@ -39,6 +41,8 @@ class Pair:
             write_adapter(folder / "wide", tensors(seed=3, rank=200, spread=0.05, **SHAPE), r=200),
             write_adapter(folder / "words", tensors(seed=4, **SHAPE) | whole, modules_to_save=["embed_tokens"]),
         ]
+        if changes:
+            folders = [write_adapter(folder / "experts", stacked(shape))]
         self.adapters = [[load_adapter(each, model) for each in folders] for model in models]
         self.runner = DeviceRunner(models[0], spaces=SPACES, record=Recorded, **SETTINGS)
         self.plain = Runner(models[1], spaces=SPACES, block_size=BLOCK, max_num_seqs=4)
@@ -105,6 +109,18 @@ def test_more_adapters_than_places_take_turns(pair: Pair) -> None:
     adapters._used[2:] = []
     for first, second in ((0, 1), (1, 3), (0, 3), (1, 0)):
         pair.agree((0, 0, 11, first), (1, 0, 11, second))
+
+
+@pytest.mark.exhaustive
+def test_an_adapter_of_experts_runs_in_steps_that_are_not_recorded(tmp_path: Path, device: torch.device) -> None:
+    pair = Pair(tmp_path, device, **FAMILIES["mixtral"] | SHAPE)
+    pair.agree((0, 0, 11, 0), (1, 0, 11, None))
+    pair.agree((1, 11, 1, None))
+    graphs = pair.runner.graphs
+    assert graphs is not None
+    assert len(graphs) == 1
+    pair.agree((0, 11, 1, 0), (1, 12, 1, None))
+    assert len(graphs) == 1
 
 
 @pytest.mark.exhaustive

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.adapters import Adapter
+from engine.adapters import Adapter, load_adapter
 from engine.errors import ModelError
 from engine.kernels.native import load_library
 from engine.models import load_model
-from tests.engine.adapters.folders import tensors, write_adapter
+from tests.engine.adapters.folders import stacked, tensors, write_adapter
 from tests.engine.adapters.test_native import adapter_of
 from tests.engine.execution.ranks.in_threads import ranks_of
 from tests.engine.random_models import FAMILIES, VARIANTS, write_model
@@ -49,6 +49,20 @@ def test_adapters_are_divided(variant: str, ranks: int, tmp_path: Path) -> None:
         del first
         run(together.driver(), [second, None, None, None])
         assert [sorted(adapters) for adapters in together.adapters[1:]] == [[1]] * (ranks - 1)
+
+
+@pytest.mark.exhaustive
+def test_changes_of_all_experts_are_divided(tmp_path: Path) -> None:
+    settings = FAMILIES["mixtral"]
+    folder = write_model(tmp_path / "base", tokenizer=False, **settings)
+    adapter = write_adapter(tmp_path / "adapter", stacked(settings))
+    alone = load_model(folder, "float32", torch.device("cpu"), "native")
+    one = load_adapter(adapter, alone)
+    expected = run(Driver(alone), [one, None, one, one])
+    assert expected != run(Driver(alone), [None] * 4)
+    with ranks_of(folder, 2) as together:
+        own = together.adapter(adapter, 0)
+        assert run(together.driver(), [own, None, own, own]) == expected
 
 
 def test_an_adapter_of_the_head_is_refused_by_name(tmp_path: Path) -> None:
