@@ -121,7 +121,8 @@ def encoding_of_card(card: Mapping[str, Any]) -> str:
 @dataclass(slots=True)
 class _Look:
     """What a look into the store said of a model: its routing, and its versions as far as they were asked for.
-    `targets`: what each target leads to, by whether the task names it, may wait for a withdrawn model, was drawn."""
+    `state`: the routing as the store has it. `targets`: what each target leads to, by whether the task names it, may
+    wait for a withdrawn model, was drawn."""
 
     routing: Routing | None
     default: str
@@ -129,6 +130,7 @@ class _Look:
     pools: Sequence[Any]
     clock_ms: int
     at: float
+    state: Any
     targets: dict[tuple[str, bool, bool, bool], ResolvedModel] = field(default_factory=dict)
 
 
@@ -171,8 +173,7 @@ class Directory:
                 return replace(base, card=found.card(base.card))
             look = found
         routing = look.routing
-        target = routing.target(selection) if routing is not None else selection.version or DEFAULT
-        drawn = routing is not None and selection.version is None and not routing.ruled(selection)
+        target, drawn = (selection.version or DEFAULT, False) if routing is None else routing.route(selection)
         of_target = target, selection.version is not None, withdrawn, drawn
         if (known := look.targets.get(of_target)) is not None:
             return known.of(selection)
@@ -234,8 +235,19 @@ class Directory:
         if adapter is not None and time.monotonic() - at < FRESH_S:
             return adapter
         # The routing first: of what is changed meanwhile, ADMIT sees that the generation is another.
-        commands = (("TIME",), ("HGET", keys.routing(name), "now"), ("HGET", keys.MODELS, name), ("HVALS", keys.POOLS))
-        now, state, raw, pools = yield from persistently(Read(commands), patience_s)
+        # With what the last look needed besides, so that routing takes no second round trip.
+        before = self._models.get(name)
+        others: list[str] = []
+        if before is not None and before.routing is not None:
+            others = sorted(before.routing.versions() & {*before.versions} - {before.default})
+        commands = (
+            ("TIME",),
+            ("HGET", keys.routing(name), "now"),
+            ("HGET", keys.MODELS, name),
+            ("HVALS", keys.POOLS),
+            *(("HGET", keys.VERSIONS, profile_field(name, version)) for version in others),
+        )
+        now, state, raw, pools, *stored = yield from persistently(Read(commands), patience_s)
         card = None if raw is None else json.loads(raw)
         hidden = card is not None and "withdrawn" in card
         if card is None or hidden:
@@ -248,8 +260,15 @@ class Directory:
             message = _unknown(name, names) if card is None else _withdrawn_text(name, names)
             raise UnknownModel(message, param="model", code="model_not_found")
         clock_ms = int(now[0]) * 1000 + int(now[1]) // 1000 - _monotonic_ms()
-        routing, default = Routing.of(name, state), str(card["version"])
-        look = _Look(routing and replace(routing, default=default), default, {}, pools, clock_ms, time.monotonic())
+        default = str(card["version"])
+        if before is not None and before.state == state and before.default == default:
+            routing = before.routing
+        elif (routing := Routing.of(name, state)) is not None:
+            routing = replace(routing, default=default)
+        look = _Look(routing, default, {}, pools, clock_ms, time.monotonic(), state)
+        for version, other in zip(others, map(parsed, stored), strict=True):
+            if other.get("version") == version:
+                look.versions[version] = _resolved(name, other, look)
         look.versions[default] = _resolved(name, card, look)
         if not hidden:
             self._models[name] = look
@@ -419,14 +438,17 @@ def record_fields(task: Task, model: ResolvedModel, *, whole: bool = True) -> di
         "model": model.card["name"],
         "version": model.card["version"],
         "encoding": model.encoding,
-        **({"generation": model.generation} if model.generation else {}),
-        **({"alias": model.alias} if model.alias else {}),
-        **({"drawn": draw_of(model.selection, model.drawn)} if model.drawn else {}),
         "queue": levels.queue_of(model.queue, task.level),
         "tier": task.tier,
         "n": task.n,
         "tokens": task.kv_tokens(int(model.card["context_length"])),
     }
+    if model.generation:
+        fields["generation"] = model.generation
+    if model.alias:
+        fields["alias"] = model.alias
+    if model.drawn:
+        fields["drawn"] = draw_of(model.selection, model.drawn)
     if task.version is not None:
         fields["named"] = task.version
     if task.adapter is not None:

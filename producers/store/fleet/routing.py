@@ -207,21 +207,21 @@ class Routing:
         """The stage of a version."""
         return self.stages.get(version, NO_STAGE)
 
-    def ruled(self, selection: Selection) -> bool:
-        """Whether a rule decides where such a task goes, if it names nothing itself."""
-        return any(rule.fits(selection) for rule in self.rules)
-
     def target(self, selection: Selection) -> str:
         """Which target a task goes to."""
+        return self.route(selection)[0]
+
+    def route(self, selection: Selection) -> tuple[str, bool]:
+        """Which target a task goes to; and whether neither the task nor a rule decides that."""
         if selection.version is not None:
-            return selection.version
+            return selection.version, False
         for rule in self.rules:
             if rule.fits(selection):
-                return rule.to
+                return rule.to, False
         if not self.split:
-            return DEFAULT
+            return DEFAULT, True
         key = _key(selection, self.sticky)
-        return _alone(self.split) if key is None else drawn(self.ranges, key)
+        return _alone(self.split) if key is None else drawn(self.ranges, key), True
 
 
 def draw_of(selection: Selection, sticky: str) -> str:

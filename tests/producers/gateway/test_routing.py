@@ -16,11 +16,12 @@ from engine.text import ModelCard
 from producers import AsyncClient, Client
 from producers.admin import routes
 from producers.client import submission
+from producers.client.steps import Read, Step, drive
 from producers.contract import keys
 from producers.errors import IdempotencyKeyReused, UnknownModel
 from producers.store.fleet import cards
 from producers.store.fleet.adapters import StoredAdapter
-from producers.store.fleet.routing import Rule
+from producers.store.fleet.routing import Rule, Selection
 from tests.producers.gateway.conftest import CARD, TINY, Open
 from tests.producers.gateway.test_resolved import renumbered, same_tokenizer
 
@@ -205,6 +206,28 @@ def test_a_version_that_nobody_looks_after_is_refused(routed: Redis, valkey_url:
     routed.hdel(keys.POOLS, keys.pool_queue("tiny", old["version"], keys.UNSERVED))
     with Client(valkey_url) as client, pytest.raises(UnknownModel, match="No worker serves the version 0"):
         client.submit(model=f"tiny@{old['version']}", prompt="x")
+
+
+def test_a_look_reads_a_routing_s_versions_in_one_round_trip(routed: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "FRESH_S", 0.0)
+    directory, reads = submission.Directory(), list[Read]()
+
+    def find() -> submission.ResolvedModel:
+        def perform(step: Step) -> Any:
+            assert isinstance(step, Read)
+            reads.append(step)
+            return [routed.execute_command(*command) for command in step.commands]
+
+        return drive(directory.find("tiny", 0.0, Selection(version="candidate")), perform)
+
+    assert find().card["version"] == OTHER.version
+    reads.clear()
+    changed = json.loads(OTHER.to_json()) | {"kv_capacity": 77}
+    routed.hset(keys.VERSIONS, f"tiny@{OTHER.version}", json.dumps(changed))
+    assert find().card["kv_capacity"] == 77
+    assert len(reads) == 1
+    routes.set_aliases(routed, "tiny", {"candidate": CARD.version})
+    assert (find().card["version"], find().generation) == (CARD.version, 2)
 
 
 def test_an_archived_version_is_refused_by_name(routed: Redis, open_door: Open) -> None:
