@@ -31,8 +31,8 @@ from producers.store.fleet.scaling import Pin, is_fresh
 MAX_ROWS: Final = 1000
 #: Most characters of a name or reason.
 MAX_TEXT: Final = 500
-#: Most sequences of a worker, and facts of its GPU.
-MAX_SEQUENCES, MAX_FACTS = 64, 64
+#: Most sequences of a worker, facts of its GPU, and adapters.
+MAX_SEQUENCES, MAX_FACTS, MAX_ADAPTERS = 64, 64, 64
 #: Most reasons why a worker is not ready.
 MAX_REASONS: Final = 10
 router = APIRouter(prefix="/v1/fleet", tags=["fleet"], dependencies=MEASURES)
@@ -48,6 +48,8 @@ class WorkerView(BaseModel):
     pool: str = Field(description="MODEL@VERSION.FINGERPRINT: workers that compute alike")
     release: str | None
     device: str | None = Field(description="the GPU's name, or the device's: cpu, cuda:0")
+    kind: str | None = Field(description="what its model makes: generate, embed, rerank, classify, token_classify")
+    ranks: int | None = Field(description="processes that compute its model together; null: one does")
     share: float | None = Field(description="its share of a device that several models share; null if it shares none")
     state: Literal["ready", "draining", "unready"]
     unready: list[str] = Field(description="why it takes no tasks")
@@ -78,6 +80,8 @@ class WorkerView(BaseModel):
             pool=text(pool.name),
             release=_optional(lease.get("release")),
             device=_optional(device or lease.get("device")),
+            kind=_optional(lease.get("kind")),
+            ranks=_ranks(lease),
             share=sane(lease.get("share")),
             state="draining" if lease.get("draining") else "unready" if unready else "ready",
             unready=[text(reason) for reason in unready[:MAX_REASONS]],
@@ -113,6 +117,11 @@ class WorkerDetail(WorkerView):
     preemptions: int | None
     prompt_tokens: int | None
     cached_tokens: int | None = Field(description="of the prompts' tokens, those that were in the cache")
+    engine_process: bool = Field(description="whether its engine has a process of its own")
+    tensor_parallel: int | None = Field(description="ranks that each layer is divided among; null: it is not")
+    pipeline_parallel: int | None = Field(description="stages that the layers are divided among; null: they are not")
+    slow_rank: str | None = Field(description="the rank that the others wait for most of the time, in words")
+    adapters: list[str] = Field(description="versions of LoRA adapters that it has loaded, at most 64")
     gpu: dict[str, float] = Field(description="what its driver says, such as temperature_c; empty without a GPU")
     sequences: list[RunningSequence] = Field(description="at most 16, the largest first")
 
@@ -121,15 +130,28 @@ class WorkerDetail(WorkerView):
         gpu, running = lease.get("gpu"), lease.get("sequences")
         listed = islice(gpu.items(), MAX_FACTS) if isinstance(gpu, dict) else ()
         facts = {text(name): sane(value) for name, value in listed}
+        adapters = lease.get("adapters")
+        loaded = adapters.get("loaded") if isinstance(adapters, dict) else None
         rows = [_running(row, sees_all) for row in running[:MAX_SEQUENCES]] if isinstance(running, list) else []
         return cls(
             **WorkerView.of(pool, lease, lease_s).model_dump(),
             preemptions=count(lease.get("preemptions")),
             prompt_tokens=count(lease.get("prompt_tokens")),
             cached_tokens=count(lease.get("cached_tokens")),
+            engine_process=lease.get("engine_process") is True,
+            tensor_parallel=count(lease.get("tensor_parallel")),
+            pipeline_parallel=count(lease.get("pipeline_parallel")),
+            slow_rank=_optional(lease.get("slow_rank")),
+            adapters=[text(name) for name in loaded[:MAX_ADAPTERS]] if isinstance(loaded, list) else [],
             gpu={name: value for name, value in facts.items() if value is not None},
             sequences=[row for row in rows if row is not None],
         )
+
+
+def _ranks(lease: Mapping[str, Any]) -> int | None:
+    """The ranks of a lease; None where it tells of none."""
+    tensor, pipeline = (count(lease.get(name)) for name in ("tensor_parallel", "pipeline_parallel"))
+    return None if tensor is None and pipeline is None else (tensor or 1) * (pipeline or 1)
 
 
 def _running(row: Any, sees_all: bool) -> RunningSequence | None:

@@ -86,6 +86,8 @@ def test_a_rank_that_is_lost_costs_no_token(how: signal.Signals, divided: str, p
                 "temperature": 0.8,
                 "ignore_eos": True,
             }
+            (lease,) = rig.leases()
+            assert (lease["kind"], lease[divided], lease.get("engine_process", False)) == ("generate", 2, process)
             ids = [client.submit(seed=seed, **asked).id for seed in range(COUNT)]
             first.wait_until(lambda: any(rig.tokens(task_id) > 5 for task_id in ids), 120)
             os.kill(rank, how)

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import Any
 
 from celery import Celery
 from celery.worker import state
@@ -270,6 +271,19 @@ class Runtime:
             "turn_share": round(self.measured.turn_share(waited), 3),
         }
 
+    def _processes(self, stats: Any) -> dict[str, Any]:
+        """The processes that compute the model with the worker's; empty if there are none."""
+        settings = self.served.settings
+        said: dict[str, Any] = {"engine_process": True} if settings.engine_process else {}
+        tensor, pipeline = (settings.engine.get(name) or 1 for name in ("tensor_parallel", "pipeline_parallel"))
+        if tensor * pipeline > 1:
+            said |= {
+                "tensor_parallel": tensor,
+                "pipeline_parallel": pipeline,
+                "slow_rank": getattr(stats, "slow_rank", ""),
+            }
+        return said
+
     def describe(self) -> str:
         """Returns the description of this worker (JSON) for its lease."""
         served, stats, gpu = self.served, self.served.engine.stats(), self.gpu.latest
@@ -284,6 +298,8 @@ class Runtime:
                 "model": served.model,
                 "version": served.card["version"],
                 "device": stats.device,
+                "kind": served.engine.kind,
+                **self._processes(stats),
                 "tasks": len(self.deliveries),
                 "patient": self.deliveries.ledger.throughput_count,
                 "draining": self.deliveries.draining,

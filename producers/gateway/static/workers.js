@@ -39,14 +39,18 @@ export const workers = {
             h("span", null, state(worker.state), worker.unready.length ? h("span", { class: "dim" }, " ", worker.unready.map(plain).join("; ").slice(0, 120)) : null),
             h("span", null, modelName(worker.model), h("span", { class: "dim" }, ` ${plain(worker.version ?? "").slice(0, 10)}`)),
             pair(bar(worker.capacity ? worker.running / worker.capacity : 0, { label: `${worker.running} of ${worker.capacity} sequences` }), `${count(worker.running)} of ${count(worker.capacity)}`),
-            pair(cache(worker), percent(worker.kv_used_ratio)),
-            count(worker.generated_tokens), name(worker.device, { most: 20 }), name(worker.release, { most: 14 }),
+            worker.kv_blocks_total === 0 ? "–" : pair(cache(worker), percent(worker.kv_used_ratio)),
+            generates(worker) ? count(worker.generated_tokens) : "–", h("span", null, name(worker.device, { most: 20 }), worker.ranks > 1 ? h("span", { class: "dim" }, ` ${plural(worker.ranks, "process", "processes")}`) : null), name(worker.release, { most: 14 }),
             worker.since === null ? "–" : ago(worker.since, fleet.at).replace(" ago", ""), worker.lease_s === null ? "–" : seconds(worker.lease_s), drain(worker, ctx)] })),
           { label: "Workers", none: "No worker is up. Start one: penstock worker --model MODEL." }),
         fleet.totals.workers > fleet.workers.length ? h("p", { class: "dim" }, `${count(fleet.workers.length)} of ${plural(fleet.totals.workers, "worker")}.`) : null)),
     ];
   },
 };
+
+// An encoder computes texts, and keeps none of them.
+const generates = ({ kind }) => (kind ?? "generate") === "generate";
+const MAKES = { generate: "text", embed: "vectors", rerank: "scores of texts for a query", classify: "labels of texts", token_classify: "labels of tokens" };
 
 // Used, cached and free blocks as one bar; used alone, where a worker of an earlier release says no more.
 function cache(worker) {
@@ -60,21 +64,27 @@ function worker(one, ctx) {
   return [
     heading("Worker", name(one.name, { most: 40 }), state(one.state), link("#/workers", "All workers"), h("div", { class: "buttons" }, drain(one, ctx))),
     one.unready.length ? h("p", { class: "note bad", "data-key": "why" }, one.unready.map(plain).join("; ")) : null,
+    one.slow_rank ? h("p", { class: "note warn", "data-key": "slow" }, plain(one.slow_rank)) : null,
     h("div", { class: "figures", "data-key": "figures" },
-      figure(count(one.running), `of ${count(one.capacity)}`, "sequences run"), figure(count(one.waiting), null, "taken, not begun"), figure(percent(one.kv_used_ratio), null, "of the KV cache in use"),
-      figure(count(one.generated_tokens), null, "tokens made"), figure(one.prompt_tokens ? percent(one.cached_tokens / one.prompt_tokens) : "–", null, "of prompt tokens from the cache"), figure(count(one.preemptions), null, "preemptions")),
+      figure(count(one.running), `of ${count(one.capacity)}`, generates(one) ? "sequences run" : "texts at once"), figure(count(one.waiting), null, "taken, not begun"),
+      generates(one) ? [
+        figure(percent(one.kv_used_ratio), null, "of the KV cache in use"), figure(count(one.generated_tokens), null, "tokens made"),
+        figure(one.prompt_tokens ? percent(one.cached_tokens / one.prompt_tokens) : "–", null, "of prompt tokens from the cache"), figure(count(one.preemptions), null, "preemptions"),
+      ] : figure(count(one.prompt_tokens), null, "tokens read")),
     h("div", { class: "cards", "data-key": "cards" },
-      card("KV cache", { class: "two-thirds", key: "kv" }, map(one)),
-      card("Facts", { class: "third", key: "facts" }, facts([
-        ["Model", modelName(one.model)], ["Version", h("span", { class: "mono" }, plain(one.version ?? "–"))], ["Device", name(one.device)], one.share !== null && ["Share of the device", percent(one.share)],
+      generates(one) ? card("KV cache", { class: "two-thirds", key: "kv" }, map(one)) : null,
+      card("Facts", { class: generates(one) ? "third" : "", key: "facts" }, facts([
+        ["Model", modelName(one.model)], ["Version", h("span", { class: "mono" }, plain(one.version ?? "–"))], one.kind && ["Makes", MAKES[one.kind] ?? plain(one.kind)], ["Device", name(one.device)],
+        one.ranks > 1 && ["Computed by", `${count(one.ranks)} processes: ${[one.pipeline_parallel > 1 && plural(one.pipeline_parallel, "stage"), one.tensor_parallel > 1 && plural(one.tensor_parallel, "rank") + (one.pipeline_parallel > 1 ? " each" : "")].filter(Boolean).join(", ")}`],
+        one.engine_process && ["Engine", "in a process of its own"], one.adapters?.length && ["Adapters loaded", one.adapters.map((version, i) => [i ? ", " : "", name(version, { most: 24 })])], one.share !== null && ["Share of the device", percent(one.share)],
         ["Release", name(one.release)], ["Up", one.since === null ? "–" : ago(one.since, ctx.now()).replace(" ago", "")], ["Lease", one.lease_s === null ? "–" : seconds(one.lease_s)],
         ["Incarnation", h("span", { class: "mono" }, name(one.id))], ...Object.entries(one.gpu).slice(0, 12).map(([label, value]) => [plain(label).replaceAll("_", " "), amount(value)]),
       ])),
-      card("Sequences that run", { key: "sequences" }, table(
+      generates(one) ? card("Sequences that run", { key: "sequences" }, table(
         ["Task", "Choice", "Tier", ["Prompt tokens", "num"], ["Tokens so far", "num"], ["Blocks", "num"], ["Of the cache", "grow"]],
         one.sequences.map((row, i) => ({ key: row.task === null ? `s${i}` : `${row.task} ${row.choice}`, cells: [row.task === null ? "another's" : taskLink(row.task), count(row.choice), row.tier, count(row.prompt_tokens), count(row.tokens), count(row.blocks), bar(one.kv_blocks_total ? row.blocks / one.kv_blocks_total : 0, { tone: row.tier, label: percent(row.blocks / one.kv_blocks_total) })] })),
         { label: "Sequences", none: one.running ? "This worker does not name them: it is of an earlier release." : "None runs." }),
-      one.running > one.sequences.length && one.sequences.length ? h("p", { class: "dim" }, `The ${count(one.sequences.length)} largest of ${count(one.running)}.`) : null)),
+      one.running > one.sequences.length && one.sequences.length ? h("p", { class: "dim" }, `The ${count(one.sequences.length)} largest of ${count(one.running)}.`) : null) : null),
   ];
 }
 

@@ -15,6 +15,7 @@ from producers.gateway import fleet
 from tests.producers.gateway.conftest import POOL, QUEUE, Make, Open, Submit
 from tests.producers.gateway.test_keys import make as make  # the fixture
 from tests.producers.gateway.test_metrics import LEASE, POOL_NAME
+from tests.waiting import until
 
 VERSION = QUEUE.removeprefix("penstock:queue:")
 
@@ -54,6 +55,8 @@ def test_workers_pools_and_queues_are_told(http: httpx.Client, submit: Submit, v
         "pool": POOL_NAME,
         "release": "9.9",
         "device": "cpu",
+        "kind": None,
+        "ranks": None,
         "share": None,
         "state": "ready",
         "unready": [],
@@ -110,6 +113,22 @@ def test_a_workers_largest_sequences_and_cache_are_told_and_tasks_only_to_who_se
     door, key = open_door(auth="keys"), make("acme", ("metrics",))
     seen = httpx.get(f"{door.url}/v1/workers/w%2F1.x", headers={"authorization": f"Bearer {key}"}).json()
     assert [row["task"] for row in seen["sequences"]] == [None, None]
+
+
+def test_what_a_worker_makes_and_its_processes_are_told(http: httpx.Client, valkey: Redis) -> None:
+    adapters = {"loaded": [f"a{number}" for number in range(100)], "loading": []}
+    divided = {"tensor_parallel": 2, "pipeline_parallel": 3, "slow_rank": "rank 1", "engine_process": True}
+    announce(valkey, "w1.x", kind="generate", adapters=adapters, **divided)
+    announce(valkey, "w2.x", kind="embed")
+    nonsense = {"tensor_parallel": "x", "engine_process": "x", "slow_rank": 7, "adapters": [7]}
+    announce(valkey, "w3.x", kind=["x"], **nonsense)
+    workers = {worker["id"]: (worker["kind"], worker["ranks"]) for worker in read(http)["workers"]}
+    assert workers == {"w1.x": ("generate", 6), "w2.x": ("embed", None), "w3.x": (None, None)}
+    until(lambda: http.get("/v1/workers/w3.x").status_code == 200)  # it may be of a reading before
+    one, odd = (http.get(f"/v1/workers/{name}.x").json() for name in ("w1", "w3"))
+    assert {name: one[name] for name in divided} == divided
+    assert one["adapters"] == adapters["loaded"][: fleet.MAX_ADAPTERS]
+    assert [odd[name] for name in (*divided, "adapters")] == [None, None, None, False, []]
 
 
 def test_an_old_decision_wants_nothing(http: httpx.Client, valkey: Redis) -> None:

@@ -108,6 +108,22 @@ async def test_a_workers_kv_cache_is_drawn_and_its_sequences_lead_to_their_tasks
     await expect(page.get_by_role("heading", level=1, name="Task")).to_be_visible()
 
 
+async def test_an_encoder_tells_texts_and_a_divided_model_its_processes(look: Look, door: Door, valkey: Redis) -> None:
+    announce(valkey, "e.x", kind="embed", kv_blocks_total=0, kv_blocks_used=0, running=2, sequences=[])
+    divided = {"tensor_parallel": 2, "pipeline_parallel": 3, "slow_rank": "the others wait for rank 4"}
+    announce(valkey, "r.x", worker="w2", kind="generate", engine_process=True, adapters={"loaded": ["a1"]}, **divided)
+    page = await look(door, "workers")
+    await expect(page.get_by_role("row").filter(has_text="w2")).to_contain_text("cpu 6 processes")
+    await page.goto(f"{door.url}/console#/workers/r.x")
+    await expect(page.get_by_text("6 processes: 3 stages, 2 ranks each")).to_be_visible()
+    await expect(page.get_by_text("in a process of its own")).to_be_visible()
+    await expect(page.locator("main .note")).to_have_text("the others wait for rank 4")
+    await page.goto(f"{door.url}/console#/workers/e.x")
+    await expect(page.locator(".figure").first).to_contain_text("texts at once")
+    await expect(page.get_by_role("heading", name="KV cache")).to_have_count(0)
+    await expect(page.locator("main")).not_to_contain_text("earlier release")
+
+
 async def test_a_task_is_followed_from_its_wait_to_its_last_token(
     look: Look, door: Door, valkey: Redis, submit: Submit
 ) -> None:
