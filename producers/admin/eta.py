@@ -8,7 +8,8 @@
 A task's need is the KV tokens that it may need, by which its tier and its tenant's turn are counted, too. Workers tell
 how long a sequence's slot is taken for each token of need (`producers.contract.profile.TaskTimes`). So a worker with S
 slots clears S / per_need tokens a second, and the task starts once what is before it is cleared, less what free slots
-take at once. The work depends on counts, never on how many tasks wait.
+take at once. The work depends on counts, never on how many tasks wait. Workers are added up once for each reading of
+the fleet, queue and tier (`Groups`).
 
 Tasks that come later may go first, too: of better tiers, and of tenants who have been served less. They are taken to
 come as they did in the last seconds, for a part of the time (GO_ON) for which tasks have waited already: nobody knows
@@ -18,7 +19,7 @@ exceed. Whatever was not measured makes the forecast None: nothing is assumed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -82,10 +83,9 @@ UNKNOWN: Final = Forecast()
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    """Workers that clear `rate` tokens of need a second from `at` (s) on. `room`: tokens of need whose slots are free,
-    in so many `free` slots."""
+    """A worker that clears `rate` tokens of need a second. `room`: tokens of need whose slots are free, in so many
+    `free` slots."""
 
-    at: float
     rate: float
     free: float
     room: float
@@ -93,30 +93,78 @@ class _Worker:
     times: TaskTimes
 
 
-def forecast(observed: Observation) -> Forecast:
-    """When the task starts and ends."""
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Workers that clear tokens of need from `at` (s) on, added up."""
+
+    at: float
+    rate: float
+    free: float
+    room: float
+    free_of_one: float
+    """The free slots of the worker that has most of them."""
+    times: TaskTimes
+    """Those of the first worker."""
+    slot_s: float
+    """The longest time between two ends of tasks of a full worker."""
+    pace: float
+    """The least share, of all workers, by which tasks run faster than they were measured."""
+
+    @classmethod
+    def of(cls, at: float, workers: Sequence[_Worker]) -> _Group:
+        return cls(
+            at,
+            sum(worker.rate for worker in workers),
+            sum(worker.free for worker in workers),
+            sum(worker.room for worker in workers),
+            max(worker.free for worker in workers),
+            workers[0].times,
+            max(worker.times.task / worker.slots for worker in workers),
+            min(worker.slots / worker.times.per_need / worker.rate for worker in workers),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """A version's workers: those that take tasks, then those that start. `late`: the same if these take their whole
+    start from now on."""
+
+    likely: tuple[_Group, ...]
+    late: tuple[_Group, ...]
+
+
+#: A queue's name and a tier -> its workers, by one reading of the fleet.
+KnownGroups = dict[tuple[str, str], Groups]
+
+
+def forecast(observed: Observation, known: KnownGroups | None = None) -> Forecast:
+    """When the task starts and ends. `known`: what earlier forecasts by the same reading of the fleet have added up."""
     try:
-        return _forecast(observed)
+        return _forecast(observed, {} if known is None else known)
     except ArithmeticError:  # a worker's figures are beyond all floats
         return UNKNOWN
 
 
-def _forecast(observed: Observation) -> Forecast:
+def _forecast(observed: Observation, known: KnownGroups) -> Forecast:
     record = observed.record
     if record.final or record.chunks or record.fields.get("status") == "submitting":
         return UNKNOWN
     running = record.status == "in_progress" and not observed.orphaned
-    likely, late = list(_workers(observed, late=False)), list(_workers(observed, late=True))
+    key = observed.pool.name, record.tier
+    groups = known.get(key)
+    if groups is None:
+        groups = known[key] = _groups(observed)
+    likely = groups.likely
     if not likely:
         return UNKNOWN
     times = _own_times(observed) if running else likely[0].times
     own = None if times is None else _own(observed, times, running=running)
     if running:
         return Forecast(Eta(0.0, 0.0), _displaced(observed, likely, own))
-    start = _start(observed, likely, late)
+    start = _start(observed, groups)
     if start is None or own is None:
         return Forecast(start)
-    slower = max(1.0, min(worker.slots / worker.times.per_need / worker.rate for worker in likely))
+    slower = max(1.0, min(group.pace for group in likely))
     middle = start.p50_s + own.p50_s * slower
     spread = ((start.p90_s - start.p50_s) ** 2 + (slower * (own.p90_s - own.p50_s)) ** 2) ** 0.5
     return Forecast(start, _eta(middle, middle + spread))
@@ -132,26 +180,41 @@ def _eta(p50: float, p90: float) -> Eta | None:
 # ---- workers --------------------------------------------------------------------------------------------------------
 
 
-def _workers(observed: Observation, *, late: bool) -> Iterator[_Worker]:
-    """Those that take tasks, then those that start. `late`: these take their whole start from now on."""
+def _groups(observed: Observation) -> Groups:
+    """The workers that may run the task."""
+    ready = list(_ready(observed))
+    up = (_Group.of(0.0, ready),) if ready else ()
+    starting = _starting(observed)
+    if starting is None:
+        return Groups(up, up)
+    return Groups((*up, starting[0]), (*up, starting[1]))
+
+
+def _ready(observed: Observation) -> Iterator[_Worker]:
+    """Those that take tasks."""
     known = observed.profile
     for lease in observed.ready:
         measured = Profile.of(lease.get("profile"))
         if (worker := _worker(observed, lease, measured if measured.task_times else known, known)) is not None:
             yield worker
-    state = observed.scaling or {}
+
+
+def _starting(observed: Observation) -> tuple[_Group, _Group] | None:
+    """Those that start: as they go on, and if they take their whole start from now on. None without any."""
+    known, state = observed.profile, observed.scaling or {}
     starting = int(sane(state.get("wanted")) or 0) - len(observed.workers)
     cold, times = known.cold_start.get("total"), known.task_times
     if starting <= 0 or cold is None or times is None or not times.per_need or state.get("trouble"):
-        return
+        return None
     memory = state.get("memory")
     ordered = sane(memory.get("changed_at")) if isinstance(memory, dict) else None
-    elapsed = 0.0 if late or ordered is None else max(0.0, observed.now_ms / 1000 - ordered)
+    elapsed = 0.0 if ordered is None else max(0.0, observed.now_ms / 1000 - ordered)
     slots = _slots_of_others(observed, known)
-    if slots:
-        slots *= starting
-        rate = slots / times.per_need
-        yield _Worker(max(0.0, cold - elapsed), rate, slots, slots * times.remaining / times.per_need, slots, times)
+    if not slots:
+        return None
+    slots *= starting
+    together = _Worker(slots / times.per_need, slots, slots * times.remaining / times.per_need, slots, times)
+    return _Group.of(max(0.0, cold - elapsed), [together]), _Group.of(cold, [together])
 
 
 def _slots_of_others(observed: Observation, known: Profile) -> float:
@@ -176,7 +239,7 @@ def _worker(observed: Observation, lease: Lease, measured: Profile, known: Profi
         tasks = sane(lease.get("tasks"))
         busy *= 1.0 - min(1.0, (sane(lease.get("patient")) or 0.0) / tasks) if tasks else 1.0
     free = max(0.0, slots - busy)
-    return _Worker(0.0, rate, free, free * times.remaining / times.per_need, slots, times)
+    return _Worker(rate, free, free * times.remaining / times.per_need, slots, times)
 
 
 def _rank(observed: Observation) -> int:
@@ -186,7 +249,8 @@ def _rank(observed: Observation) -> int:
 # ---- its start ------------------------------------------------------------------------------------------------------
 
 
-def _start(observed: Observation, likely: list[_Worker], late: list[_Worker]) -> Eta | None:
+def _start(observed: Observation, groups: Groups) -> Eta | None:
+    likely, late = groups.likely, groups.late
     delay, count, tokens, later = 0.0, 0, 0.0, Arrivals()
     position, mean = observed.queue_position, likely[0].times.task / likely[0].times.per_need
     if position is not None:
@@ -199,10 +263,10 @@ def _start(observed: Observation, likely: list[_Worker], late: list[_Worker]) ->
         return None  # the broker tells no order
     likely_wait = _wait(likely, count, tokens, _Later.of(later, mean, tokens, GO_ON, TURNS))
     middle = max(delay, likely_wait)
-    if count == 0 and likely[0].at == 0 and likely[0].free >= 1:
+    if count == 0 and likely[0].at == 0 and likely[0].free_of_one >= 1:
         return _eta(middle, middle)
     error = likely[0].times.need_error * max(COMMON, (TOGETHER / max(count, 1)) ** 0.5)
-    slot = max(worker.times.task / worker.slots for worker in likely)
+    slot = max(group.slot_s for group in likely)
     long_tokens = tokens * (1 + TO_P90 * error)
     longest = _wait(late, count, long_tokens, _Later.of(later, mean, tokens, GO_ON_P90, TURNS_P90))
     return _eta(middle, max(middle, delay, longest) + (TO_P90 * slot if count else 0.0))
@@ -230,39 +294,39 @@ class _Later:
         return self.rate * within + min(self.turns, self.turns_rate * within)
 
 
-def _wait(workers: list[_Worker], count: int, tokens: float, later: _Later) -> float:
+def _wait(groups: Sequence[_Group], count: int, tokens: float, later: _Later) -> float:
     """Seconds until so many tasks have begun, and those that go before while they wait."""
-    least = _cleared(workers, count, tokens)
-    most = _cleared(workers, count, tokens + later.tokens(later.for_s)) if least else least
+    least = _cleared(groups, count, tokens)
+    most = _cleared(groups, count, tokens + later.tokens(later.for_s)) if least else least
     for _ in range(HALVINGS if most > least else 0):
         middle = (least + most) / 2
-        if _cleared(workers, count, tokens + later.tokens(middle)) > middle:
+        if _cleared(groups, count, tokens + later.tokens(middle)) > middle:
             least = middle
         else:
             most = middle
     return most
 
 
-def _cleared(workers: list[_Worker], count: int, tokens: float) -> float:
+def _cleared(groups: Sequence[_Group], count: int, tokens: float) -> float:
     """Seconds until so many tasks, with so many tokens of need together, have begun."""
     at = rate = free = 0.0
-    for worker in sorted(workers, key=lambda worker: worker.at):
-        if rate and tokens <= rate * (worker.at - at):
+    for group in groups:
+        if rate and tokens <= rate * (group.at - at):
             break
-        tokens -= rate * (worker.at - at) + worker.room
-        at, rate, free = worker.at, rate + worker.rate, free + worker.free
+        tokens -= rate * (group.at - at) + group.room
+        at, rate, free = group.at, rate + group.rate, free + group.free
         if count < free:
             return at
     return at + max(0.0, tokens) / rate
 
 
-def _displaced(observed: Observation, workers: list[_Worker], own: Eta | None) -> Eta | None:
+def _displaced(observed: Observation, groups: Sequence[_Group], own: Eta | None) -> Eta | None:
     """The end of a running task: later by the better tiers' tasks that take the room of flex and batch."""
     if own is None or _rank(observed) < keys.TIERS["flex"][0] or not observed.better:
         return own
-    times = workers[0].times
+    times = groups[0].times
     tokens = observed.tokens_before(times.task / times.per_need)
-    more = tokens / sum(worker.rate for worker in workers)
+    more = tokens / sum(group.rate for group in groups)
     return _eta(own.p50_s + more, own.p90_s + more * (1 + TO_P90 * times.need_error))
 
 

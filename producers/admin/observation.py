@@ -273,7 +273,10 @@ def observed_in(fleet: Fleet, record: Record, used: float = 0.0) -> Observation:
     version, level = levels.split(name)
     pools = [pool for pool in fleet.pools if takes_from(levels.split(pool.name)[0], version)]
     workers: list[Lease] = [worker for pool in pools for worker in pool.workers]
-    able = [worker for worker in workers if (sane(worker.get("level")) or 0) >= level]
+    able: list[Lease] = []
+    unable: list[Lease] = []
+    for worker in workers:
+        (able if not level or (sane(worker.get("level")) or 0) >= level else unable).append(worker)
     return Observation(
         record,
         fleet.at * 1000,
@@ -282,7 +285,7 @@ def observed_in(fleet: Fleet, record: Record, used: float = 0.0) -> Observation:
         profile=fleet.scaling.profiles.get(version, Profile()),
         scaling=_scaling(fleet, record.model, version),
         led=bool(fleet.scaling.leads),
-        unable=[worker for worker in workers if worker not in able],
+        unable=unable,
         level=level,
         others=_others(pools, version, level),
         used=used,

@@ -5,7 +5,8 @@
                           the place in the queue ─▶ forecast                               at most PER_S a second
 
 A place in a queue takes the store milliseconds, and callers poll. So a gateway looks for few places a second; what
-comes beyond that gets its last estimate, or none.
+comes beyond that gets its last estimate, or none. Workers, of which there may be a thousand, are added up once for each
+reading of the fleet.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import time
 from collections import OrderedDict
 from typing import Final
 
-from producers.admin.eta import Eta, forecast
+from producers.admin.eta import Eta, KnownGroups, forecast
+from producers.admin.fleet import Fleet
 from producers.admin.observation import EndedTask, look, read_ended
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
@@ -41,6 +43,8 @@ class Estimates:
         self._last: OrderedDict[tuple[str, str], tuple[float, Eta | None]] = OrderedDict()
         #: When the last ends of tasks were read (monotonic s), and they.
         self._ended: tuple[float, list[EndedTask]] = (float("-inf"), [])
+        #: The last reading of the fleet, and its workers as they were added up.
+        self._groups: tuple[Fleet | None, KnownGroups] = None, {}
         self._allowed, self._at = PER_S, time.monotonic()
 
     async def eta(self, record: Record) -> Eta | None:
@@ -74,6 +78,9 @@ class Estimates:
                 store, broker = self._client.store, self._client.broker
                 if time.monotonic() - self._ended[0] > ENDED_KEPT_S:
                     self._ended = time.monotonic(), await read_ended(store)
-                return forecast(await look(store, broker, record, reading[0], self._ended[1])).ends
+                observed = await look(store, broker, record, reading[0], self._ended[1])
+                if self._groups[0] is not reading[0]:
+                    self._groups = reading[0], {}
+                return forecast(observed, self._groups[1]).ends
         except (TimeoutError, BrokenRecord, *FAILURES):
             return None

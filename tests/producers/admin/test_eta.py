@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -108,3 +109,17 @@ async def test_rows_that_say_no_time_are_read_and_no_more_than_the_last(valkey: 
         rows = await read_ended(store)
     assert len(rows) == ENDED_ROWS
     assert [(row.created, row.ended) for row in rows[:3]] == [(None, 3.0), (None, 2.0), (0.704, 1.0)]
+
+
+def test_workers_are_added_up_once_for_all_who_ask_of_one_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be a thousand, and each tells dozens of figures."""
+    fleet = replace(WAITS, workers=[WORKER | {"worker": f"w{n}", "incarnation": f"w{n}"} for n in range(20)])
+    alone, known, read = forecast(fleet), dict[Any, Any](), []
+    of = Profile.of
+    monkeypatch.setattr(Profile, "of", lambda value: read.append(value) or of(value))
+    for _ in range(3):
+        assert forecast(fleet, known) == alone
+    assert len(read) == 20
+    assert start(alone) == pytest.approx(start(with_arrivals()) / 20, abs=0.01)
+    other = replace(fleet, record=Record.parse("t", FIELDS | {"tier": "default"}))
+    assert forecast(other, known) == forecast(other), "better tiers take flex's and batch's room"
