@@ -18,6 +18,7 @@ from engine.layers.attention import (
     RmsNorm,
     Rope,
     RopeScaling,
+    UnmaskedAttention,
     YarnScaling,
 )
 from engine.layers.embedding import Embedding
@@ -43,5 +44,6 @@ __all__ = [
     "Rope",
     "RopeScaling",
     "StepAdapters",
+    "UnmaskedAttention",
     "YarnScaling",
 ]

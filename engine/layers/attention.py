@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import Kernels, RaggedBatch
+from engine.kernels.unmasked import TextBatch
 from engine.layers.adapted import AdaptedRows
 from engine.layers.linear import Linear
 
@@ -319,3 +320,27 @@ class NormedAttention(Attention):
 
     def _prepared(self, heads: Tensor) -> Tensor:
         return self._kernels.norm_heads(heads, *self.head_norms, self.shape.kv_heads, self._eps)
+
+
+class UnmaskedAttention(NormedAttention):
+    """The same where a token sees those on both sides of it. Nothing is read from the cache, nor written to it."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        cache: Tensor,
+        batch: RaggedBatch,
+        adapters: AdaptedRows | None = None,
+    ) -> Tensor:
+        """`batch`: of whole sequences. Its window, less one, is how far a token sees in each direction."""
+        shape, kernels = self.shape, self._kernels
+        heads = self._prepared(self.qkv(x, adapters).view(len(x), -1, shape.head_dim))
+        rotated = kernels.rope(heads[:, : -shape.kv_heads].contiguous(), *rotation)
+        query, key = rotated[:, : shape.heads], rotated[:, shape.heads :]
+        query = query * (shape.scale * shape.head_dim**0.5)  # scores are divided by that root
+        shared = shape.heads // shape.kv_heads
+        key, value = (part.repeat_interleave(shared, 1) for part in (key, heads[:, -shape.kv_heads :]))
+        texts = TextBatch(batch.kv_lens.tolist(), batch.query_starts)
+        reach = None if batch.window is None else batch.window - 1
+        return self.output(kernels.attend_unmasked(torch.stack((query, key, value), 1), texts, reach), adapters)

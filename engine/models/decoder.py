@@ -25,6 +25,7 @@ from engine.layers import (
     RmsNorm,
     Rope,
     StepAdapters,
+    UnmaskedAttention,
 )
 from engine.models.loader import Fill
 from engine.models.settings import DecoderSettings
@@ -53,8 +54,9 @@ class DecoderLayer:
             output_bias=c.output_bias,
             fused=c.fused,
         )
+        normed = UnmaskedAttention if c.bidirectional else NormedAttention
         self._attention = (
-            NormedAttention(kernels, shape, eps=c.norm_eps, offset=c.norm_offset, device=device)
+            normed(kernels, shape, eps=c.norm_eps, offset=c.norm_offset, device=device)
             if c.qk_norm
             else Attention(kernels, shape, device=device)
         )
@@ -287,8 +289,9 @@ class Decoder:
             return  # the native call of all layers ends with the norm
         fill(self._norm.weights(_NORM))
         self._norm.pack()
-        parts = [layer.parts(*home) for layer, home in zip(self._layers, self._homes, strict=True)]
-        self._together = self.kernels.prepare_layers(parts, self._norm.weight)
+        if not self._whole.bidirectional:  # a native call of all layers reads keys and values from the cache
+            parts = [layer.parts(*home) for layer, home in zip(self._layers, self._homes, strict=True)]
+            self._together = self.kernels.prepare_layers(parts, self._norm.weight)
         if self._head is not None:
             fill(self._head.weights(""))
             self._head.pack()

@@ -12,7 +12,7 @@ from engine.kernels import Kernels, LayerParts, RaggedBatch
 from engine.layers import AdaptedRows, RmsNorm
 from engine.models.decoder import DecoderLayer
 from engine.models.settings import DecoderSettings, mixed_windows, read_activation
-from engine.text.config import MOST_LAYERS, Config
+from engine.text.config import MOST_CONTEXT, MOST_LAYERS, Config
 
 #: The decoder's name prefixes in checkpoints with images (transformers 5 in memory, and on disk), and the engine's.
 _DECODER = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
@@ -57,6 +57,8 @@ class GemmaLayer(DecoderLayer):
 def read_gemma2(config: Config) -> DecoderSettings:
     """Gemma 2 (arXiv 2408.00118): a window in every other layer; capped scores."""
     layers = config.integer("num_hidden_layers", high=MOST_LAYERS)
+    if config.flag("use_bidirectional_attention"):
+        raise config.wrong("use_bidirectional_attention", "is not supported: tokens would see those after them")
     return DecoderSettings.read(
         config,
         windows=mixed_windows(config, [i % 2 == 0 for i in range(layers)]),
@@ -67,16 +69,20 @@ def read_gemma2(config: Config) -> DecoderSettings:
 
 def read_gemma3(config: Config) -> DecoderSettings:
     """Gemma 3's text model (arXiv 2503.19786): five of six layers have a window and their own rope; q and k are
-    normed."""
+    normed. EmbeddingGemma (arXiv 2509.20354) is one whose tokens see both sides, up to half of sliding_window away."""
     if "attn_logit_softcapping" in config:
         raise config.wrong("attn_logit_softcapping", "is not supported: Gemma 3's attention has no such cap")
     layers = config.integer("num_hidden_layers", high=MOST_LAYERS)
     period = config.integer("sliding_window_pattern", high=MOST_LAYERS)
+    bidirectional = config.flag("use_bidirectional_attention")
+    if bidirectional:
+        config = config.replaced(sliding_window=config.integer("sliding_window", high=MOST_CONTEXT) // 2 + 1)
     return DecoderSettings.read(
         config,
         windows=mixed_windows(config, [(i + 1) % period != 0 for i in range(layers)]),
         ropes=(config.rope("full_attention"), config.rope("sliding_attention")),
         qk_norm=True,
+        bidirectional=bidirectional,
         **_shared_traits(config),
     )
 
@@ -93,8 +99,6 @@ def rename_gemma3(name: str) -> str | None:
 
 def _shared_traits(config: Config) -> dict[str, Any]:
     """The settings that Gemma 2 and 3 have in common."""
-    if config.flag("use_bidirectional_attention"):
-        raise config.wrong("use_bidirectional_attention", "is not supported: tokens would see those after them")
     bias = config.flag("attention_bias")
     return {
         "activation": read_activation(config, "hidden_activation", "gelu_pytorch_tanh"),

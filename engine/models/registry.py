@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,6 +145,10 @@ def load_model(
     """
     path = Path(folder)
     make, config, weight_dtype = _read(path, dtype, headless=headless)
+    if not headless and make.args[0].read(config).bidirectional:
+        raise config.wrong(
+            "use_bidirectional_attention", "is not supported in a model that generates: tokens see those after them"
+        )
     scheme = _scheme(path, config, quantization, device)
     kernel_set = (
         select(device, weight_dtype, kernels, quantization, deterministic, kv_cache_dtype)
@@ -350,7 +355,7 @@ def _read(path: Path, dtype: str, *, headless: bool = False) -> tuple[partial[De
     the weights' dtype."""
     settings = read_config(path)
     names = architectures(settings)
-    known = [*names, *(name.removesuffix("Model") + "ForCausalLM" for name in names if headless)]
+    known = [*names, *(re.sub("(Text)?Model$", "", name) + "ForCausalLM" for name in names if headless)]
     name = next((name for name in known if name in FAMILIES), None)
     if name is None:
         if any(name in ENCODERS for name in names):

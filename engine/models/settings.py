@@ -71,6 +71,9 @@ class DecoderSettings:
     """The experts of layers that have some."""
     dense: frozenset[int] = frozenset()
     """The layers without experts, of a model that has experts."""
+    bidirectional: bool = False
+    """Whether a token also sees those after it, as far as the window in both directions. Queries and keys are normed
+    then, and texts are computed whole: such a model makes vectors."""
 
     @classmethod
     def read(

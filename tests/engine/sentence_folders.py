@@ -87,6 +87,42 @@ def write_decoder(folder: Path, suffix: str = "Model") -> None:
     tokenizer.save_pretrained(folder)
 
 
+def write_gemma(folder: Path) -> Any:
+    """Write a small EmbeddingGemma: a Gemma 3 whose tokens see both sides, the mean, two dense layers, normalised.
+    Returns Sentence-Transformers' model of it."""
+    import torch
+    import transformers
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
+
+    config = transformers.Gemma3TextConfig(
+        vocab_size=320,
+        hidden_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        query_pre_attn_scalar=20,
+        intermediate_size=80,
+        max_position_embeddings=96,
+        sliding_window=9,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        use_bidirectional_attention=True,
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3TextModel(config).float().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.15)
+    plain = folder.parent / f"{folder.name}-decoder"
+    model.save_pretrained(plain)
+    small_tokenizer().save_pretrained(plain)
+    dense = [Dense(*shape, bias=False, activation_function=torch.nn.Identity()) for shape in ((48, 64), (64, 48))]
+    modules = [Transformer(str(plain), max_seq_length=90), Pooling(48, pooling_mode="mean"), *dense, Normalize()]
+    truth = SentenceTransformer(modules=modules, device="cpu", prompts={"query": "task: search | query: "})
+    truth.save(str(folder))
+    return truth
+
+
 def write_pair_scorer(folder: Path) -> Any:
     """Write a decoder that scores pairs by the logits of two tokens, as Qwen3-Reranker does. Returns
     Sentence-Transformers' model of it."""

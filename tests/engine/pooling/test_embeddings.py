@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import EngineConfig, ModelError, PoolingEngine, RequestError
+from engine import Engine, EngineConfig, ModelError, PoolingEngine, RequestError
 from engine.kernels.native import load_library
 from engine.text import ModelCard
 from engine.text.checkpoint import model_version
@@ -17,6 +17,7 @@ from engine.text.pooling import read_pooling
 from tests.engine.sentence_folders import (
     TEXTS,
     write_encoder_with_tokenizer,
+    write_gemma,
     write_pair_scorer,
     write_published_reranker,
     write_sentence_folder,
@@ -104,6 +105,26 @@ def test_a_decoder_makes_vectors_of_its_last_tokens(tmp_path: Path) -> None:
         np.testing.assert_allclose(engine.embed(SHORT), truth.encode(SHORT), atol=1e-5)
         assert np.array_equal(engine.embed(SHORT), np.stack(alone))
         assert ModelCard.from_folder(tmp_path / "model").capabilities == ("embed",)
+
+
+@pytest.mark.parametrize("kernels", few(["auto", "reference", "sdpa"], "auto"))
+def test_a_gemma_whose_tokens_see_both_sides(tmp_path: Path, kernels: str) -> None:
+    """As EmbeddingGemma is; with texts shorter and longer than its window."""
+    truth = write_gemma(tmp_path / "model")
+    with PoolingEngine.load(tmp_path / "model", EngineConfig(dtype="float32", kernels=kernels)) as engine:
+        together = engine.embed(TEXTS, truncate=True)
+        np.testing.assert_allclose(together, truth.encode(TEXTS), atol=1e-5)
+        queries = truth.encode(SHORT, prompt_name="query")
+        np.testing.assert_allclose(engine.embed(SHORT, prompt="query"), queries, atol=1e-5)
+        if kernels == "auto" and load_library() is not None:
+            assert all(np.array_equal(engine.embed([text])[0], row) for text, row in zip(TEXTS, together, strict=False))
+    assert ModelCard.from_folder(tmp_path / "model").capabilities == ("embed",)
+    with pytest.raises(ModelError, match="Gemma3TextModel"):
+        Engine.load(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(config.read_text().replace("Gemma3TextModel", "Gemma3ForCausalLM"))
+    with pytest.raises(ModelError, match="use_bidirectional_attention"):
+        Engine.load(tmp_path / "model")
 
 
 @BUILT
