@@ -148,11 +148,12 @@ def _measured(model: Model, capacity: Capacity) -> int:
         max_num_seqs=capacity.max_num_seqs,
         max_num_batched_tokens=capacity.max_num_batched_tokens,
         length=capacity.max_model_len,
-        make=_device_runner_of(model),
+        make=device_runner_of(model),
     )
 
 
-def _device_runner_of(model: Model) -> type[DeviceRunner]:
+def device_runner_of(model: Model) -> type[DeviceRunner]:
+    """The class of the runner of a model whose kernels are ragged."""
     return RanksDeviceRunner if isinstance(model, DeviceLead) else DeviceRunner
 
 
@@ -169,7 +170,7 @@ def runner_for(model: Model, config: EngineConfig, capacity: Capacity) -> Runner
             return _runner_of(model)(
                 model, spaces=capacity.spaces, block_size=config.block_size, max_num_seqs=capacity.max_num_seqs
             )
-        runner = _device_runner_of(model)(
+        runner = device_runner_of(model)(
             model,
             spaces=capacity.spaces,
             block_size=config.block_size,

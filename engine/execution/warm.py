@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,11 +20,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.errors import EngineError, ErrorText
-from engine.execution.device import DeviceRunner, rehearse
+from engine.execution.device import rehearse
 from engine.execution.device.rehearsal import CONTEXTS, PROMPTS
-from engine.execution.placement import SEQUENCES
+from engine.execution.placement import SEQUENCES, device_runner_of
+from engine.execution.ranks.device import DeviceLead
+from engine.kernels import Kernels
 from engine.kernels.choice import narrow_and_deterministic
+from engine.kernels.collectives import Collectives
 from engine.kernels.fp8 import CAPABILITY
+from engine.kernels.native.exchange import Share
 from engine.kv import KvSpace
 from engine.models import Model, shape_of
 
@@ -61,10 +66,12 @@ def warm(
     quantization: str = "none",
     kv_cache_dtype: str = "auto",
     deterministic: bool = False,
+    tensor_parallel: int = 1,
     max_num_seqs: int | None = None,
     block_size: int = 16,
 ) -> Warmed:
-    """Compile into `cache` all kernels for serving the model in `folder` on a GPU of `arch`.
+    """Compile into `cache` all kernels for serving the model in `folder` on a GPU of `arch`, or on `tensor_parallel` of
+    them.
 
     Raises EngineError if Triton is missing, interprets kernels, or lacks a C compiler or Python's headers; ModelError
     about the folder.
@@ -91,7 +98,7 @@ def warm(
     chosen = sets[quantization == "fp8"]
     kernels = chosen if deterministic else partial(chosen, kv_cache_dtype=kv_cache_dtype)
     with compiling_for(arch, cache) as builds:
-        model = shape_of(folder, dtype, kernels, quantization)
+        model = _shape_of(folder, dtype, kernels, quantization, tensor_parallel, deterministic=deterministic)
         _launch_all(model, slots, block_size)
     seconds = time.perf_counter() - began
     # Triton remembers what it compiled for this target object. For a new target object it asks the cache.
@@ -103,10 +110,27 @@ def warm(
     return Warmed(arch, cache.resolve(), str(model.dtype).removeprefix("torch."), builds, seconds, verified)
 
 
+def _shape_of(
+    folder: Path,
+    dtype: str,
+    kernels: Callable[[torch.dtype], Kernels],
+    quantization: str,
+    ranks: int,
+    *,
+    deterministic: bool,
+) -> Model:
+    """The model without weights; of several ranks, the lead's share, which launches what the others do and samples."""
+    if ranks == 1:
+        return shape_of(folder, dtype, kernels, quantization)
+    # All shares have these shapes, but where a width is no multiple of the ranks.
+    collectives = Collectives(Share(0, ranks), "nccl", ordered=deterministic)
+    return DeviceLead(shape_of(folder, dtype, kernels, quantization, collectives), None, collectives)
+
+
 def _launch_all(model: Model, slots: int, block_size: int) -> None:
     length = min(model.context_length, CONTEXTS[-1] + 1)
     blocks = -(-length // block_size)
-    runner = DeviceRunner(
+    runner = device_runner_of(model)(
         model,
         spaces=[KvSpace(blocks, group.window) for group in model.kv_groups],
         block_size=block_size,

@@ -64,12 +64,12 @@ class Collectives:
                 total = total + part
             return total.to(x.dtype)
         x = x.contiguous()
-        self._run(lambda group: group.allreduce([x]))
+        self._run(x, lambda group: group.allreduce([x]))
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Overwrite `x`, contiguous, with that of rank 0."""
-        self._run(lambda group: group.broadcast([x]))
+        self._run(x, lambda group: group.broadcast([x]))
         return x
 
     def gather(self, x: Tensor) -> Tensor:
@@ -77,9 +77,9 @@ class Collectives:
         x = x.contiguous()
         every = x.new_empty(self.share.ranks, *x.shape)
         if self.backend == "nccl":
-            self._run(lambda group: group._allgather_base(every, x))
+            self._run(x, lambda group: group._allgather_base(every, x))
         else:
-            self._run(lambda group: group.allgather([list(every.unbind())], [x]))
+            self._run(x, lambda group: group.allgather([list(every.unbind())], [x]))
         return every
 
     def fail(self) -> None:
@@ -89,7 +89,9 @@ class Collectives:
             with suppress(RuntimeError, NotImplementedError):  # gloo's is not there in every release
                 self._group.abort()
 
-    def _run(self, begin: Callable[[Any], Any]) -> None:
+    def _run(self, x: Tensor, begin: Callable[[Any], Any]) -> None:
+        if x.is_meta:
+            return  # kernels are compiled ahead, by one process
         if self.failed:
             raise self._lost()
         try:

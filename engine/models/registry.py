@@ -249,6 +249,8 @@ def _filled(
     exact = frozenset[str]() if kept is None else kept.exact
     places = shape.weights()
     matched = match(path, located, places, shape.canonical if kept is None else kept.canonical)
+    if device.type != "cpu":
+        processes = 1  # each has a device of its own
     # What is read whole is then cut: all ranks together keep it once.
     check_weights(
         path, sum((1 if name in exact else processes) * place.nbytes for name, place in places.items()), device
@@ -276,17 +278,29 @@ def _check_parts(path: Path, config: Config, located: Mapping[str, LocatedTensor
 
 
 def shape_of(
-    folder: str | Path, dtype: str, kernels: Callable[[torch.dtype], Kernels], quantization: str = "none"
-) -> Model:
+    folder: str | Path,
+    dtype: str,
+    kernels: Callable[[torch.dtype], Kernels],
+    quantization: str = "none",
+    collectives: Collectives | None = None,
+) -> Decoder:
     """The model in `folder` on the device "meta": it computes shapes and has no weights.
 
     It reads config.json alone. For a quantised checkpoint, it also reads scales, zero points and orders from the files.
-    Raises ModelError.
+    `collectives`: this rank's end, for its share of a model that is not quantised. Raises ModelError.
     """
     path = Path(folder)
     make, config, weight_dtype = _read(path, dtype)
     scheme = _scheme(path, config, quantization, torch.device("cuda"))
-    model = make(kernels(weight_dtype), weight_dtype, torch.device("meta"))
+    kernel_set = kernels(weight_dtype)
+    if collectives is not None:
+        check_ranks_of(path, collectives.share.ranks)
+        if scheme is not None:
+            raise ModelError(
+                ErrorText.of("{}: kernels of a quantised checkpoint's shares are not compiled ahead", folder)
+            )
+        kernel_set.collectives = collectives
+    model = make(kernel_set, weight_dtype, torch.device("meta"))
     if scheme is not None:
         located = separate(locate(path))
         kept = adopt(path, model, scheme, located)

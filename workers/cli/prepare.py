@@ -373,7 +373,7 @@ def _remove_leftover(leftover: Path, say: Callable[[str], None]) -> None:
     "penstock warm hf://meta-llama/Llama-3.1-8B-Instruct --arch sm_90 --cache-dir /opt/penstock/triton",
     status=PROCESS_STATUS,
 )
-@takes(engine=[ENGINE[name] for name in KERNEL_SETTINGS])
+@takes(engine=[ENGINE[name] for name in (*KERNEL_SETTINGS, "tensor_parallel")])
 def warm(
     model: Model,
     *,

@@ -24,7 +24,7 @@ from engine.execution.device import DeviceRunner
 from engine.execution.device.inputs import Shape, StepNumbers
 from engine.execution.ranks.runner import Kind, LeadModel, packed, unpacked
 from engine.kernels.collectives import Collectives
-from engine.kernels.native.exchange import Exchange
+from engine.kernels.native.exchange import Exchange, Share
 from engine.kv import KvSpace
 from engine.layers import AdaptedRows
 from engine.models import Model
@@ -86,20 +86,23 @@ def device_of(kind: str, rank: int) -> torch.device:
 class DeviceLead(LeadModel):
     """The LeadModel of ranks on devices."""
 
-    def __init__(self, share: Decoder, exchange: Exchange, collectives: Collectives) -> None:
-        """`exchange`: for messages alone."""
+    def __init__(self, share: Decoder, exchange: Exchange | None, collectives: Collectives) -> None:
+        """`exchange`: for messages alone. None: there are no others, as kernels are only compiled."""
         super().__init__(share, exchange)
-        self.messages, self._collectives = exchange, collectives
+        self._collectives = collectives
+        ranks = collectives.share.ranks
+        self._own = [Share(rank, ranks).of(self.vocab_size) for rank in range(ranks)]
 
     def logits(self, hidden: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
         """See Model. No adapter is loaded."""
-        self.messages.send(packed(Kind.LOGITS, (len(hidden),), ()))
+        self.send(packed(Kind.LOGITS, (len(hidden),), ()))
         every = _gathered_logits(self.share, self._collectives, hidden.contiguous())
         return torch.cat([every[rank, :, : len(own)] for rank, own in enumerate(self._own)], 1)
 
     def fail(self) -> None:
         """End the ranks' work: after an exception they are not at the same place any more."""
-        self.messages.fail()
+        if self.exchange is not None:
+            self.exchange.fail()
         self._collectives.fail()
 
 
@@ -129,7 +132,7 @@ class RanksDeviceRunner(DeviceRunner):
         assert isinstance(model, DeviceLead)
         self._lead = model
         numbers = (block_size, max_num_seqs, max_num_batched_tokens, max_model_len, int(graphs))
-        model.messages.send(packed(Kind.CACHES, (*numbers, *(space.num_blocks for space in spaces)), ()))
+        model.send(packed(Kind.CACHES, (*numbers, *(space.num_blocks for space in spaces)), ()))
         super().__init__(
             model,
             spaces=spaces,
@@ -167,14 +170,14 @@ class RanksDeviceRunner(DeviceRunner):
 
     def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:
         if copies:
-            self._lead.messages.send(packed(Kind.COPIES, [number for copy in copies for number in copy], ()))
+            self._lead.send(packed(Kind.COPIES, [number for copy in copies for number in copy], ()))
         super().copy_blocks(copies)
 
     def _tell(self, numbers: StepNumbers, shape: Shape, outputs: int | None) -> None:
         kind = _RECORDED if outputs is None else outputs
         sizes = (kind, numbers.end, numbers.more, numbers.changes, shape.rows, shape.tokens, shape.most_queries)
         arrays: list[NDArray[Any]] = [numbers.host, *numbers.separate]
-        self._lead.messages.send(packed(Kind.STEP, (*sizes, *shape.most_places, *numbers.widths), arrays))
+        self._lead.send(packed(Kind.STEP, (*sizes, *shape.most_places, *numbers.widths), arrays))
 
 
 class _Follower(DeviceRunner):

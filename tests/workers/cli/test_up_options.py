@@ -258,7 +258,7 @@ def test_each_gpus_worker_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr("workers.cli.supervised.supervise", supervise)
     monkeypatch.setattr("workers.cli.gpus.gpus_here", list)
-    monkeypatch.setattr("workers.cli.gpus.choose", lambda said, here: (Chosen("gpu0", "0"), Chosen("gpu1", "1")))
+    monkeypatch.setattr("workers.cli.gpus.choose", lambda said, here, ranks: (Chosen("gpu0", "0"), Chosen("gpu1", "1")))
     said = ["worker", "--broker", URL, "--model", "tiny", "--gpus", "all", "--name", "node"]
     for port, each in (("9100", [9100, 9101]), ("0", [0, 0])):
         asked.clear()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.gpu.shapes import SHAPES
 from infra.gpu.step_parts import part_of
 from tests.engine.quant.packers import write_quantised
 from tests.engine.quant.test_checkpoints import FORMS, FP8_CONFIGS
@@ -65,6 +66,23 @@ def test_what_was_compiled_ahead_is_not_compiled_again(tmp_path: Path) -> None:
     kernels = {one["kernel"] for one in json.loads(first.stdout)["kernels"]}
     assert again.stdout.count("already in the cache") == len(kernels)
     assert f"TRITON_CACHE_DIR={tmp_path}" in again.stdout
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("shape", ["llama-8b", "llama-70b"])
+def test_a_ranks_share_of_large_models_compiles(tmp_path: Path, shape: str, ranks: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape] | {"num_hidden_layers": 1}))
+    asked = ("--arch", "sm_90", "--cache-dir", str(tmp_path / "cache"), "--max-num-seqs", "2")
+    ran = python("-m", "workers.cli", "warm", str(tmp_path), *asked, "--tensor-parallel", str(ranks), "--json")
+    assert ran.returncode == 0, ran.stderr
+    made = json.loads(ran.stdout)
+    assert made["verified"]
+    assert {"attend", "join", "rope_kv_kernel", "gated_kernel", "one_row_kernel", "sampling_choose_kernel"} <= {
+        one["kernel"] for one in made["kernels"]
+    }
 
 
 @pytest.mark.exhaustive
