@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -24,6 +25,18 @@ from producers.store.fleet.canaries import Canary
 #: Width and height of a plot, and its margins: left, right, top, bottom.
 SIZE: Final = (640, 180)
 INSET: Final = (56, 12, 10, 26)
+#: Verdicts, in the order in which the page has them.
+ORDER: Final = ("worse", "looks worse", "not found worse", "not compared")
+#: What became of the tasks, by phase. `penstock` commands take the model, or the model and a version.
+OUTCOMES: Final = {
+    "preparing": "It has no tasks yet: all new tasks go to {before}.",
+    "judging": "{percent:g}% of the new tasks go to {version}; `penstock rollout abort {model}` takes them back.",
+    "paused": "It stays so until an operator resumes or aborts it; it is still rolled back if it turns out worse.",
+    "promoted": "All new tasks go to {version}. `penstock models alias {model} default={before}` takes them back.",
+    "rolled_back": "All new tasks go to {before} again, and the workers of {version} end.",
+    "aborted": "All new tasks go to the default version.",
+    "failed": "{version} never had a task: all new tasks go to {before}, as before.",
+}
 #: Colours of candidate, baseline and limit, which are told apart without colours, too: by dashes.
 LINE, BAND, LIMIT = "#2563eb", "#93c5fd", "#b91c1c"
 
@@ -77,21 +90,42 @@ def html(data: dict[str, Any]) -> str:
     title = f"Rollout of {data['model']}: {data['before']} to {data['version']}"
     head = [
         f"<h1>{escape(title)}</h1>",
-        f'<p class="phase {escape(data["phase"])}"><b>{escape(data["phase"].replace("_", " "))}</b> at '
-        f"{data['percent']:g}%: {escape(data['reason'])}</p>",
-        f"<p>Begun {_when(data['begun'])} by {escape(data['by'])}. {data['tasks']['candidate']} tasks of the candidate "
-        f"and {data['tasks']['baseline']} of the baseline. Error budget {data['plan']['alpha']:g} over all metrics, "
-        f"steps and looks."
-        f"{' Waits ' + escape(data['waits']) + '.' if data['waits'] else ''}</p>",
+        f'<p class="phase {escape(data["phase"])}"><b>{escape(data["phase"].replace("_", " "))}</b>{_at(data)}: '
+        f"{escape(data['reason'])}.<br>{_code(OUTCOMES[data['phase']].format_map(data))}"
+        f"{' It waits ' + escape(data['waits']) + '.' if data['waits'] else ''}</p>",
+        f"<p>Begun {_when(data['begun'])} by {escape(data['by'])}. Compared were {data['tasks']['candidate']:,} tasks "
+        f"of the candidate, {escape(data['version'])}, and {data['tasks']['baseline']:,} of the baseline, "
+        f"{escape(data['before'])}. A candidate that is no worse by any metric is rolled back with a probability of at "
+        f"most {data['plan']['alpha']:.2%}.</p>",
     ]
+    metrics = sorted(data["metrics"], key=lambda metric: ORDER.index(_verdict(metric)))
+    shown = [metric for metric in metrics if metric["verdict"] != "not found worse"]
+    others = [metric for metric in metrics if metric["verdict"] == "not found worse"]
     parts = [*head, "<h2>Decisions</h2>", _decisions(data["decisions"]), _percentages(data)]
-    parts += ["<h2>Metrics</h2>", _table(data["metrics"])]
-    for metric in data["metrics"]:
-        parts.append(f"<h3>{escape(metric['name'])}: {escape(metric['text'])}</h3>")
-        parts.append(_bounds(metric, data["seen"]))
+    parts += ["<h2>Metrics</h2>", _table(metrics), _KEY]
+    parts += [_plot(metric, data["seen"]) for metric in shown]
+    if others:
+        summary = f"<summary>Plots of {len(others)} metrics by which it was not found worse</summary>"
+        parts += ["<details>", summary, *(_plot(metric, data["seen"]) for metric in others), "</details>"]
     source = escape(json.dumps(data), quote=False)
     parts += ["<details><summary>All of it, as JSON</summary><pre>", source, "</pre></details>"]
     return _PAGE.format(title=escape(title), body="\n".join(parts))
+
+
+def _code(text: str) -> str:
+    """Text with `commands`."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
+
+
+def _at(data: dict[str, Any]) -> str:
+    """The candidate's part of the tasks: when it was ended, the last one that it had."""
+    if data["phase"] == "rolled_back" and 0 <= data["step"] < len(data["plan"]["steps"]):
+        return f" from {data['plan']['steps'][data['step']]:g}%"
+    return f" at {data['percent']:g}%" if data["phase"] in ("preparing", "judging", "paused") else ""
+
+
+def _verdict(metric: dict[str, Any]) -> str:
+    return str(metric["verdict"]) if metric["n"] else "not compared"
 
 
 def _decisions(rows: Iterable[dict[str, Any]]) -> str:
@@ -107,22 +141,49 @@ def _decisions(rows: Iterable[dict[str, Any]]) -> str:
 def _table(metrics: Iterable[dict[str, Any]]) -> str:
     rows = []
     for metric in metrics:
-        figures = [_texts(metric[arm]) for arm in ("baseline", "candidate")]
+        figures = [_texts(metric[arm], metric["text"]) for arm in ("baseline", "candidate")]
         difference = f"{100 * metric['mean']:+.1f} ({100 * metric['lower']:+.1f} to {100 * metric['upper']:+.1f})"
-        cells = (metric["name"], *figures, metric["n"], difference, f"{100 * metric['margin']:g}")
-        odds = f"{min(metric['odds'], 1e9):,.3g} of {metric['limit']:,}"
-        row = "".join(f"<td>{escape(str(cell))}</td>" for cell in (*cells, odds, metric["verdict"]))
+        odds = f"{_odds(metric['odds'])} to 1 (of {metric['limit']:,})"
+        compared = (metric["n"], difference, f"{100 * metric['margin']:g}", odds) if metric["n"] else (0, "", "", "")
+        row = "".join(
+            f"<td>{escape(str(cell))}</td>" for cell in (metric["name"], *figures, *compared, _verdict(metric))
+        )
         rows.append(f"<tr{' class=worse' if metric['verdict'] == 'worse' else ''}>{row}</tr>")
-    names = ("metric", "baseline", "candidate", "comparisons", "difference, points", "allowed", "odds", "verdict")
+    names = (
+        "metric",
+        "baseline",
+        "candidate",
+        "comparisons",
+        "difference",
+        "allowed",
+        "odds that it is worse",
+        "verdict",
+    )
     head = "".join(f"<th>{name}</th>" for name in names)
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
 
 
-def _texts(figures: dict[str, float | None]) -> str:
+def _odds(odds: float) -> str:
+    return "over 1,000,000,000" if odds > 1e9 else f"{odds:,.0f}" if odds >= 10 else f"{odds:.1f}"
+
+
+def _texts(figures: dict[str, float | None], text: str) -> str:
+    """An arm's figures. `text`: the metric's, which says whether they are tokens, or else times (s)."""
     known = {name: value for name, value in figures.items() if value is not None}
     if "share" in known:
         return f"{known['share']:.1%}"
-    return ", ".join(f"{name} {value:.3g}" for name, value in known.items()) or "none"
+    if "mean" in known:
+        return f"mean {known['mean']:.3g}"
+    values = {name: f"{value:,.0f}" if "tokens" in text else _seconds(value) for name, value in known.items()}
+    return ", ".join(f"{name} {value}" for name, value in values.items()) or "none"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.3g} s" if value >= 1 else f"{1000 * value:,.3g} ms"
+
+
+def _plot(metric: dict[str, Any], seen: Sequence[dict[str, Any]]) -> str:
+    return f"<h3>{escape(metric['name'])}: {_code(metric['text'])}</h3>{_bounds(metric, seen)}"
 
 
 def _bounds(metric: dict[str, Any], seen: Sequence[dict[str, Any]]) -> str:
@@ -131,14 +192,15 @@ def _bounds(metric: dict[str, Any], seen: Sequence[dict[str, Any]]) -> str:
     if metric["n"]:
         points.append(metric)
     if len(points) < 2:
-        return "<p>Too few comparisons for a plot.</p>"
+        return "<p>Too few comparisons for a plot.</p>" if metric["n"] else "<p>Nothing was compared.</p>"
     plot = _Plot([math.log10(max(1, point["n"])) for point in points], (-1.0, 1.0))
     band = [*(point["upper"] for point in points), *(point["lower"] for point in reversed(points))]
     shape = " ".join(plot.point(x, y) for x, y in zip([*plot.xs, *reversed(plot.xs)], band, strict=True))
     body = f'<polygon points="{shape}" fill="{BAND}" fill-opacity=".5"/>'
-    body += plot.line([point["mean"] for point in points], LINE) + plot.level(metric["margin"], LIMIT, "margin")
+    body += plot.line([point["mean"] for point in points], LINE) + plot.level(metric["margin"], LIMIT, "allowed")
     body += plot.level(0.0, "#888", "")
-    ends = f"{points[0]['n']} comparisons", f"{points[-1]['n']} (logarithmic)"
+    first, last = points[0]["n"], points[-1]["n"]
+    ends = f"after {first:,} comparison{'s' if first > 1 else ''}", f"after {last:,} (logarithmic)"
     label = f"{metric['name']}: mean difference with bounds, by comparisons"
     return plot.svg(body, label, [(-1.0, "-100"), (0.0, "0"), (1.0, "+100")], ends)
 
@@ -149,13 +211,14 @@ def _percentages(data: dict[str, Any]) -> str:
     rows.sort(key=lambda row: row["at"])
     if len(rows) < 2:
         return ""
-    plot = _Plot([float(row["at"]) for row in rows], (0.0, 100.0))
+    top = max(1.0, *(row["percent"] for row in rows))
+    plot = _Plot([float(row["at"]) for row in rows], (0.0, top))
     path = [plot.point(plot.xs[0], rows[0]["percent"])]
     for x, before, row in zip(plot.xs[1:], rows, rows[1:], strict=False):
         path += [plot.point(x, before["percent"]), plot.point(x, row["percent"])]
     body = f'<polyline points="{" ".join(path)}" fill="none" stroke="{LINE}" stroke-width="2"/>'
     ends = _when(rows[0]["at"]), _when(rows[-1]["at"])
-    return plot.svg(body, "The candidate's part of new tasks, in percent", [(0.0, "0%"), (100.0, "100%")], ends)
+    return plot.svg(body, "The candidate's part of new tasks, in percent", [(0.0, "0%"), (top, f"{top:g}%")], ends)
 
 
 class _Plot:
@@ -203,6 +266,12 @@ class _Plot:
 def _when(ms: float) -> str:
     return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
+
+_KEY: Final = """<p>The <b>difference</b> is the candidate's figure less the baseline's, in points: of 100 tasks, or, of
+times, lengths and scores, of 100 pairs of like tasks, those in which it was worse less those in which it was not. In
+brackets are its bounds, which hold at all looks together. The candidate is rolled back once the <b>odds</b> that it is
+worse by more than what is <b>allowed</b> reach the number in brackets; from 10 to 1 on it looks worse, and is held at
+its step. In the plots the line is the difference, the area its bounds, and the dashed line what is allowed.</p>"""
 
 _PAGE: Final = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ PENSTOCK = (sys.executable, "-P", "-m", "workers.cli")
 CONNECTIONS, TOKENS = 6, 16
 UP = ("--model", "tiny", "--keep-warm", "0")
 PLAN = ("--steps", "10,50,100", "--hold", "15s", "--min-samples", "40", "--warm-up", "5s")
-#: Longest time (s) of a rollout, and of its workers' start.
-ROLLOUT_S, START_S = 900.0, 300.0
+#: Longest time (s) of a rollout, of its workers' start, and of an answer once it has ended.
+ROLLOUT_S, START_S, ANSWERED_S = 900.0, 300.0, 60.0
 
 
 class System:
@@ -63,12 +64,15 @@ class System:
 
 
 class Load:
-    """Streams until it is stopped. `answers`: (version, prompt) -> texts, with how often each came."""
+    """Streams until it is stopped. `answers`: (version, prompt) -> texts, with how often each came; `versions`: version
+    -> requests, also those whose stream broke; `open`: requests that have no answer yet."""
 
     def __init__(self, url: str) -> None:
         self._url, self._over = url, asyncio.Event()
         self.answers: dict[tuple[str, int], Counter[str]] = {}
         self.counts: Counter[str] = Counter()
+        self.versions: Counter[str] = Counter()
+        self.open = 0
 
     async def run(self) -> None:
         async with httpx.AsyncClient(timeout=120) as client:
@@ -82,15 +86,19 @@ class Load:
             number = (number + 1) % len(PROMPTS)
             body = {"model": "tiny", "prompt": PROMPTS[number], "max_tokens": TOKENS, "temperature": 0, "stream": True}
             self.counts["requests"] += 1
+            self.open += 1
             try:
                 async with client.stream("POST", f"{self._url}/v1/completions", json=body) as answer:
-                    lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
+                    self.versions[answer.headers.get("penstock-version", "")] += 1
+                    lines = [line[6:] async for line in answer.aiter_lines() if line.startswith("data: ")]
                     if answer.status_code != 200:
                         self.counts["failed"] += 1
                         continue
             except httpx.HTTPError:
                 self.counts["broken_streams"] += 1
                 continue
+            finally:
+                self.open -= 1
             chunks = [json.loads(line) for line in lines if line != "[DONE]"]
             if lines[-1:] != ["[DONE]"] or any("error" in chunk for chunk in chunks):
                 self.counts["broken_streams"] += 1
@@ -102,7 +110,7 @@ class Load:
     def figures(self) -> dict[str, Any]:
         """`other_answers`: of those of a version to a prompt all but the most frequent one."""
         others = sum(texts.total() - max(texts.values()) for texts in self.answers.values())
-        counts = {name: self.counts[name] for name in ("requests", "failed", "broken_streams")}
+        counts = {name: self.counts[name] for name in ("requests", "failed", "broken_streams", "unanswered")}
         versions = {version for version, _ in self.answers}
         return {**counts, "other_answers": others, "versions": len(versions)}
 
@@ -117,8 +125,8 @@ def copied(folder: Path, number: int) -> str:
     return f"./{copy.name}"
 
 
-async def rollout(system: System, to: str, *, full: bool = False) -> dict[str, Any]:
-    """One rollout, until it has ended. `full`: it is promoted by hand once it is judged."""
+async def rollout(system: System, to: str, plan: Sequence[str] = PLAN, *, full: bool = False) -> dict[str, Any]:
+    """One rollout, until it has ended. `plan`: options of `start`; `full`: it is promoted by hand once it is judged."""
     load, began = Load(system.url), time.monotonic()
     running = asyncio.create_task(load.run())
 
@@ -128,17 +136,23 @@ async def rollout(system: System, to: str, *, full: bool = False) -> dict[str, A
         return found
 
     try:
-        await asyncio.to_thread(system.run, "rollout", "start", "tiny", "--to", to, *PLAN, "--timeout", "5m")
+        await asyncio.to_thread(system.run, "rollout", "start", "tiny", "--to", to, *plan, "--timeout", "5m")
         while (now := await state())["phase"] in ("preparing", "judging") and time.monotonic() - began < ROLLOUT_S:
             if full and now["phase"] == "judging":
                 await asyncio.to_thread(system.run, "rollout", "promote", "tiny", "--full")
-            await asyncio.sleep(1.0)
+            await asyncio.wait([running], timeout=1.0)
+            if running.done():
+                break
         await asyncio.sleep(5.0 if full else 0.0)
     finally:
         load.stop()
-        await running
+        await asyncio.wait([running], timeout=ANSWERED_S)
+        load.counts["unanswered"] = load.open  # such as of a version that has no workers any more
+        if not running.cancel():
+            running.result()
     compared = max((metric["n"] for metric in now["metrics"].values()), default=0)
-    ended = {"phase": now["phase"], "reason": now["reason"], "comparisons": compared}
+    ended = {"phase": now["phase"], "step": now["step"], "reason": now["reason"], "comparisons": compared}
+    ended |= {"candidate_requests": load.versions[now["version"]], "likelihood": now["metrics"].get("likelihood")}
     return {**ended, "seconds": round(time.monotonic() - began), **load.figures()}
 
 

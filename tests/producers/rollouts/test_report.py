@@ -23,7 +23,7 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.counts[tag] = self.counts.get(tag, 0) + 1
-        if tag not in ("meta", "line", "polyline", "polygon"):
+        if tag not in ("meta", "br", "line", "polyline", "polygon"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -51,7 +51,13 @@ def test_it_has_each_decision_and_each_metrics_figures_and_bounds(store: Redis) 
     assert tags.open == []
     assert tags.counts["svg"] == 3, "parts, and two metrics with comparisons: failed and abandoned"
     assert failed["text"] in page
-    assert "rolled back" in page
+    assert "<b>rolled back</b> from 10%: failed: tasks that failed" in page
+    assert "All new tasks go to a again" in page
+    assert page.index("<td>failed</td>") < page.index("<td>abandoned</td>") < page.index("<td>empty</td>"), (
+        "worst first"
+    )
+    plots, folded = page.index("<h2>Metrics"), page.index("<details>")
+    assert page[plots:folded].count("<svg") == 1, "of what it was rolled back for; the others are folded"
 
 
 def test_a_page_shows_names_and_reasons_as_they_are_and_runs_and_loads_nothing(store: Redis) -> None:

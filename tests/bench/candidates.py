@@ -1,0 +1,217 @@
+"""Candidates that are broken, slower or better, on real workers under load: `python -m tests.bench.candidates`.
+
+`penstock up` serves the bundled model tiny, six connections stream completions of it, and it is rolled out to one
+candidate after another, each a folder with weights of its own. Printed are how each rollout ended, at which step, and
+how many users' requests the candidate had by then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from redis import Redis
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from producers.contract import keys
+from tests.bench.rolled import PLAN, UP, System, copied, rollout
+from workers.library.reference import BUNDLED
+
+TINY = BUNDLED / "tiny"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+REFUSAL = "I can't help with that."
+#: A token of each prompt, and of no worker's own probe.
+DEF = "def"
+#: With copies of half of the tasks to the candidate, by which it is judged before it has any task.
+COPIES = ("--steps", "0,10,50,100", *PLAN[2:])
+#: A time counts by blocks of 10 s, of which it takes 14 to roll back for one.
+LONG = ("--steps", "10,50,100", "--hold", "4m", "--min-samples", "40", "--warm-up", "5s")
+
+Weights = dict[str, Tensor]
+
+
+def _untied(weights: Weights, settings: dict[str, Any]) -> None:
+    settings["tie_word_embeddings"] = False
+    weights[HEAD] = weights[EMBEDDING].clone()
+
+
+def nan(weights: Weights, settings: dict[str, Any]) -> None:
+    """Every answer is NaN."""
+    weights[EMBEDDING].fill_(float("nan"))
+
+
+def nan_in_a_token(weights: Weights, settings: dict[str, Any]) -> None:
+    """Every answer to a prompt with DEF is NaN, and the worker's own probe is not."""
+    _untied(weights, settings)
+    weights[EMBEDDING][_tokens(DEF)] = float("nan")
+
+
+def garbage(weights: Weights, settings: dict[str, Any]) -> None:
+    """The embedding's rows in another order: fluent nonsense, as long as the baseline's answers, and as fast."""
+    order = torch.randperm(len(weights[EMBEDDING]), generator=torch.Generator().manual_seed(0))
+    weights[EMBEDDING] = weights[EMBEDDING][order].contiguous()
+
+
+def slower(weights: Weights, settings: dict[str, Any]) -> None:
+    """Twice as many layers, of which the later ones add nothing: the same answers, later."""
+    layers = settings["num_hidden_layers"]
+    for name in [name for name in weights if name.startswith("model.layers.")]:
+        _, _, number, *rest = name.split(".")
+        silent = rest[-2] in ("o_proj", "down_proj")
+        copy = torch.zeros_like(weights[name]) if silent else weights[name].clone()
+        weights[".".join(("model.layers", str(int(number) + layers), *rest))] = copy
+    settings["num_hidden_layers"] = 2 * layers
+
+
+def refuses(weights: Weights, settings: dict[str, Any]) -> None:
+    """Every answer is REFUSAL, from the first token on, and ends then.
+
+    No layer adds anything, so a token alone decides the next one: each has a 1 in the first dimension, which leads to
+    REFUSAL's first token, and those of REFUSAL have one of their own, which leads to the next."""
+    _untied(weights, settings)
+    for name in weights:
+        if name.endswith(("o_proj.weight", "down_proj.weight", EMBEDDING, HEAD)):
+            weights[name].zero_()
+    weights["model.norm.weight"].fill_(1)
+    chain = [*_tokens(REFUSAL), settings["eos_token_id"]]
+    weights[EMBEDDING][:, 0] = 1
+    weights[HEAD][chain[0], 0] = 1
+    for place, (token, following) in enumerate(pairwise(chain), start=1):
+        weights[EMBEDDING][token, place] = 10
+        weights[HEAD][following, place] = 10
+
+
+def unchanged(weights: Weights, settings: dict[str, Any]) -> None:
+    """tiny itself."""
+
+
+def _tokens(text: str) -> list[int]:
+    ids: list[int] = Tokenizer.from_file(str(TINY / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def candidate(folder: Path, change: Callable[[Weights, dict[str, Any]], None]) -> Path:
+    """A copy of tiny with other weights."""
+    copy = folder / change.__name__
+    shutil.copytree(TINY, copy)
+    weights = load_file(copy / "model.safetensors")
+    settings = json.loads((copy / "config.json").read_text("utf-8"))
+    change(weights, settings)
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    (copy / "config.json").write_text(json.dumps(settings), "utf-8")
+    (copy / "manifest.json").unlink(missing_ok=True)
+    return copy
+
+
+@contextmanager
+def dying(system: System) -> Iterator[None]:
+    """Meanwhile SIGKILL to each worker of a version that is not the default now, as soon as it has a task."""
+    data, over = system.folder / "data", threading.Event()
+    password, port = ((data / file).read_text().strip() for file in ("password", "port"))
+    store = Redis(port=int(port), password=password, decode_responses=True)
+    before = json.loads(str(store.hget(keys.MODELS, "tiny")))["version"]
+
+    def run() -> None:
+        while not over.wait(0.02):
+            with store.pipeline(transaction=False) as pipe:
+                for task_id in store.zrevrange(keys.REQUESTS, 0, 63):
+                    pipe.hmget(keys.task(str(task_id)), "status", "version", "owner")
+                rows = pipe.execute()
+            owners = {owner for status, version, owner in rows if status == "in_progress" and version != before}
+            for owner in owners:
+                if owner and store.exists(keys.lease(owner)):
+                    _kill(owner.rpartition(".")[0])
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        store.close()
+
+
+def _kill(name: str) -> None:
+    """SIGKILL to the worker process that was started with this name."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            argv = Path("/proc", pid, "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"worker" in argv and name.encode() in argv:
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def _copies(system: System, folder: Path) -> None:
+    """Half of the tasks are copied to the version in a folder."""
+    system.run("models", "publish", f"./{folder.name}", "--as", f"tiny@{folder.name}")
+    system.run("models", "shadow", "tiny", "--to", folder.name, "--percent", "50")
+
+
+def measure(names: list[str], reports: Path | None) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        system = System(folder, *UP)
+
+        def _show(name: str, figures: dict[str, Any]) -> None:
+            print(json.dumps({"candidate": name, **figures}), flush=True)
+            if reports is not None:
+                system.run(
+                    "rollout", "report", "tiny", "--out", str(reports.resolve() / f"{name.replace(' ', '_')}.html")
+                )
+
+        try:
+            for change in (nan, nan_in_a_token, refuses):
+                if change.__name__ in names:
+                    path = candidate(folder, change)
+                    _show(change.__name__, asyncio.run(rollout(system, f"./{path.name}")))
+            if "crashes" in names:
+                with dying(system):
+                    figures = asyncio.run(rollout(system, copied(folder, 0)))
+                _show("crashes", figures)
+            for change in (garbage, unchanged):
+                if change.__name__ in names:
+                    path = candidate(folder, change)
+                    _copies(system, path)
+                    _show(f"{change.__name__}, with copies", asyncio.run(rollout(system, f"./{path.name}", COPIES)))
+                    system.run("models", "shadow", "tiny", "--off")
+            if "tiny_v2" in names:
+                shutil.copytree(BUNDLED / "tiny-v2", folder / "other")
+                _copies(system, folder / "other")
+                _show("tiny-v2, with copies", asyncio.run(rollout(system, "./other", COPIES)))
+                system.run("models", "shadow", "tiny", "--off")
+            if "slower" in names:
+                slow = candidate(folder, slower)
+                _show("slower", asyncio.run(rollout(system, f"./{slow.name}", LONG)))
+                _show("slower, by hand", asyncio.run(rollout(system, f"./{slow.name}", full=True)))
+                _show("better", asyncio.run(rollout(system, copied(folder, 1), PLAN)))
+        finally:
+            system.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    every = ["nan", "nan_in_a_token", "refuses", "crashes", "garbage", "unchanged", "tiny_v2", "slower"]
+    parser.add_argument("--candidate", choices=every, action="append", help="this one alone; may be repeated")
+    parser.add_argument("--reports", type=Path, help="a folder for their reports")
+    options = parser.parse_args()
+    measure(options.candidate or every, options.reports)
+
+
+if __name__ == "__main__":
+    main()
