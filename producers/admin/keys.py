@@ -56,6 +56,9 @@ def checked(requested: Mapping[str, Any], now: float) -> dict[str, Any]:
     values = {name: value for name, value in read(requested, FIELDS).items() if value is not None}
     if "tenant" not in values:
         raise InvalidTask("tenant is missing: whose key is it?", param="tenant", code="missing_parameter")
+    if values["tenant"].startswith(api_keys.RESERVED):
+        text = f"tenant is {shown(values['tenant'])}; names that begin with {api_keys.RESERVED} are the system's own"
+        raise InvalidTask(text, param="tenant")
     values = {"name": values["tenant"], "scopes": USUAL, **values}
     _check_expiry(values.get("expires_at"), now)
     _check_together(values)

@@ -37,6 +37,7 @@ from redis.asyncio import Redis
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, arun, text
 from producers.contract import keys
+from producers.store import shadows
 from producers.store.access.audit import Change
 from producers.store.protocol import swap
 
@@ -128,6 +129,9 @@ class Limits:
 
 
 NO_LIMITS: Final = Limits()
+#: The beginning of the names of tenants that the system itself has: no key is made for one. Copies of all tenants'
+#: tasks have the tenant `shadows.TENANT`: a key of that name, which an earlier release made, sees nothing of them.
+RESERVED: Final = "~"
 #: The beginning of a tenant's account's name. The name of a key's account is the key's id.
 TENANT: Final = "tenant:"
 
@@ -177,7 +181,7 @@ class Principal:
 
     def sees(self, tenant: str | None) -> bool:
         """Whether it may see what this tenant (None: without one) has made."""
-        return self.sees_all or tenant == self.tenant
+        return self.sees_all or (tenant == self.tenant and tenant != shadows.TENANT)
 
     def may_use(self, model: str, tiers: Sequence[str] = ()) -> bool:
         """Whether it may use this model, and each of these tiers. `model`: a name; an adapter's may follow its base's,

@@ -16,9 +16,11 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
+from producers import Client
 from producers.admin import keys as admin
 from producers.contract import keys
 from producers.gateway.fair_share import FairShare
+from producers.store import shadows
 from producers.store.access import api_keys
 from producers.store.access.api_keys import SCOPES, Key, Limits
 from producers.store.access.audit import Change
@@ -268,3 +270,14 @@ def test_a_key_that_comes_for_the_first_time_is_one_caller_and_not_two(
     assert httpx.get(f"{door.url}/v1/models", headers=as_caller(make("acme")), timeout=60).status_code == 200
     assert until(lambda: fair.of(("tenant", "acme")).last_request_at > 0)
     assert fair.of("127.0.0.1").last_request_at < 0
+
+
+def test_a_key_of_the_tenant_of_copies_sees_none_of_them(door: Door, make: Make, valkey_url: str) -> None:
+    """An earlier release let an operator make one. Copies have the prompts of all tenants."""
+    with Client(valkey_url) as client:
+        copy = client.submit(model="tiny", prompt=[1], tenant=shadows.TENANT)
+    answers = [
+        httpx.get(f"{door.url}/v1/tasks/{copy.id}", headers=as_caller(make(tenant, scopes)))
+        for tenant, scopes in ((shadows.TENANT, ("read", "submit", "cancel")), ("ops", ("admin",)))
+    ]
+    assert [answer.status_code for answer in answers] == [404, 200]

@@ -48,6 +48,7 @@ def test_a_key_is_shown_once_and_kept_hashed(admin: httpx.Client, door: Door, va
         ({"tenant": "x" * 201}, "tenant"),
         ({"tenant": "\ud800"}, "tenant"),
         ({"tenant": 5}, "tenant"),
+        ({"tenant": "~shadow"}, "tenant"),
         ({"tenant": "a\n2026-11-23  key.revoke"}, "tenant"),
         ({"tenant": "a", "name": "\x1b[2J"}, "name"),
         ({"tenant": "a", "name": "\u202eemca"}, "name"),
