@@ -63,10 +63,11 @@ function detail(report, ctx) {
         h("span", { title: plain(row.text) }, plain(row.name).replaceAll("_", " ")), figures(row.baseline, row), figures(row.candidate, row), count(row.n),
         row.n ? h("span", { class: "pairing" }, between(row, { label: `${points(row.mean)} points, between ${points(row.lower)} and ${points(row.upper)}` }), h("span", null, points(row.mean))) : "–",
         String(Number((100 * row.margin).toFixed(1))), row.n ? `${row.odds >= 1e9 ? "over 1\u202fG" : amount(row.odds)} of ${count(row.limit)}` : "–", state(row.verdict)] })),
-      { label: `Metrics of ${plain(report.model)}`, none: "Nothing is compared." }));
+      { label: `Metrics of ${plain(report.model)}`, none: "Nothing is compared." }),
+    h("p", { class: "dim empty" }, "Difference: points of a share; of times and lengths the part of comparisons in which the candidate is worse by more than the tolerance, less the part in which it is not, from −100 to +100. Dashed is what is allowed."));
 }
 
-const points = (share) => `${share > 0 ? "+" : ""}${Number((100 * share).toFixed(1))}`;
+const points = (share) => `${share > 0 ? "+" : ""}${Number((100 * share).toFixed(1))}`.replace("-", "−");
 
 // Names of metrics whose values are times (s); of others they are tokens, shares or scores.
 const TIMES = ["first_token", "per_token", "end_to_end", "end_to_end_p95"];

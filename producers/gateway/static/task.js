@@ -32,8 +32,8 @@ export const task = {
       h("div", { class: "cards stretch", "data-key": "cards" },
         card("Its course", { class: "two-thirds", key: "course" }, course(record, why, ctx)),
         card("Facts", { class: "third", key: "facts" }, particulars(record, ctx)),
-        why && !final ? card("What keeps it", { class: "half", key: "why" }, blockers(why)) : null,
-        why ? card("Starts", { class: final ? "two-thirds" : "half", key: "attempts" }, attempts(why, ctx)) : null,
+        why && !final ? card("What keeps it", { class: why.attempts.length ? "half" : "", key: "why" }, blockers(why)) : null,
+        why && (final || why.attempts.length) ? card("Starts", { class: final && record.error ? "two-thirds" : final ? "" : "half", key: "attempts" }, attempts(why, ctx)) : null,
         record.error ? card("Error", { class: "third", key: "error" }, facts([["Code", h("code", null, plain(record.error.code ?? "–"))], ["Message", plain(record.error.message ?? "–")]])) : null,
         card(final ? "Output" : "Output, as it is made", { key: "output" }, output(record, final)),
         Object.keys(record.metadata ?? {}).length ? card("Metadata", { key: "metadata" }, facts(Object.entries(record.metadata).map(([key, value]) => [plain(key), plain(value)]))) : null,
@@ -84,6 +84,9 @@ function particulars(record, ctx) {
 function course(record, why, ctx) {
   const end = record.settled_at ?? record.finished_at ?? Math.max(ctx.now(), record.created_at);
   const phases = Object.entries(why?.phases ?? {}).filter(([phase]) => phase in PHASES);
+  const known = phases.reduce((sum, [, took]) => sum + took, 0);
+  // It goes on since the explanation was made.
+  if (phases.length && !record.finished_at) phases[phases.length - 1][1] += Math.max(0, end - record.created_at - known);
   const whole = Math.max(phases.reduce((sum, [, took]) => sum + took, 0), 1e-6);
   let from = 0;
   const rows = phases.flatMap(([phase, took]) => {
