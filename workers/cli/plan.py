@@ -43,7 +43,10 @@ app = Commands("Operations", OPERATOR_STATUS)
 def plan(
     model: Model,
     gpu: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A GPU of the table. May be repeated. Unset: all.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="A GPU, such as H200; an unknown name lists them. May be repeated. Unset: all."
+        ),
     ] = None,
     prompt_tokens: Annotated[
         int | None,
@@ -57,38 +60,48 @@ def plan(
         typer.Option(min=1, max=4096, help="Sequences at once in a worker. Unset: what the memory holds, at most 256."),
     ] = None,
     weights: Annotated[
-        str, typer.Option(help="How weights are kept: auto (as in the checkpoint), fp8, int8 or int4.")
+        str, typer.Option(help="Data type of the weights: auto (as in the checkpoint), fp8, int8 or int4.")
     ] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="The KV cache's numbers: auto (the weights'), fp8 or int8.")] = (
-        "auto"
-    ),
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="Data type of the KV cache: auto (that of the weights), fp8 or int8.")
+    ] = ("auto"),
     overhead: Annotated[
-        float, typer.Option(min=0, max=10, help="Memory beside weights and KV cache, as a share of both.")
+        float, typer.Option(min=0, max=10, help="Memory for all else, as a share of weights and KV cache.")
     ] = 0.3,
     memory_line: Annotated[float, typer.Option(min=0.01, max=1, help="Share of a GPU's memory that may be used.")] = (
         0.85
     ),
     rate: Annotated[
-        float | None, typer.Option(min=1e-6, max=1e6, help="Tasks a second, at random times, to plan workers for.")
+        float | None,
+        typer.Option(
+            min=1e-6, max=1e6, help="Plan workers for so many tasks a second, at random times (a Poisson process)."
+        ),
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Arrivals to plan workers for: CSV with time, tier, prompt_tokens, output_tokens."),
+        typer.Option(
+            help="A file of arrivals to plan workers for: CSV with time (s), tier, prompt_tokens, output_tokens."
+        ),
     ] = None,
     max_wait: Annotated[
-        float, typer.Option(min=0, help="Longest time to the first token that 95% of the tasks may have, in seconds.")
+        float, typer.Option(min=0, help="Seconds within which 95% of the tasks are to have their first token.")
     ] = 2.0,
-    max_workers: Annotated[int, typer.Option("--max", min=1, max=1000, help="Workers to try at most.")] = 100,
+    max_workers: Annotated[int, typer.Option("--max", min=1, max=1000, help="Try up to so many workers.")] = 100,
     cold_start: Annotated[
         float | None,
-        typer.Option(min=0, max=86_400, help="Time until a started worker takes tasks. Unset: the profile's, or 60."),
+        typer.Option(
+            min=0, max=86_400, help="Seconds until a started worker takes tasks. Unset: the profile's, or 60."
+        ),
     ] = None,
     cool_down: Annotated[
-        float, typer.Option(min=0.1, max=86_400, help="Time for which a worker stays up with nothing to do.")
+        float, typer.Option(min=0.1, max=86_400, help="Seconds for which a worker stays up with nothing to do.")
     ] = 300.0,
     price: Annotated[
         list[str] | None,
-        typer.Option(metavar="[NAME=]PRICE", help="Price of a worker-hour, of all GPUs or of one. May be repeated."),
+        typer.Option(
+            metavar="[NAME=]PRICE",
+            help="Price of a worker's hour, of all GPUs (3.80) or of one (H200=3.80). May be repeated.",
+        ),
     ] = None,
     reserved_price: Annotated[
         float | None, typer.Option(min=0, help="Price of an hour of a worker that is always up, where it is lower.")
@@ -104,8 +117,9 @@ def plan(
 ) -> None:
     """Plan capacity: memory, GPUs that fit, speed, workers for a load, and cost.
 
-    Speed is the roofline's times the share of it that was measured on an H200 and an H100, or what workers measured
-    (--profile). Needs config.json, and files of weights only for a quantised checkpoint.
+    Speed is estimated: a roofline of the GPU's memory and compute, times the share of it that was measured on an H200
+    and an H100. With --profile it is what workers measured. Needs config.json, and files of weights only for a
+    quantised checkpoint.
     """
     with needs("worker"):
         from engine.errors import EngineError

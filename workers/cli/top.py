@@ -20,7 +20,7 @@ import typer
 
 from workers.cli.client import Gateway, Refused, Unreachable
 from workers.cli.commands import Commands
-from workers.cli.exits import CALLER_STATUS
+from workers.cli.exits import OPERATOR_STATUS
 from workers.cli.options import DEFAULT_URL, Json, Url
 from workers.cli.terminal import printable
 
@@ -41,12 +41,12 @@ STATUSES: Final = ("in_progress", "queued")
 #: Least time (s) between two lists of tasks: a gateway reads up to 2,000 records for each status.
 TASKS_S: Final = 15.0
 
-app = Commands("Operations", CALLER_STATUS)
+app = Commands("Operations", OPERATOR_STATUS)
 
 
 @app.shown("penstock top --url http://10.0.0.5:8000")
 def top(
-    every: Annotated[float, typer.Option(min=0.5, max=3600, help="Seconds between two looks.")] = 2.0,
+    every: Annotated[float, typer.Option(min=0.5, max=3600, help="Seconds until the screen is drawn anew.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one screen and end, as without a terminal.")] = False,
     tasks: Annotated[
         bool,
@@ -57,7 +57,8 @@ def top(
 ) -> None:
     """Watch workers, queues and tasks. Ctrl-C ends it.
 
-    Needs a key with the scope metrics or admin, where the gateway asks for keys. A gateway that is away is tried again.
+    Where the gateway asks for keys, PENSTOCK_API_KEY has to hold one with the scope metrics or admin. A gateway that is
+    away is tried again.
     """
     gateway = Gateway(url)
     if as_json:
