@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -166,7 +167,7 @@ class _Loading:
                 max(files.rank, *(stack.rank for stack in stacks), 0),
                 changes,
                 self._made_embedding(embedding),
-                self._prepared(self._read(head)) if isinstance(head, LocatedTensor) else None,
+                self._prepared(self._read(head).clone()) if isinstance(head, LocatedTensor) else None,
                 self._head_change(head) if isinstance(head, LowRankTensors) else None,
                 self._nbytes,
                 not experts.isdisjoint(changes),
@@ -296,7 +297,7 @@ class _Loading:
         for part, outputs in parts.items():
             if (pair := pairs.get(part)) is not None:
                 downs.append(self._read(pair.a))
-                up = self._weight(self._read(pair.b) * pair.scale)
+                up = self._weight(self._read(pair.b).float() * pair.scale)
                 ups.append((slice(output, output + outputs), slice(rank, rank + pair.rank), up))
                 rank += pair.rank
             output += outputs
@@ -304,8 +305,8 @@ class _Loading:
 
     def _of_experts(self, stack: _Stack) -> dict[Linear, LowRankChange]:
         inputs, count = stack.inputs, len(stack.linears)
-        a = self._read(stack.tensors.a).view(count, stack.rank, -1)[..., inputs.start : inputs.stop]
-        b = self._read(stack.tensors.b).view(-1, stack.rank, count) * stack.scale
+        a = self._read(stack.tensors.a).clone().view(count, stack.rank, -1)[..., inputs.start : inputs.stop]
+        b = self._read(stack.tensors.b).float().view(-1, stack.rank, count) * stack.scale
         b = torch.cat([b[rows.start : rows.stop] for rows in stack.outputs])
         ups = (slice(0, len(b)), slice(0, stack.rank))
         return {
@@ -317,20 +318,21 @@ class _Loading:
         if entry is None:
             return None
         if isinstance(entry, LocatedTensor):
-            return self._read(entry).to(self._device, self._model.dtype)
-        columns = self._read(entry.a).T.contiguous().to(self._device, self._kernels.weight_dtype)
+            return self._read(entry).to(self._device, self._model.dtype, copy=True)
+        columns = self._read(entry.a).T.to(self._device, self._kernels.weight_dtype, copy=True).contiguous()
         return LowRankEmbedding(
-            columns.to(self._kernels.compute_dtype), self._prepared(self._read(entry.b) * entry.scale)
+            columns.to(self._kernels.compute_dtype), self._prepared(self._read(entry.b).float() * entry.scale)
         )
 
     def _head_change(self, pair: LowRankTensors) -> LowRankChange:
         return self._low_rank({_HEAD: self._head_shape[0]}, {_HEAD: pair})
 
     def _read(self, tensor: LocatedTensor) -> Tensor:
-        """A tensor's values in fp32, on the host. Raises ModelError if they are not finite."""
-        # A copy: the file may change, or shrink, once the adapter is loaded.
-        values = read(self._open[tensor.path], tensor).to(torch.float32, copy=True)
-        if not bool(values.isfinite().all()):
+        """A tensor's values as they are stored, on the host, maybe in the file's own memory: to be copied, because the
+        file may change, or shrink, once the adapter is loaded. Raises ModelError if they are not finite."""
+        values = read(self._open[tensor.path], tensor)
+        least, most = values.aminmax()  # NaN if one is
+        if not math.isfinite(least) or not math.isfinite(most):
             raise ModelError(f"{tensor.path}: {tensor.name} has values that are not finite (NaN or infinity)")
         return values
 
