@@ -22,7 +22,7 @@ from engine.errors import DeviceLostError, EngineError, ErrorText, RequestError,
 from engine.execution.loop import StepLoop
 from engine.execution.placement import REHEARSED, plan_capacity, runner_for, speculation_for, while_idle
 from engine.execution.ranks.group import Group
-from engine.execution.ranks.runner import LeadModel
+from engine.execution.ranks.runner import LeadModel, types_of
 from engine.execution.threads import on_nodes_of, threads_for
 from engine.execution.turns import Turns
 from engine.grammar.source import parser_version
@@ -227,7 +227,7 @@ class Engine(StepLoop):
         if group is not None:
             # Another engine of this process counts by it. This engine's thread sets its own number later.
             torch.set_num_threads(threads)
-            group.wait()
+            group.wait(types_of(share))
             model = group.model_of(share)
         draft = None
         if config.draft_model is not None:

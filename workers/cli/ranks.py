@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
 from workers.cli.commands import Commands
-from workers.cli.exits import Exit, check_signing, needs, refusing
+from workers.cli.exits import Exit, Failure, check_signing, needs
 from workers.cli.options import ENGINE, LogLevel, ModelOption, RequireSignature, find_models
 from workers.cli.servers import checked_level
 from workers.cli.terminal import say
@@ -17,6 +19,18 @@ from workers.cli.terminal import say
 STATUS: Final = "Exit status: 0 the worker has ended the group, 1 a part of it was lost, 2 refused, 130 interrupted."
 
 app = Commands("Processes", STATUS)
+
+
+@contextmanager
+def _naming_options() -> Iterator[None]:
+    """Refuses the command for an EngineError, whose fields are named as this command's options."""
+    from engine.errors import EngineError, message_of, renamed
+
+    try:
+        yield
+    except EngineError as error:
+        options = {field: f"--{field.replace('_', '-')}" for field in ("lead", "ranks_address", "ranks_secret")}
+        raise Failure(renamed(message_of(error), options)) from error
 
 
 @app.shown("penstock ranks --model llama-70b --lead 10.0.0.5 --node 1 --ranks-secret /etc/penstock/ranks.secret")
@@ -68,24 +82,29 @@ def ranks(
     It has no lease and takes no tasks. All settings but these are the worker's.
     """
     with needs("worker"):
-        from engine.errors import EngineError
-        from engine.execution.ranks.nodes import Node, read_secret
+        from engine.execution.ranks.meeting import parse_address, read_secret
+        from engine.execution.ranks.nodes import Node
         from workers.library import verify
         from workers.library.signatures import check_signature
     if require_signature:
         check_signing()
     logging.basicConfig(level=checked_level(log_level), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    (resolved,) = find_models([model])
-    with refusing(EngineError):
+    with _naming_options():
+        # Before the model, which may have to be downloaded.
+        address = parse_address(f"{lead}:{port}", "lead")
+        if ranks_address:
+            parse_address(ranks_address)
+        secret = read_secret(str(ranks_secret))
+        (resolved,) = find_models([model])
         if require_signature:
             check_signature(resolved.folder, require_signature)
         verify(resolved.folder, say=say)
         part = Node(
             resolved.folder,
-            f"{lead}:{port}",
+            address,
             node,
-            read_secret(str(ranks_secret)),
-            address=ranks_address or "",
+            secret,
+            listen=ranks_address or "",
             threads=threads,
         )
         closed = part.run()

@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from engine.execution.ranks.meeting import check_meeting
 from workers.cli.commands import Commands
 from workers.cli.exits import PROCESS_STATUS, Exit, Failure, check_extras, check_signing, needs, refusing
 from workers.cli.options import (
@@ -179,6 +182,8 @@ def worker(
 ) -> None:
     """Serve a model: take tasks from its queue, run them in the engine and publish their tokens."""
     check_spot(spot_provider, spot_metadata_url)
+    with refusing(EngineError):  # before broker and model
+        check_meeting(EngineConfig(**engine))
     shares = shares_of(model, share)
     if len(model) > 1:
         raise typer.Exit(_one_for_each_model(context, model, shares, gpus, name, drain_timeout))
@@ -193,7 +198,6 @@ def worker(
     check_extras("worker")
     use_secrets_key(None)
     with needs("worker"):
-        from engine.errors import EngineError
         from workers.runtime.worker import run_worker
         from workers.settings import WorkerSettings
     if require_signature:

@@ -53,7 +53,7 @@ def main() -> None:
         from engine.errors import ModelError
         from engine.execution.ranks.device import device_of, follow_on_device
         from engine.execution.ranks.nodes import SocketLink
-        from engine.execution.ranks.runner import follow
+        from engine.execution.ranks.runner import follow, types_of
         from engine.execution.ranks.stages import lead_stage
         from engine.execution.threads import on_nodes_of
         from engine.kernels.collectives import Collectives
@@ -106,7 +106,7 @@ def main() -> None:
             )
             model.kernels.use_threads(None)
             listener.share = model
-            _say(lead, ready=True)
+            _say(lead, ready=True, types=types_of(model))
             if collectives is not None:
                 assert exchange is not None
                 collectives.connect(Path(setup["meeting"]), device)

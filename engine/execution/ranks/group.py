@@ -29,17 +29,8 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import DeviceLostError, EngineError, ErrorText, message_of
 from engine.execution.ranks.device import DeviceLead, backend_of
-from engine.execution.ranks.nodes import (
-    Joined,
-    Meeting,
-    SocketLink,
-    end_of,
-    gather,
-    read_secret,
-    shut,
-    start_follower,
-    traits_of,
-)
+from engine.execution.ranks.meeting import Meeting, read_secret, shut
+from engine.execution.ranks.nodes import Joined, SocketLink, end_of, gather, start_follower, traits_of
 from engine.execution.ranks.runner import LeadModel
 from engine.execution.ranks.stages import Chain, Link, StagedModel
 from engine.kernels.collectives import Collectives
@@ -76,6 +67,8 @@ class _Follower:
     socket: socket.socket
     heard: float
     ready: bool = False
+    types: str = ""
+    """Its data types, once it is ready."""
     error: str = ""
     unread: bytes = b""
     adapters: dict[int, str] = field(default_factory=dict)
@@ -162,13 +155,18 @@ class Group:
         self._thread = threading.Thread(target=self._keep, name="penstock-ranks", daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Wait until all followers have their shares. Raises EngineError, saying which has not come and why."""
+    def wait(self, types: str) -> None:
+        """Wait until all followers have their shares. `types`: types_of this rank's. Raises EngineError, saying which
+        has not come, or has others, and why."""
         with self._changed:
             while not self._lost and not (self._followers and all(each.ready for each in self._followers)):
                 self._changed.wait()
             if self._lost:
                 raise EngineError(f"the model is not served: {self._lost}")
+        for each in self._followers:
+            if each.types != types:
+                why = f"{self._named(each)}: its data types are {each.types!r}, and the lead's {types!r}"
+                raise EngineError(f"the model is not served: {why}")
 
     @property
     def _store(self) -> Path:
@@ -377,6 +375,7 @@ class Group:
             for line in lines:
                 said = json.loads(line)
                 follower.ready |= "ready" in said
+                follower.types = said.get("types", follower.types)
                 if "adapter" in said:
                     follower.adapters[said["adapter"]] = said["wrong"]
                 follower.error = said.get("error", follower.error)

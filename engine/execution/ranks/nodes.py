@@ -10,11 +10,10 @@ signed: it is for a network of one's own. A node has whole stages: sums over ran
 
 from __future__ import annotations
 
-import hmac
+import hashlib
 import json
 import logging
 import os
-import secrets
 import selectors
 import signal
 import socket
@@ -25,12 +24,15 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import torch
 
 from engine.errors import DeviceLostError, EngineError, ErrorText, message_of
+from engine.execution.ranks.meeting import CONNECT_S, GREET_S, MOST_SAID, Meeting, join, shut
 from engine.execution.threads import threads_of_each
 from engine.kernels.native import load_library
 from engine.kernels.native.exchange import shared_memory
@@ -41,46 +43,13 @@ from engine.text.gguf import absolute
 
 logger = logging.getLogger("penstock.engine")
 
-#: Seconds in which all nodes are to come, and in which the sockets between them are to be there after that.
+#: Seconds in which all nodes are to come.
 JOIN_S: Final = 300.0
-CONNECT_S: Final = 30.0
-#: Seconds that a caller may take to prove that it knows the secret.
-_GREET_S: Final = 5.0
 #: The most seconds between the clocks of two nodes.
 _CLOCKS_S: Final = 5.0
-#: The least bytes of a secret.
-_LEAST_SECRET: Final = 16
-_NONCE, _PROOF = 32, 32
-#: The bytes before what a caller says: its nonce, its proof, and how many follow.
-_HEAD: Final = _NONCE + _PROOF + 4
-#: The most callers that are greeted at one time; one more, and the first of them is turned away.
-_MOST_CALLERS: Final = 64
-#: Seconds after which a Meeting lets its user look at other things.
-_LOOK_S: Final = 0.5
-#: The most bytes of what a caller says, and of a message.
-_MOST_SAID, _MOST_MESSAGE = 1 << 16, 1 << 36
+#: The most bytes of a message.
+_MOST_MESSAGE = 1 << 36
 _LENGTH = struct.Struct("=q")
-
-
-def read_secret(path: str) -> bytes:
-    """The secret in a file. Raises EngineError."""
-    try:
-        secret = Path(path).read_bytes().strip()
-    except OSError as error:
-        raise EngineError(ErrorText.of("{ranks_secret}: {}", error)) from error
-    if len(secret) < _LEAST_SECRET:
-        raise EngineError(
-            ErrorText.of("{ranks_secret}: {} has {} bytes; {} is the least", path, len(secret), _LEAST_SECRET)
-        )
-    return secret
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT. Raises EngineError."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port[:6]) < 1 << 16:
-        raise EngineError(f"{address!r} is not HOST:PORT, such as 10.0.0.5:29500")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 class SocketLink:
@@ -128,198 +97,25 @@ class SocketLink:
         raise DeviceLostError(f"the link to another machine is lost: {error}") from error
 
 
-class Meeting:
-    """A port on which this node waits for others, who know the secret. Used by one thread. Callers are greeted side by
-    side, so that one who says nothing keeps nobody waiting."""
-
-    def __init__(self, address: str, secret: bytes) -> None:
-        """Raises EngineError."""
-        host, port = parse_address(address)
-        self._secret = secret
-        try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._listener = socket.create_server((host, port), family=family, backlog=_MOST_CALLERS)
-        except OSError as error:
-            raise EngineError(ErrorText.of("{ranks_address}={}: {}", repr(address), error)) from error
-        self._listener.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        #: Who has not yet proved that it knows the secret, the oldest first.
-        self._callers: dict[socket.socket, _Caller] = {}
-
-    @property
-    def port(self) -> int:
-        port: int = self._listener.getsockname()[1]
-        return port
-
-    def next(self) -> tuple[socket.socket, dict[str, Any]] | None:
-        """The next caller who knows the secret, and what it says. None if there is none for half a second."""
-        until = time.monotonic() + _LOOK_S
-        while True:
-            now = time.monotonic()
-            for caller in [each for each in self._callers.values() if now > each.until]:
-                self._turn_away(caller, "it says nothing, or too little")
-            for key, _ in self._selector.select(max(0.0, until - now)):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif (caller := key.data) in self._callers.values() and (said := self._heard(caller)) is not None:
-                    return caller.end, said
-            if time.monotonic() >= until:
-                return None
-
-    def _accept(self) -> None:
-        try:
-            end, address = self._listener.accept()
-        except (BlockingIOError, ConnectionError):  # it is gone again
-            return
-        if len(self._callers) >= _MOST_CALLERS:
-            self._turn_away(next(iter(self._callers.values())), "too many others call")
-        end.setblocking(False)
-        caller = _Caller(end, address[0], time.monotonic() + _GREET_S)
-        self._callers[end] = caller
-        self._selector.register(end, selectors.EVENT_READ, caller)
-        try:
-            end.sendall(caller.nonce)  # a new connection has room for it
-        except OSError as error:
-            self._turn_away(caller, str(error))
-
-    def _heard(self, caller: _Caller) -> dict[str, Any] | None:
-        """What a caller says who has now said all of it and knows the secret."""
-        end = caller.end
-        try:
-            more = end.recv(caller.lacking)
-            if not more:
-                raise OSError("the connection is closed")
-            caller.content += more
-            if caller.size > _MOST_SAID:
-                raise OSError(f"it says {caller.size} bytes")
-            if caller.lacking:
-                return None
-            theirs, proof, said = caller.parts()
-            if not hmac.compare_digest(proof, _proof(self._secret, b"node", caller.nonce, theirs, said)):
-                raise OSError("it does not know the secret")
-            end.sendall(_proof(self._secret, b"lead", theirs, caller.nonce, said))
-            _keep_alive(end)
-            told: dict[str, Any] = json.loads(said)
-        except BlockingIOError:
-            return None
-        except (OSError, ValueError) as error:
-            self._turn_away(caller, str(error))
-            return None
-        self._forget(caller)
-        return told
-
-    def _turn_away(self, caller: _Caller, why: str) -> None:
-        logger.warning("A caller at the ranks' port, %s, is turned away: %s", caller.host, why)
-        self._forget(caller)
-        caller.end.close()
-
-    def _forget(self, caller: _Caller) -> None:
-        self._selector.unregister(caller.end)
-        del self._callers[caller.end]
-
-    def close(self) -> None:
-        for end in self._callers:
-            end.close()
-        self._selector.close()
-        self._listener.close()
-
-
-@dataclass(slots=True, eq=False)
-class _Caller:
-    """Someone who is to prove that it knows the secret."""
-
-    end: socket.socket
-    host: str
-    until: float
-    """When it is turned away."""
-    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(_NONCE))
-    content: bytes = b""
-
-    @property
-    def size(self) -> int:
-        """The bytes of what it says after its proof; 0 until that is known."""
-        return int.from_bytes(self.content[_NONCE + _PROOF : _HEAD], "big") if len(self.content) >= _HEAD else 0
-
-    @property
-    def lacking(self) -> int:
-        """The bytes that are still to come, as far as that is known."""
-        return (_HEAD if len(self.content) < _HEAD else _HEAD + self.size) - len(self.content)
-
-    def parts(self) -> tuple[bytes, bytes, bytes]:
-        """Its nonce, its proof, and what it says."""
-        return self.content[:_NONCE], self.content[_NONCE : _NONCE + _PROOF], self.content[_HEAD:]
-
-
-def join(address: tuple[str, int], secret: bytes, said: Mapping[str, Any], seconds: float, who: str) -> socket.socket:
-    """Connect to a Meeting, and tell it `said`; try for so long. Raises EngineError naming `who` is not reached."""
-    end, content = _connected(address, seconds, who), json.dumps(said).encode()
+@cache
+def _release() -> str:
+    """The package's version, with a digest of the engine's code: a checkout's version stays while its code changes."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parents[2]
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes() + b"\0")
     try:
-        # Who listens may still be busy with others, or with what comes before.
-        until = time.monotonic() + max(_GREET_S, min(seconds, CONNECT_S))
-        nonce, own = _exactly(end, _NONCE, until), secrets.token_bytes(_NONCE)
-        end.sendall(own + _proof(secret, b"node", nonce, own, content) + len(content).to_bytes(4, "big") + content)
-        if not hmac.compare_digest(_exactly(end, _PROOF, until), _proof(secret, b"lead", own, nonce, content)):
-            raise OSError("it does not know the secret")
-        _keep_alive(end)
-    except OSError as error:
-        end.close()
-        raise EngineError(
-            f"{who} at {address[0]}:{address[1]} turns this machine away, or is something else: {error}; have both the "
-            "same secret?"
-        ) from error
-    return end
-
-
-def _connected(address: tuple[str, int], seconds: float, who: str) -> socket.socket:
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return socket.create_connection(address, timeout=max(0.1, min(_GREET_S, deadline - time.monotonic())))
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"{who} at {address[0]}:{address[1]} is not reached in {seconds:.0f} s ({error}): does it run, and "
-                    "is there a firewall between the machines?"
-                ) from error
-            time.sleep(0.2)
-
-
-def _proof(secret: bytes, *parts: bytes) -> bytes:
-    return hmac.digest(secret, b"".join(len(part).to_bytes(4, "big") + part for part in parts), "sha256")
-
-
-def _exactly(end: socket.socket, length: int, until: float) -> bytes:
-    content = b""
-    while len(content) < length:
-        end.settimeout(max(0.001, until - time.monotonic()))
-        more = end.recv(length - len(content))
-        if not more:
-            raise OSError("the connection is closed")
-        content += more
-    return content
-
-
-def _keep_alive(end: socket.socket) -> None:
-    """A machine that is cut off is noticed within some 15 seconds."""
-    end.settimeout(None)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 15_000)):
-        if hasattr(socket, option):
-            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-def shut(end: socket.socket) -> None:
-    with suppress(OSError):
-        end.shutdown(socket.SHUT_RDWR)
+        number = version("penstock")
+    except PackageNotFoundError:  # copied into another program, say
+        number = "unknown"
+    return f"{number} (code {digest.hexdigest()[:8]})"
 
 
 def traits_of(folder: Path) -> dict[str, Any]:
     """What is to be the same on all nodes, by name; the clock within some seconds."""
     library = load_library()
     return {
-        "release": f"kernels {VERSION}, torch {torch.__version__}",
+        "release": f"penstock {_release()}, kernels {VERSION}, torch {torch.__version__}",
         "instruction set": "" if library is None else library.isa,
         "model's files": f"{model_version(absolute(folder))} {files_of(folder, dates=False)[:12]}",
         "clock": time.time(),
@@ -373,37 +169,45 @@ def gather(
     try:
         while len(joined.nodes) < nodes - 1:
             if (arrived := _next(meeting, deadline, ended)) is None:
-                missing = [str(node) for node in range(1, nodes) if node not in joined.nodes]
+                _forget_lost(joined)
                 raise EngineError(
-                    f"node {' and '.join(missing)} of {nodes} has not come to port {meeting.port} in {JOIN_S:.0f} s: "
+                    f"node {_missing(joined, nodes)} of {nodes} has not come to port {meeting.port} in {JOIN_S:.0f} s: "
                     "does it run, and is there a firewall between the machines?"
                 )
             end, said = arrived
+            _forget_lost(joined)
+            if said.get("purpose") != "node":  # of a group that has ended meanwhile
+                _refuse(end, "it comes before its machine")
+                continue
             node = said.get("node")
             why = differing({**traits, "clock": time.time()}, said.get("traits") or {})
-            if said.get("purpose") != "node" or not isinstance(node, int) or not 0 < node < nodes:
+            if not isinstance(node, int) or not 0 < node < nodes:
                 why = f"it is node {node!r}; there are 1 to {nodes - 1}"
             elif node in joined.nodes:
-                why = f"another machine is node {node} already"
+                # Of two machines one has a wrong number, or the other one's end is not noticed yet: it may call again.
+                why = f"another machine, {_peer(joined.nodes[node])}, is node {node} already"
+                logger.warning("A machine that calls itself node %s, %s, is turned away: %s", node, _peer(end), why)
+                _refuse(end, why)
+                continue
             elif not why:
                 joined.nodes[node], ports[node] = end, said.get("port", 0)
+                lacking = _missing(joined, nodes) or "none"
+                logger.info("Node %s of %s (%s) has come; to come: %s", node, nodes, _peer(end), lacking)
                 continue
-            with suppress(OSError):
-                end.sendall(json.dumps({"refused": why}).encode() + b"\n")
             address = _peer(end)
-            end.close()
+            _refuse(end, why)
             raise EngineError(f"node {node!r} of {nodes} ({address}) does not fit: {why}")
         for node, end in joined.nodes.items():
             link = None if node == 1 else (_peer(joined.nodes[node - 1]), ports[node - 1])
             end.sendall(json.dumps({**part, "link": link}).encode() + b"\n")
-        deadline = time.monotonic() + CONNECT_S + _GREET_S
+        deadline = time.monotonic() + CONNECT_S + GREET_S
         wanted = set(range(ranks, nodes * ranks))
         while wanted or joined.after is None or joined.back is None:
             _look_for_errors(joined)
             if (arrived := _next(meeting, deadline, ended)) is None:
                 lacks = [f"rank {rank}" for rank in sorted(wanted)] or ["a link"]
                 raise EngineError(
-                    f"{', '.join(lacks)}: not connected in {CONNECT_S + _GREET_S:.0f} s though its machine has come"
+                    f"{', '.join(lacks)}: not connected in {CONNECT_S + GREET_S:.0f} s though its machine has come"
                 )
             end, said = arrived
             purpose, rank = said.get("purpose"), said.get("rank")
@@ -424,6 +228,38 @@ def gather(
     return joined
 
 
+def _missing(joined: Joined, nodes: int) -> str:
+    return " and ".join(str(node) for node in range(1, nodes) if node not in joined.nodes)
+
+
+def _refuse(end: socket.socket, why: str) -> None:
+    with suppress(OSError):
+        end.sendall(json.dumps({"refused": why}).encode() + b"\n")
+    end.close()
+
+
+def _forget_lost(joined: Joined) -> None:
+    """Forget nodes that have ended: until all are there, each may come again."""
+    for node, end in list(joined.nodes.items()):
+        if _ends(end):
+            logger.warning("Node %s (%s) has ended before all have come; it is waited for again", node, _peer(end))
+            end.close()
+            del joined.nodes[node]
+
+
+def _ends(end: socket.socket) -> bool:
+    """Whether the other end is closed or lost. A node says nothing before it is told its part."""
+    end.setblocking(False)
+    try:
+        return not end.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        end.setblocking(True)
+
+
 def _next(meeting: Meeting, deadline: float, ended: Callable[[], bool]) -> tuple[socket.socket, dict[str, Any]] | None:
     while time.monotonic() < deadline:
         if ended():
@@ -438,7 +274,7 @@ def _look_for_errors(joined: Joined) -> None:
     for node, end in joined.nodes.items():
         end.setblocking(False)
         try:
-            said = end.recv(_MOST_SAID)
+            said = end.recv(MOST_SAID)
         except BlockingIOError:
             continue
         except OSError as error:
@@ -468,12 +304,19 @@ class Node:
     """A machine other than the lead's: the processes of its ranks, from the meeting to their end."""
 
     def __init__(
-        self, folder: Path, lead: str, node: int, secret: bytes, *, address: str = "", threads: int | None = None
+        self,
+        folder: Path,
+        lead: tuple[str, int],
+        node: int,
+        secret: bytes,
+        *,
+        listen: str = "",
+        threads: int | None = None,
     ) -> None:
-        """Raises EngineError. `lead`, `address`: HOST:PORT; of the lead, and to listen at for the node after this."""
-        self._folder, self._lead, self._secret, self._node = folder, parse_address(lead), secret, node
+        """Raises EngineError. `lead`: its host and port. `listen`: HOST:PORT at which the node after this comes."""
+        self._folder, self._lead, self._secret, self._node = folder, lead, secret, node
         self._threads = threads
-        self._meeting = Meeting(address, secret) if address else None
+        self._meeting = Meeting(listen, secret) if listen else None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._told: socket.socket | None = None
         self._signals = 0
@@ -485,7 +328,7 @@ class Node:
         said["port"] = 0 if self._meeting is None else self._meeting.port
         self._told = join(self._lead, self._secret, said, JOIN_S, "the lead")
         lines = self._told.makefile("rb")
-        part = json.loads(lines.readline(_MOST_SAID) or b"{}")
+        part = json.loads(lines.readline(MOST_SAID) or b"{}")
         if "refused" in part or not part:
             raise EngineError(f"the lead refuses this machine: {part.get('refused', 'it has closed the connection')}")
         for ignored in (signal.SIGTERM, signal.SIGINT):
@@ -563,10 +406,10 @@ class Node:
             while True:
                 if selector.select(0.2):
                     try:
-                        more = told.recv(_MOST_SAID)
+                        more = told.recv(MOST_SAID)
                     except OSError:
                         more = b""
-                    said = (said + more)[-_MOST_SAID:]
+                    said = (said + more)[-MOST_SAID:]
                     if not more:
                         return b'"closed"' in said
                 for rank, process in self._processes.items():

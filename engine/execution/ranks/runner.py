@@ -135,6 +135,12 @@ class LeadModel:
         return hidden
 
 
+def types_of(share: Decoder) -> str:
+    """The data types of a rank, in words: all ranks of a model have the same."""
+    weights, computed = (str(dtype).removeprefix("torch.") for dtype in (share.dtype, share.kernels.compute_dtype))
+    return f"{weights}, computed in {computed} by {share.kernels.identity}"
+
+
 def _own_logits(share: Decoder, hidden: Tensor) -> Tensor:
     """This rank's logits, [rows, the most tokens of a rank]."""
     exchange = share.kernels.exchange

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +60,22 @@ def test_a_placement_that_there_is_not_is_misuse() -> None:
     result = invoke(*WORKER, "--placement", "random")
     assert result.exit_code == 2
     assert "must be prefix or off" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_settings_of_several_machines_are_refused_by_their_options_before_servers_and_models_are_tried(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "short").write_text("short")
+    machines = ("--pipeline-parallel", "2", "--nodes", "2", "--ranks-secret")
+    for command in ((*WORKER, *machines), ("ranks", "--model", "no/such", "--lead", "a", "--node", "1", machines[-1])):
+        for secret, why in (("none", "No such file"), ("short", "5 bytes; 16 is the least")):
+            result = invoke(*command, str(tmp_path / secret))
+            assert isinstance(result.exception, Failure)
+            assert str(result.exception).startswith("--ranks-secret: ")
+            assert why in str(result.exception)
+    result = invoke(*WORKER, *machines, str(tmp_path / "short"), "--ranks-address", "10.0.0.5")
+    assert str(result.exception).startswith("--ranks-address is '10.0.0.5'; it must be HOST:PORT")
+    assert "--pipeline-parallel=1 stages cannot be divided" in str(invoke(*WORKER, "--nodes", "2").exception)
 
 
 def test_what_is_not_said_is_the_settings_own_default(monkeypatch: pytest.MonkeyPatch) -> None:

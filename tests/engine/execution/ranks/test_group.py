@@ -156,8 +156,8 @@ def test_a_rank_that_stops_before_it_has_its_caches_is_given_up(
 ) -> None:
     wait = Group.wait
 
-    def stopped(ranks: Group) -> None:
-        wait(ranks)
+    def stopped(ranks: Group, types: str) -> None:
+        wait(ranks, types)
         monkeypatch.setattr(group, "SILENCE_S", 1.0)
         for each in ranks._followers:
             assert each.process is not None
@@ -172,8 +172,8 @@ def test_a_rank_that_stops_before_it_has_its_caches_is_given_up(
 def test_a_rank_without_memory_for_its_caches_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wait = Group.wait
 
-    def bounded(ranks: Group) -> None:
-        wait(ranks)
+    def bounded(ranks: Group, types: str) -> None:
+        wait(ranks, types)
         (follower,) = ranks._followers
         assert follower.process is not None
         held = int(Path(f"/proc/{follower.process.pid}/statm").read_text().split()[0]) * resource.getpagesize()
@@ -216,11 +216,18 @@ def test_a_rank_that_cannot_come_says_why(folder: Path, monkeypatch: pytest.Monk
         Engine.load(folder, config(4))
 
 
+@pytest.mark.exhaustive
+def test_a_rank_of_other_data_types_is_refused_by_name(folder: Path) -> None:
+    why = r"rank 1 of 2 \(process \d+\): its data types are 'float32, .* by native-.*', and the lead's 'float16, "
+    with closing(Group(folder, config(2), 1)) as ranks, pytest.raises(EngineError, match=why):
+        ranks.wait("float16, computed in float32 by native-1")
+
+
 def test_a_rank_that_says_nothing_does_not_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "SILENCE_S", 0.0)
     with (
         closing(Group(folder, config(2), 1, torch.device("cpu"))) as ranks,
         pytest.raises(EngineError, match="rank 1 of 2 has said nothing"),
     ):
-        ranks.wait()
+        ranks.wait("")
     assert all(each.process is not None and gone(each.process.pid) for each in ranks._followers)

@@ -18,8 +18,9 @@ import pytest
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.errors import DeviceLostError, EngineError
-from engine.execution.ranks import group, nodes
-from engine.execution.ranks.nodes import Meeting, Node, SocketLink, differing, gather, join, read_secret, traits_of
+from engine.execution.ranks import group, meeting, nodes
+from engine.execution.ranks.meeting import Meeting, join, read_secret
+from engine.execution.ranks.nodes import Node, SocketLink, differing, gather, traits_of
 from engine.kernels.native import load_library
 from engine.request import Request
 from tests.engine.random_models import VARIANTS, write_model
@@ -51,7 +52,7 @@ def secret(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def meeting() -> Iterator[Meeting]:
+def port_of_lead() -> Iterator[Meeting]:
     made = Meeting(f"127.0.0.1:{free_port()}", SECRET)
     yield made
     made.close()
@@ -77,7 +78,7 @@ def test_two_machines_are_one_engine_and_a_lost_rank_is_named(
 ) -> None:
     monkeypatch.setattr(group, "_REASON_S", 60.0)  # of a machine that may be busy
     port = free_port()
-    part = Node(folder, f"127.0.0.1:{port}", 1, SECRET, threads=1)
+    part = Node(folder, ("127.0.0.1", port), 1, SECRET, threads=1)
     with ThreadPoolExecutor(1) as pool:
         running = started(pool, part)
         with Engine.load(folder, config(secret, port, pipeline_parallel=2, nodes=2)) as engine:
@@ -102,7 +103,7 @@ def test_chains_of_machines(ranks: int, stages: int, machines: int, secret: str,
     port, own = free_port(), [free_port() for _ in range(machines)]
     with ThreadPoolExecutor(machines) as pool:
         others = [
-            started(pool, Node(folder, f"127.0.0.1:{port}", i, SECRET, address=address, threads=1))
+            started(pool, Node(folder, ("127.0.0.1", port), i, SECRET, listen=address, threads=1))
             for i in range(1, machines)
             for address in ("" if i + 1 == machines else f"127.0.0.1:{own[i]}",)
         ]
@@ -113,13 +114,13 @@ def test_chains_of_machines(ranks: int, stages: int, machines: int, secret: str,
 
 
 @pytest.mark.exhaustive
-def test_a_machine_whose_lead_is_gone_ends_its_ranks(folder: Path, meeting: Meeting) -> None:
+def test_a_machine_whose_lead_is_gone_ends_its_ranks(folder: Path, port_of_lead: Meeting) -> None:
     """Also one of them that is stopped."""
-    part = Node(folder, f"127.0.0.1:{meeting.port}", 1, SECRET, threads=1)
+    part = Node(folder, ("127.0.0.1", port_of_lead.port), 1, SECRET, threads=1)
     with ThreadPoolExecutor(1) as pool:
         running = started(pool, part)
         told = {"ranks": 1, "stages": 2, "nodes": 2}
-        joined = gather(meeting, 2, 1, traits_of(folder), told, lambda: False)
+        joined = gather(port_of_lead, 2, 1, traits_of(folder), told, lambda: False)
         assert until(lambda: bool(part._processes))
         (process,) = part._processes.values()
         os.kill(process.pid, signal.SIGSTOP)
@@ -132,7 +133,11 @@ def test_a_machine_whose_lead_is_gone_ends_its_ranks(folder: Path, meeting: Meet
 @pytest.mark.parametrize(
     ("trait", "value", "why"),
     [
-        ("release", "kernels 1, torch 2", "its release is 'kernels 1, torch 2', and the lead's 'kernels"),
+        (
+            "release",
+            "penstock 0.1",
+            r"its release is 'penstock 0.1', and the lead's 'penstock .* \(code \w{8}\), kernels",
+        ),
         ("instruction set", "avx", "its instruction set is 'avx', and the lead's"),
         ("model's files", "others", "its model's files is 'others', and the lead's"),
         ("clock", 12.0, r"its clock is \d+ s off the lead's"),
@@ -140,51 +145,79 @@ def test_a_machine_whose_lead_is_gone_ends_its_ranks(folder: Path, meeting: Meet
     ],
 )
 def test_a_machine_that_differs_is_refused_by_name(
-    trait: str, value: Any, why: str, folder: Path, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+    trait: str, value: Any, why: str, folder: Path, port_of_lead: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = traits_of(folder)
     monkeypatch.setattr(nodes, "traits_of", lambda folder: {**own, "clock": time.time(), trait: value})
     with ThreadPoolExecutor(1) as pool:
-        running = started(pool, Node(folder, f"127.0.0.1:{meeting.port}", 1, SECRET))
+        running = started(pool, Node(folder, ("127.0.0.1", port_of_lead.port), 1, SECRET))
         with pytest.raises(EngineError, match=rf"node 1 of 2 \(127.0.0.1\) does not fit: {why}"):
-            gather(meeting, 2, 1, own, {}, lambda: False)
+            gather(port_of_lead, 2, 1, own, {}, lambda: False)
         with pytest.raises(EngineError, match=f"the lead refuses this machine: {why}"):
             running.result(timeout=60)
+
+
+def test_until_all_have_come_a_machine_may_go_and_come_again(
+    port_of_lead: Meeting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What comes too early, or with a number that another machine has, is turned away, and the lead waits on."""
+    monkeypatch.setattr(nodes, "CONNECT_S", -4.0)
+    caplog.set_level("INFO", "penstock.engine")
+    address = ("127.0.0.1", port_of_lead.port)
+
+    def come(purpose: str, node: int) -> socket.socket:
+        said = {"purpose": purpose, "node": node, "traits": {"clock": time.time()}}
+        return join(address, SECRET, said, 5.0, "the lead")
+
+    with ThreadPoolExecutor(1) as pool, ExitStack() as ends:
+        waiting = pool.submit(gather, port_of_lead, 3, 1, {}, {}, lambda: False)
+        for _ in range(2):
+            come("node", 1).close()
+        early = ends.enter_context(come("rank", 1))
+        assert b"it comes before its machine" in early.recv(1024)
+        ends.enter_context(come("node", 1))
+        second = ends.enter_context(come("node", 1))
+        assert b"another machine, 127.0.0.1, is node 1 already" in second.recv(1024)
+        ends.enter_context(come("node", 2))
+        with pytest.raises(EngineError, match="rank 1, rank 2: not connected in 1 s though"):
+            waiting.result(timeout=60)
+    assert "Node 1 (127.0.0.1) has ended before all have come; it is waited for again" in caplog.text
+    assert "Node 1 of 3 (127.0.0.1) has come; to come: 2" in caplog.text
 
 
 def test_the_same_traits_do_not_differ(folder: Path) -> None:
     assert differing(traits_of(folder), traits_of(folder)) == ""
 
 
-def test_who_does_not_know_the_secret_is_turned_away_and_others_still_come(meeting: Meeting) -> None:
-    address = ("127.0.0.1", meeting.port)
+def test_who_does_not_know_the_secret_is_turned_away_and_others_still_come(port_of_lead: Meeting) -> None:
+    address = ("127.0.0.1", port_of_lead.port)
     with ThreadPoolExecutor(1) as pool:
         for stranger in (b"another secret of many", b""):
             tried = pool.submit(join, address, stranger, {"purpose": "node"}, 5.0, "the lead")
             while not tried.done():
-                assert meeting.next() is None
+                assert port_of_lead.next() is None
             with pytest.raises(EngineError, match=r"the lead at 127.0.0.1:\d+ turns this machine away"):
                 tried.result()
         with socket.create_connection(address) as scanner:
             scanner.sendall(b"GET / HTTP/1.1\r\n\r\n" * 8)
-            assert meeting.next() is None
+            assert port_of_lead.next() is None
         pool.submit(join, address, SECRET, {"purpose": "node", "node": 1}, 5.0, "the lead")
         arrived = None
         while arrived is None:
-            arrived = meeting.next()
+            arrived = port_of_lead.next()
         assert arrived[1] == {"purpose": "node", "node": 1}
 
 
-def test_strangers_who_say_nothing_keep_nobody_waiting(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "_GREET_S", 60.0)
-    monkeypatch.setattr(nodes, "_MOST_CALLERS", 2)
-    address = ("127.0.0.1", meeting.port)
+def test_strangers_who_say_nothing_keep_nobody_waiting(port_of_lead: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "GREET_S", 60.0)
+    monkeypatch.setattr(meeting, "_MOST_CALLERS", 2)
+    address = ("127.0.0.1", port_of_lead.port)
     with ThreadPoolExecutor(1) as pool, ExitStack() as opened:
         silent = [opened.enter_context(socket.create_connection(address)) for _ in range(3)]
         coming = pool.submit(join, address, SECRET, {"purpose": "node"}, 60.0, "the lead")
         arrived = None
         while arrived is None and not coming.done():
-            arrived = meeting.next()
+            arrived = port_of_lead.next()
         opened.enter_context(coming.result())
         assert arrived is not None
         opened.enter_context(arrived[0])
@@ -195,7 +228,7 @@ def test_strangers_who_say_nothing_keep_nobody_waiting(meeting: Meeting, monkeyp
 
 
 def test_a_lead_that_is_busy_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "_GREET_S", 0.05)
+    monkeypatch.setattr(meeting, "GREET_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         coming = pool.submit(join, listener.getsockname(), SECRET, {}, 60.0, "the lead")
         end, _ = listener.accept()
@@ -206,7 +239,7 @@ def test_a_lead_that_is_busy_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
             said = b""
             while len(said) < 70:
                 said += end.recv(70)
-            end.sendall(nodes._proof(SECRET, b"lead", said[:32], bytes(32), said[68:]))
+            end.sendall(meeting._proof(SECRET, b"lead", said[:32], bytes(32), said[68:]))
             coming.result(timeout=60).close()
 
 
@@ -218,16 +251,18 @@ def test_who_does_not_come_or_is_not_reached_is_named_in_bounded_time(
     with pytest.raises(EngineError, match=rf"node 1 and 2 of 3 has not come to port {port} in 0 s: .*firewall"):
         gather(Meeting(f"127.0.0.1:{port}", SECRET), 3, 1, {}, {}, lambda: False)
     with pytest.raises(EngineError, match=r"the lead at 127.0.0.1:\d+ is not reached in 0 s .*firewall"):
-        Node(folder, f"127.0.0.1:{free_port()}", 1, SECRET).run()
+        Node(folder, ("127.0.0.1", free_port()), 1, SECRET).run()
 
 
-def test_a_machine_that_comes_but_not_its_ranks_is_named(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_comes_but_not_its_ranks_is_named(
+    port_of_lead: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nodes, "CONNECT_S", -4.0)
     said = {"purpose": "node", "node": 1, "traits": {"clock": time.time()}}
     with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(join, ("127.0.0.1", meeting.port), SECRET, said, 5.0, "the lead")
+        coming = pool.submit(join, ("127.0.0.1", port_of_lead.port), SECRET, said, 5.0, "the lead")
         with pytest.raises(EngineError, match="rank 2, rank 3: not connected in 1 s though its machine has come"):
-            gather(meeting, 2, 2, {}, {}, lambda: False)
+            gather(port_of_lead, 2, 2, {}, {}, lambda: False)
         coming.result().close()
 
 
@@ -260,5 +295,5 @@ def test_settings_of_several_machines_are_refused_by_name(tmp_path: Path) -> Non
     with pytest.raises(EngineError, match=r"ranks_secret: .*No such file"):
         read_secret(str(tmp_path / "none"))
     for address in ("10.0.0.5", "10.0.0.5:0", "10.0.0.5:99999", ":1"):
-        with pytest.raises(EngineError, match="is not HOST:PORT"):
+        with pytest.raises(EngineError, match=r"ranks_address is .*; it must be HOST:PORT"):
             Meeting(address, SECRET)
