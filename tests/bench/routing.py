@@ -60,7 +60,7 @@ class Load:
         await asyncio.gather(*(some(each) for _ in range(CONNECTIONS)))
 
 
-async def _changes(store: Redis, ports: list[int], versions: list[str], times: int) -> dict[str, Any]:
+async def _changes(store: Redis, ports: list[int], versions: list[str], times: int, pause: float) -> dict[str, Any]:
     loads, over = [Load(port) for port in ports], asyncio.Event()
     running = [asyncio.create_task(load.run(None, over)) for load in loads]
     last: list[float] = []
@@ -70,7 +70,11 @@ async def _changes(store: Redis, ports: list[int], versions: list[str], times: i
         before, after = versions[number % 2], versions[(number + 1) % 2]
         await asyncio.to_thread(routes.set_aliases, store, "stub", {"default": after})
         changed = time.monotonic()
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(pause)
+        for _ in range(1000):  # a gateway that is not there yet
+            if all(any(at > changed and version == after for at, version in load.seen) for load in loads):
+                break
+            await asyncio.sleep(0.01)
         since = [[(at - changed, version) for at, version in load.seen if at > changed] for load in loads]
         last.append(max((at for seen in since for at, version in seen if version == before), default=0.0))
         first.append(max(min(at for at, version in seen if version == after) for seen in since))
@@ -115,7 +119,7 @@ async def _cost(port: int, pid: int, blocks: int) -> dict[str, Any]:
     }
 
 
-def measure(tasks: int, changes: int, blocks: int, gateways: int = 2) -> dict[str, Any]:
+def measure(tasks: int, changes: int, blocks: int, gateways: int = 2, pause: float = 1.2) -> dict[str, Any]:
     with ExitStack() as stack:
         url, store = stack.enter_context(valkey())
         port, pid = stack.enter_context(gateway(url))
@@ -141,7 +145,7 @@ def measure(tasks: int, changes: int, blocks: int, gateways: int = 2) -> dict[st
             await load.run(tasks)
             part = 100 * Counter(version for _, version in load.seen)[versions[1]] / len(load.seen)
             routes.set_split(store, "stub", {})
-            changed = await _changes(store, ports, versions, changes)
+            changed = await _changes(store, ports, versions, changes, pause)
             return {"tasks": len(load.seen), "split": SHARE, "percent": round(part, 2), **changed, **cost}
 
         return asyncio.run(run())
@@ -153,8 +157,10 @@ def main() -> None:
     parser.add_argument("--changes", type=int, default=20)
     parser.add_argument("--gateways", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=200, help="blocks of each model by which the cost is measured")
+    parser.add_argument("--pause", type=float, default=1.2, help="seconds between two changes")
     arguments = parser.parse_args()
-    print(json.dumps(measure(arguments.tasks, arguments.changes, arguments.blocks, arguments.gateways)))
+    counts = arguments.tasks, arguments.changes, arguments.blocks, arguments.gateways
+    print(json.dumps(measure(*counts, arguments.pause)))
 
 
 if __name__ == "__main__":
