@@ -170,7 +170,7 @@ class Controller:
             if not canaries.write_evidence(self._store, state.model, raw, evidence.to_json(), row):
                 return [], 0  # another controller was faster: go on from what it wrote
             self._matchers[state.id] = matcher
-        return found, evidence.compared(state.step, copies=not state.percent)
+        return found, evidence.samples(state)
 
     def _rows(self, state: Canary, matcher: Matcher, entries: Any) -> list[dict[str, str]]:
         """The rows that are compared, with the time of their end and, while their record is there, finish reasons, form
@@ -260,7 +260,8 @@ def waits_for(state: Canary, found: list[Finding], compared: int, now: int) -> s
     held = (now - state.since) / 1000
     reasons = [f"for {state.plan.hold_s - held:.0f} s of {state.plan.hold_s:g} s"] if held < state.plan.hold_s else []
     if compared < state.plan.min_samples:
-        reasons.append(f"for comparisons: {compared} of {state.plan.min_samples}")
+        which = "" if state.percent else " of copies by each of their metrics"
+        reasons.append(f"for comparisons{which}: {compared} of {state.plan.min_samples}")
     return "; ".join([*reasons, *(f"it looks worse: {text_}" for text_ in suspects)])
 
 

@@ -322,11 +322,21 @@ class Evidence:
 
     def compared(self, step: int, *, copies: bool) -> int:
         """Comparisons of a step: those of the metric with most of them. `copies`: whether those of shadow traffic
-        count; where callers get answers of the candidate, these are to be compared."""
+        count."""
         if not 0 <= step < len(self.steps):
             return 0
         metrics = self.steps[step].items()
         return max((sum(counts.values()) for name, counts in metrics if copies or name not in OF_COPIES), default=0)
+
+    def samples(self, canary: Canary) -> int:
+        """Comparisons of the rollout's step that count towards its `min_samples`.
+
+        Where callers get answers of the candidate, these are to be compared. At 0% copies are, by each of their metrics
+        alike: copies that completed say nothing of how likely outputs are, of which fewer are scored."""
+        if canary.percent or not 0 <= canary.step < len(self.steps):
+            return self.compared(canary.step, copies=False)
+        names = [name for name in canary.plan.metrics if name in OF_COPIES]
+        return min((sum(self.steps[canary.step].get(name, Counter()).values()) for name in names), default=0)
 
 
 def _counters(raw: Mapping[str, Mapping[str, int]]) -> dict[str, Counter[int]]:

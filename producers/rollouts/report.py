@@ -46,8 +46,7 @@ def report(store: Redis, state: Canary) -> dict[str, Any]:
     evidence = Evidence.of(canaries.read_evidence(store, state.model), state)
     rows = canaries.rows(store, state.model, state.id)
     found = findings(state, evidence)
-    compared = evidence.compared(state.step, copies=not state.percent)
-    waits = waits_for(state, found, compared, canaries.now_ms(store)) if state.under_way else ""
+    waits = waits_for(state, found, evidence.samples(state), canaries.now_ms(store)) if state.under_way else ""
     return {
         **asdict(state),
         "waits": waits,

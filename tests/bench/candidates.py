@@ -36,7 +36,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 REFUSAL = "I can't help with that."
 #: A token of each prompt, and of no worker's own probe.
 DEF = "def"
-#: With copies of half of the tasks to the candidate, by which it is judged before it has any task.
+#: With copies of the tasks to the candidate, by which it is judged before it has any task.
 COPIES = ("--steps", "0,10,50,100", *PLAN[2:])
 #: A time counts by blocks of 10 s, of which it takes 14 to roll back for one.
 LONG = ("--steps", "10,50,100", "--hold", "4m", "--min-samples", "40", "--warm-up", "5s")
@@ -158,9 +158,9 @@ def _kill(name: str) -> None:
 
 
 def _copies(system: System, folder: Path) -> None:
-    """Half of the tasks are copied to the version in a folder."""
+    """All tasks are copied to the version in a folder."""
     system.run("models", "publish", f"./{folder.name}", "--as", f"tiny@{folder.name}")
-    system.run("models", "shadow", "tiny", "--to", folder.name, "--percent", "50")
+    system.run("models", "shadow", "tiny", "--to", folder.name, "--percent", "100")
 
 
 def measure(names: list[str], reports: Path | None) -> None:

@@ -27,6 +27,7 @@ from producers.rollouts import operations
 from producers.rollouts.controller import Controller, act
 from producers.rollouts.metrics import Evidence, defaults, usual
 from producers.rollouts.operations import RolloutError
+from producers.rollouts.report import report
 from producers.store.fleet import canaries, cards, rollouts, routing
 from producers.store.fleet.canaries import ALIAS, Canary, Plan
 from producers.store.fleet.rollouts import Rollout
@@ -256,6 +257,13 @@ def copied(store: Redis, count: int, task: str, copy: str) -> None:
         store.xadd(keys.shadow_pairs("m"), {"row": json.dumps(row)})
 
 
+def scored(store: Redis, count: int, *scores: float) -> None:
+    """Outputs of the baseline are as likely: nats of a token, under baseline and candidate."""
+    row = {"task": "t", "version": "a", "shadow": "b", "scored": 9, "scores": scores}
+    for _ in range(count):
+        store.xadd(keys.shadow_pairs("m"), {"row": json.dumps(row)})
+
+
 @pytest.mark.parametrize(("copy", "phase"), [("failed", "rolled_back"), ("completed", "judging")])
 def test_a_step_of_0_judges_by_copies_of_tasks_alone(store: Redis, copy: str, phase: str) -> None:
     plan = replace(PLAN, steps=(0.0, 10.0))
@@ -264,12 +272,30 @@ def test_a_step_of_0_judges_by_copies_of_tasks_alone(store: Redis, copy: str, ph
     routes.set_shadow(store, "m", Shadow("b", 50))
     assert "shadow" in started(store, plan).plan.metrics
     assert (look(store).phase, part(store)) == ("judging", ("a", None, "b"))
+    scored(store, 5, -1.0, -1.1)
     copied(store, 15, "completed", copy)
     copied(store, 3, "cancelled", "failed")
     state = look(store)
     assert (state.phase, part(store)[1]) == (phase, None if copy == "failed" else 10.0)
     assert state.reason.startswith("shadow: copies (shadow traffic) that failed") == (copy == "failed")
     assert routes.current(store, "m").shadow == Shadow("b", 50), "it is the operator's"
+
+
+def test_a_step_of_0_waits_until_outputs_were_scored_and_finds_fluent_garbage(store: Redis) -> None:
+    """Its copies complete, as long and as fast as their tasks."""
+    routes.set_shadow(store, "m", Shadow("b", 50))
+    started(store, replace(PLAN, steps=(0.0, 10.0), min_samples=50))
+    look(store)
+    copied(store, 60, "completed", "completed")
+    scored(store, 20, -1.0, -4.5)
+    assert (look(store).phase, part(store)) == ("judging", ("a", None, "b"))
+    assert report(store, state_of(store))["waits"].startswith(
+        "for comparisons of copies by each of their metrics: 20 of"
+    )
+    scored(store, 30, -1.0, -4.5)
+    state = look(store)
+    assert (state.phase, state.step) == ("rolled_back", 0)
+    assert state.reason.startswith("likelihood: ")
 
 
 def test_copies_of_tasks_do_not_make_up_for_callers_tasks_that_were_not_compared(store: Redis) -> None:
