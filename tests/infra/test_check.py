@@ -15,7 +15,7 @@ from infra.gpu.bench import held
 from tests.processes import ROOT
 
 CHECK = str(ROOT / "infra/gpu/check.sh")
-PARTS = ("bench", "peer", "alone", "kernels", "parity", "engine")
+PARTS = ("bench", "peer", "alone", "kernels", "parity", "engine", "ranks")
 #: In place of coreutils': notes the limit and the command, and runs nothing.
 TIMEOUT = """#!/bin/bash
 printf '%q ' "$@" >>"$COMMANDS"
@@ -63,7 +63,7 @@ def test_every_command_starts_without_the_packages_of_broker_and_gateway(
 ) -> None:
     pytest.importorskip("triton")
     parts = [[command for _, command in commands] for commands in asked.values()]
-    assert [len(commands) for commands in parts] == [1, 2, 3, 1, 1, 1]
+    assert [len(commands) for commands in parts] == [1, 2, 3, 1, 1, 1, 2]
     env = {**os.environ, "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
         [sys.executable, "-m", "tests.infra.rehearsal"],
@@ -82,7 +82,7 @@ def test_every_command_starts_without_the_packages_of_broker_and_gateway(
 def test_what_it_does_not_know_is_refused(args: list[str]) -> None:
     ran = subprocess.run([CHECK, *args], check=False, capture_output=True, text=True)
     assert ran.returncode == 2
-    assert "usage: infra/gpu/check.sh [bench|peer|alone|kernels|parity|engine|all]..." in ran.stderr
+    assert "usage: infra/gpu/check.sh [bench|peer|alone|kernels|parity|engine|ranks|all]..." in ran.stderr
 
 
 def test_a_run_at_once_is_of_as_many_requests_as_the_cache_holds() -> None:

@@ -136,24 +136,49 @@ def test_ordered_sums_are_the_same_beside_any_rows(tmp_path: Path) -> None:
     assert all(torch.equal(each, expected) for each in sums.values())
 
 
+#: Settings of the engine whose ranks are processes, and the devices that they need.
+DEVICES: dict[str, tuple[dict[str, Any], int]] = {
+    "cpu": ({"device": "cpu", "kernels": "ragged", "tensor_parallel": 2}, 0),
+    "cuda, shared": ({"tensor_parallel": 4, "graphs": False}, 1),
+    "cuda, 2": ({"tensor_parallel": 2}, 2),
+    "cuda, 2, deterministic": ({"tensor_parallel": 2, "deterministic": True}, 2),
+    "cuda, 4": ({"tensor_parallel": 4}, 4),
+    "cuda, 8": ({"tensor_parallel": 8}, 8),
+}
+
+
 @pytest.mark.exhaustive
-def test_processes_compute_it_until_one_of_them_is_killed(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "m", seed=2, tokenizer=False, **VARIANTS["gqa"])
-    settings: dict[str, Any] = {"kernels": "ragged", "dtype": "float32", "kv_cache_bytes": 1 << 22, "seed": 3}
+@pytest.mark.parametrize(
+    ("family", "where"),
+    [*(("gqa", where) for where in DEVICES), ("gemma3", "cuda, 2"), ("qwen3-moe", "cuda, 2")],
+)
+def test_processes_compute_what_one_computes_until_one_is_killed(family: str, where: str, tmp_path: Path) -> None:
+    """On GPUs, those that share one sum by gloo, others by NCCL in recorded steps: a recording that fails is an
+    error."""
+    more, gpus = DEVICES[where]
+    if gpus > (torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        pytest.skip(f"there are fewer than {gpus} GPUs, of CUDA")
+    if gpus == 1 and torch.cuda.device_count() >= more["tensor_parallel"]:
+        pytest.skip("each rank has a GPU of its own, by CUDA")
+    shape = SHAPES[family] | {"num_attention_heads": 8} if gpus == 8 else SHAPES[family]
+    folder = write_model(tmp_path / "m", seed=2, tokenizer=False, **shape)
+    settings = {"dtype": "float32", "kv_cache_bytes": 1 << 22, "seed": 3} | more
     prompts = prompts_of([1, 17, 58], 320)
-    with Engine.load(folder, EngineConfig(**settings)) as engine:
+    with Engine.load(folder, EngineConfig(**(settings | {"tensor_parallel": 1}))) as engine:
         expected = [output.token_ids for output in engine.generate(list(prompts), greedy(9))]
         alone = engine.fingerprint
-    with Engine.load(folder, EngineConfig(**settings, tensor_parallel=2)) as engine:
+    with Engine.load(folder, EngineConfig(**settings)) as engine:
         assert [output.token_ids for output in engine.generate(list(prompts), greedy(9))] == expected
         assert engine.fingerprint != alone
         with pytest.raises(EngineError, match="adapters do not go with tensor_parallel on GPUs yet"):
             engine.load_adapter("a", write_adapter(tmp_path / "a"))
         lost: queue.SimpleQueue[str] = queue.SimpleQueue()
         engine.on_lost = lambda why, suspects: lost.put(why)
-        (process,) = engine.stats().rank_processes
+        process = engine.stats().rank_processes[0]
         os.kill(process, signal.SIGKILL)
-        assert lost.get(timeout=60).endswith(f"rank 1 of 2 (process {process}): it was killed by SIGKILL")
+        assert f"rank 1 of {more['tensor_parallel']} (process {process}): it was killed by SIGKILL" in lost.get(
+            timeout=60
+        )
 
 
 def test_what_ranks_on_gpus_need_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
