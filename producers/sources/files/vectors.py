@@ -1,7 +1,7 @@
 """Texts in, vectors out: each line of an input is a text, and its results are vectors, in the order of the lines.
 
     texts ─▶ lines of a batch for /v1/embeddings, each with as many texts as a worker takes at once ─▶ (the batch)
-    the batch's answers ─▶ JSONL, or a matrix in NumPy's format (numpy.lib.format, version 1.0)
+    the batch's answers ─▶ JSONL, a table in Parquet's format, or a matrix in NumPy's (numpy.lib.format, version 1.0)
 
 A line's `custom_id` says which texts it has, numbered from 0 without blank lines: `256-511`.
 """
@@ -20,12 +20,13 @@ from typing import Any, Final
 from producers.contract import model_fit
 from producers.contract.task import Task
 from producers.errors import InvalidTask, shown
+from producers.sources.files import parquet
 from producers.store.blobs import BlobNotFound, Blobs, Line, lines
 from producers.sweeper.batches.input import is_blank
 
 URL: Final = "/v1/embeddings"
 #: The format of results -> what their names end with.
-SUFFIXES: Final = {"jsonl": ".jsonl", "npy": ".npy"}
+SUFFIXES: Final = {"jsonl": ".jsonl", "parquet": ".parquet", "npy": ".npy"}
 #: Most bytes of texts in a line of a batch, unless it has one alone: as JSON they take up to six times as much.
 LINE_BYTES: Final = 512 << 10
 #: Bytes of an input's end in which its last line is.
@@ -115,7 +116,9 @@ def results(form: str, blobs: Blobs, requests_blob: str, answers_blob: str | Non
     Blocks. Raises BlobNotFound and OSError.
     """
     answers = iter(()) if answers_blob is None else _answers(blobs, answers_blob)
-    return _matrix(answers, _total(blobs, requests_blob)) if form == "npy" else _objects(answers)
+    if form == "npy":
+        return _matrix(answers, _total(blobs, requests_blob))
+    return parquet.table(answers) if form == "parquet" else _objects(answers)
 
 
 def _answers(blobs: Blobs, blob: str) -> Iterator[tuple[int, list[bytes]]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from redis import Redis
 
@@ -86,7 +87,9 @@ def answer(first: int, vectors: list[list[float]]) -> bytes:
     return json.dumps({"id": "x", "custom_id": custom_id, "response": {"body": {"data": data}}}).encode() + b"\n"
 
 
-def test_results_are_in_the_order_of_the_texts_with_gaps_where_none_came(tmp_path: Path) -> None:
+def test_results_are_in_the_order_of_the_texts_with_gaps_where_none_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blobs = FolderBlobs(tmp_path)
     with blobs.writer("in") as writer:
         writer.write(b"".join(requests(of(*["x"] * 600), SETTINGS, EMBEDDER)))
@@ -102,6 +105,13 @@ def test_results_are_in_the_order_of_the_texts_with_gaps_where_none_came(tmp_pat
     objects = [json.loads(line) for line in b"".join(results("jsonl", blobs, "in", "out")).splitlines()]
     assert [entry["index"] for entry in objects] == [*range(256), *range(512, 600)]
     assert objects[-1] == {"index": 599, "embedding": [3, 4]}
+    monkeypatch.setattr("producers.sources.files.parquet.GROUP_BYTES", 1000)
+    table = pyarrow.parquet.ParquetFile(io.BytesIO(b"".join(results("parquet", blobs, "in", "out"))))
+    assert (table.num_row_groups, table.metadata.num_rows) == (2, 344)
+    assert [str(column.type) for column in table.schema_arrow] == ["int64", "list<element: float not null>"]
+    assert table.read().to_pylist() == objects
+    empty = pyarrow.parquet.read_table(io.BytesIO(b"".join(results("parquet", blobs, "gone", None))))
+    assert (empty.num_rows, empty.column_names) == (0, ["index", "embedding"])
     nothing = np.load(io.BytesIO(b"".join(results("npy", blobs, "gone", None))))
     assert nothing.shape == (0, 0)
 
