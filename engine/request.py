@@ -105,6 +105,8 @@ class Course:
     """When it was preempted last; None once it has gone on."""
     computed: int = 0
     """Tokens of its texts that are done, if it generates nothing."""
+    searched: int = 0
+    """Tokens of the beams of a search, of which no event tells before the end."""
 
     def admit(self, now: float, cached_tokens: int) -> None:
         if self.began_at is None:

@@ -453,6 +453,7 @@ class Scheduler:
             return []
         self._generated_tokens += len(beams)
         going = search.advance(beams)
+        group.request.course.searched = search.tokens
         if going:
             self._branch(group, going, now)
             return []

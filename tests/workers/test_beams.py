@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,10 +92,13 @@ def test_whatever_computes_it(
 
         cancelled = submit("mine", **LONG)
         rig.until(lambda: rig.status(cancelled) == "in_progress")
+        time.sleep(1.5)  # some of its beams are computed, and told of
         httpx.post(f"{door.url}/v1/tasks/{cancelled}/cancel", timeout=60)
         late = submit("mine", **LONG, timeout=0.3)
         ended = result(cancelled)
         assert (ended["status"], rig.tokens(cancelled)) == ("cancelled", 1)
+        assert ended["usage"]["output_tokens"] == int(rig.record(cancelled)["discarded"]) > 0
+        assert ended["engine_seconds"] > 0
         ended = result(late)
         # A machine that is slow may not have begun it by then.
         assert (ended["status"] in ("incomplete", "failed"), ended["error"]["code"]) == (True, "expired")

@@ -78,12 +78,20 @@ class Batch:
 
     def conclude(self, end: Conclusion) -> None:
         """End it so, unless it has ended or another end came first."""
-        if not (end.delivery.ended or (end.status == "incomplete" and end.delivery.complete)):
-            self.ends.setdefault(end.delivery.uuid, end)
+        if end.delivery.ended or (end.status == "incomplete" and end.delivery.complete):
+            return
+        if self.ends.setdefault(end.delivery.uuid, end) is end and end.status in ("cancelled", "incomplete"):
+            self._cut(end.delivery)
 
     def count(self, delivery: Delivery) -> None:
         """Writes the length of the prompt into the record."""
         self._append_of(delivery, 0, delivery.next_index(0)).prompt_tokens = delivery.prompt_tokens
+
+    def _cut(self, delivery: Delivery) -> None:
+        """Writes into the record what was made for choices that nobody will see."""
+        if delivery.selects and (unpublished := delivery.unpublished):
+            append = self._append_of(delivery, 0, delivery.next_index(0))
+            append.discarded = delivery.discarded = unpublished
 
     def add(self, delivery: Delivery, event: Event) -> None:
         """Adds an event of a choice. Those of best_of's choices, and of a beam search's, wait until all have come:

@@ -283,6 +283,11 @@ class Delivery:
         return total + self.discarded
 
     @property
+    def unpublished(self) -> int:
+        """Tokens that its engine made of choices that are published at the end alone, and that no end has told."""
+        return self.course.searched + sum(len(event.token_ids) for event in self.pending)
+
+    @property
     def used(self) -> int:
         """KV tokens of all that was computed for it: the prompt once, the output of each choice."""
         return self.prompt_tokens + self.generated

@@ -12,7 +12,7 @@
 -- KEYS: task, stream for each sequence
 -- ARGV: for each sequence: id, claim, field (`next:<choice>`), i, next (i + count), more, count, entry * count (stream
 --       entries, JSON arrays). more: empty, or: scored (1: PROMPT came before), discarded (tokens of best_of's
---       candidates that are not among its choices), prompt (its length in tokens, 0: no news), run (_run.lua)
+--       candidates and of beams that are not among its choices, 0: no news), prompt (its length in tokens, 0: no news), run (_run.lua)
 -- Answers: for each sequence: ok | gone | other | cancel | resend | full | error, and a number: the choice's next index
 -- include: producers.connection/_now.lua
 -- include: _run.lua
@@ -65,6 +65,9 @@ local function append(task, stream, id, claim, field, i, after, more, first, las
     if prompt ~= '0' then
       call('HSETNX', task, 'prompt_tokens', prompt)
     end
+    if discarded ~= '0' then -- also of a search that was cut: it has no entries, and may be cancelled
+      call('HSET', task, 'discarded', discarded)
+    end
     note_run(task, run)
   end
   local next = r[4] or '0'
@@ -96,11 +99,7 @@ local function append(task, stream, id, claim, field, i, after, more, first, las
     end
     message = '[' .. at .. ',' .. concat(ARGV, ',', first, last) .. ']'
   end
-  if discarded ~= '0' then
-    call('HSET', task, field, after, 'discarded', discarded)
-  else
-    call('HSET', task, field, after)
-  end
+  call('HSET', task, field, after)
   if next == '0' then
     call('HSETNX', task, 'first', now)
   end

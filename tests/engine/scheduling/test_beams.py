@@ -101,9 +101,11 @@ def test_fewer_slots_than_beams_of_several_searches_do_not_block_each_other() ->
 @pytest.mark.parametrize("end", ["abort", "fail", "not finite"])
 def test_it_ends_with_all_of_its_beams(end: str) -> None:
     s = scheduler()
-    s.add(request("a", 6, beam_width=3, n=2, max_tokens=9))
+    search = request("a", 6, beam_width=3, n=2, max_tokens=9)
+    s.add(search)
     for _ in range(3):
         step(s)
+    assert search.course.searched == 1 + 3 + 3
     s._planner.preempt(s._planner.running[-1], 0.0)
     plan = s.schedule(0.0)
     assert plan is not None

@@ -249,6 +249,7 @@ def append(
         return "other", 0, r
     if counted and r.counted is None:
         r = r._replace(counted=counted)
+    r = r._replace(discarded=discarded or r.discarded)
     at = r.next[choice]
     if r.cancel:
         return "cancel", at, r
@@ -264,7 +265,7 @@ def append(
         return "full", at, r
     at += len(entries)
     nexts = (*r.next[:choice], at, *r.next[choice + 1 :])
-    return "ok", at, r._replace(stream=r.stream + entries, next=nexts, discarded=discarded or r.discarded)
+    return "ok", at, r._replace(stream=r.stream + entries, next=nexts)
 
 
 def finish(

@@ -61,6 +61,19 @@ def test_choices_that_best_of_selects_come_all_at_once() -> None:
     assert set(batch.appends) == {("a", 1), ("a", 0)}
 
 
+@pytest.mark.parametrize("status", ["cancelled", "incomplete"])
+def test_a_cut_counts_what_was_made_for_choices_that_nobody_will_see(status: str) -> None:
+    search, best_of, plain = taken("a"), taken("b"), taken("c")
+    search.selects = best_of.selects = True
+    search.course.searched = 40
+    batch = Batch()
+    batch.add(best_of, event(tokens=3))
+    for delivery in (search, best_of, plain):
+        batch.conclude(Conclusion(delivery, status))
+    assert {uuid: append.discarded for (uuid, _), append in batch.appends.items()} == {"a": 40, "b": 3}
+    assert [search.generated, best_of.generated] == [40, 3]
+
+
 @pytest.mark.parametrize(("error", "asked"), [(NOT_FINITE, True), ("broken", False)])
 def test_an_end_in_nan_waits_for_the_question_who_is_to_blame(error: str, asked: bool) -> None:
     batch, delivery = Batch(), taken()
