@@ -26,11 +26,20 @@ def test_a_task_that_cannot_be_finished_holds_up_no_other(served: Rig) -> None:
     served.redis.hset(keys.task(stuck), "n", "no number")
     assert served.cancel(stuck) == [1, "in_progress"]
     log = served.workers[0].log
-    served.until(lambda: f"Cannot finish task {stuck}" in log.read_text())
+    served.until(lambda: f"Cannot go on with task {stuck}" in log.read_text())
     others = served.fill(20)
     served.check(others)
-    assert log.read_text().count(f"Cannot finish task {stuck}") == 1
+    assert log.read_text().count(f"Cannot go on with task {stuck}") == 1
     served.until(lambda: kept(served, stuck))
+
+
+def test_a_task_whose_stream_takes_no_tokens_is_tried_once(served: Rig) -> None:
+    """Nobody could go on with it: what its stream has is not what its record says."""
+    (broken,) = served.begun(1, more_than=3, max_tokens=4000)
+    served.store.xadd(keys.stream(broken), {"e": "[0,7,5]"}, id="1000000-0")
+    served.until(lambda: kept(served, broken))
+    served.check(served.fill(5))
+    assert served.record(broken)["claims"] == "1"
 
 
 def test_a_task_that_cannot_be_claimed_holds_up_no_other(served: Rig) -> None:

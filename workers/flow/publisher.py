@@ -430,10 +430,8 @@ class Publisher(threading.Thread):
                 continue
             for delivery, answer in zip(todo, answers, strict=True):
                 if isinstance(answer, Exception):
-                    logger.error(
-                        "Cannot publish the prompt of task %s: %s", delivery.task_id, answer, extra=delivery.subject
-                    )
-                    self._not_ok(delivery, "error", ends)
+                    ends.pop(delivery.uuid, None)
+                    self._bury(delivery, answer)
                 elif text(answer) == "full":
                     warn_throttled(logger, "Prompts and tokens wait in this worker: %s", "the store is full")
                     if delivery not in self._deferred.scored:
@@ -444,13 +442,16 @@ class Publisher(threading.Thread):
             return
 
     def _not_ok(self, delivery: Delivery, answer: str, ends: dict[str, Conclusion]) -> None:
-        """Ends or lets go a task whose tokens the store refused: it is cancelled, gone, or not ours."""
+        """Ends or lets go a task whose tokens the store refused: it is cancelled, broken, gone, or not ours."""
         if answer == "cancel":
             self._engine.abort(delivery.uuid)
             ends[delivery.uuid] = Conclusion(delivery, "cancelled")
+            return
+        ends.pop(delivery.uuid, None)
+        if answer == "error":
+            self._bury(delivery, "its stream takes no more tokens: what it has is not what the record says")
         else:
             self._lost(delivery, answer)
-            ends.pop(delivery.uuid, None)
 
     def _append(self, batch: list[Append], ends: dict[str, Conclusion]) -> None:
         """Sends APPEND until the store has it all, has no room for it, or refuses it because the claim is not ours."""
@@ -584,10 +585,10 @@ class Publisher(threading.Thread):
                 del ends[end.delivery.uuid]
                 self._finisher.let_go(end.delivery, why="breaker")
 
-    def _bury(self, delivery: Delivery, why: Exception) -> None:
+    def _bury(self, delivery: Delivery, why: Exception | str) -> None:
         """Keeps the message of a task whose record cannot be used as a dead letter: no other worker could use it
         either."""
-        logger.error("Cannot finish task %s: %s", delivery.task_id, why, extra=delivery.subject)
+        logger.error("Cannot go on with task %s: %s", delivery.task_id, why, extra=delivery.subject)
         self._finisher.bury(delivery, f"its record cannot be used: {why}", claimed=True)
 
     def _lost(self, delivery: Delivery, answer: str) -> None:
