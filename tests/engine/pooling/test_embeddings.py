@@ -107,7 +107,7 @@ def test_a_decoder_makes_vectors_of_its_last_tokens(tmp_path: Path) -> None:
         assert ModelCard.from_folder(tmp_path / "model").capabilities == ("embed",)
 
 
-@pytest.mark.parametrize("kernels", few(["auto", "reference", "sdpa"], "auto"))
+@pytest.mark.parametrize("kernels", few(["auto", "reference", "ragged", "sdpa"], "auto"))
 def test_a_gemma_whose_tokens_see_both_sides(tmp_path: Path, kernels: str) -> None:
     """As EmbeddingGemma is; with texts shorter and longer than its window."""
     truth = write_gemma(tmp_path / "model")
