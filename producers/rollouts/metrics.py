@@ -187,7 +187,11 @@ METRICS: Final = (
         margin=0.02,
     ),
     Metric(
-        *(LIKELIHOOD, "how likely the baseline's outputs are: probability of a token, geometric mean", "pair"),
+        *(
+            LIKELIHOOD,
+            "how much less likely the baseline's outputs are (probability of a token, geometric mean)",
+            "pair",
+        ),
         _of_pairs,
         margin=0.5,
     ),

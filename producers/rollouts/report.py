@@ -129,7 +129,7 @@ def _verdict(metric: dict[str, Any]) -> str:
 
 def _decisions(rows: Iterable[dict[str, Any]]) -> str:
     cells = [
-        f"<tr><td>{_when(row['at'])}</td><td>{escape(row['what'].replace('_', ' '))}</td><td>{row['percent']:g}%</td>"
+        f"<tr><td>{_when(row['at'])}</td><td>{escape(row['what'].replace('_', ' '))}</td><td>{_part(row):g}%</td>"
         f"<td>{escape(row['by'])}</td><td>{escape(row['reason'])}</td></tr>"
         for row in rows
     ]
@@ -204,17 +204,22 @@ def _bounds(metric: dict[str, Any], seen: Sequence[dict[str, Any]]) -> str:
     return plot.svg(body, label, [(-1.0, "-100"), (0.0, "0"), (1.0, "+100")], ends)
 
 
+def _part(row: dict[str, Any]) -> float:
+    """The candidate's part of new tasks (percent) after a decision, or at a look."""
+    return 100.0 if row.get("phase") == "promoted" else float(row["percent"])
+
+
 def _percentages(data: dict[str, Any]) -> str:
     """The candidate's part over time."""
     rows = [*data["decisions"], *data["seen"]]
     rows.sort(key=lambda row: row["at"])
     if len(rows) < 2:
         return ""
-    top = max(1.0, *(row["percent"] for row in rows))
+    top = max(1.0, *(_part(row) for row in rows))
     plot = _Plot([float(row["at"]) for row in rows], (0.0, top))
-    path = [plot.point(plot.xs[0], rows[0]["percent"])]
+    path = [plot.point(plot.xs[0], _part(rows[0]))]
     for x, before, row in zip(plot.xs[1:], rows, rows[1:], strict=False):
-        path += [plot.point(x, before["percent"]), plot.point(x, row["percent"])]
+        path += [plot.point(x, _part(before)), plot.point(x, _part(row))]
     body = f'<polyline points="{" ".join(path)}" fill="none" stroke="{LINE}" stroke-width="2"/>'
     ends = _when(rows[0]["at"]), _when(rows[-1]["at"])
     return plot.svg(body, "The candidate's part of new tasks, in percent", [(0.0, "0%"), (top, f"{top:g}%")], ends)

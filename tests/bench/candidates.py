@@ -17,6 +17,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from producers.contract import keys
+from producers.store.fleet.canaries import Canary
 from tests.bench.rolled import PLAN, UP, System, copied, rollout
 from workers.library.reference import BUNDLED
 
@@ -38,8 +40,10 @@ REFUSAL = "I can't help with that."
 DEF = "def"
 #: With copies of the tasks to the candidate, by which it is judged before it has any task.
 COPIES = ("--steps", "0,10,50,100", *PLAN[2:])
+#: Layers of a slow candidate, by tiny's. On two cores with other work, waits hide a smaller number.
+LAYERS = 6
 #: A time counts by blocks of 10 s, of which it takes 14 to roll back for one.
-LONG = ("--steps", "10,50,100", "--hold", "4m", "--min-samples", "40", "--warm-up", "5s")
+LONG = ("--steps", "50,100", "--hold", "4m", "--min-samples", "40", "--warm-up", "5s")
 
 Weights = dict[str, Tensor]
 
@@ -67,14 +71,15 @@ def garbage(weights: Weights, settings: dict[str, Any]) -> None:
 
 
 def slower(weights: Weights, settings: dict[str, Any]) -> None:
-    """Twice as many layers, of which the later ones add nothing: the same answers, later."""
+    """LAYERS times as many layers, of which the later ones add nothing: the same answers, later."""
     layers = settings["num_hidden_layers"]
     for name in [name for name in weights if name.startswith("model.layers.")]:
         _, _, number, *rest = name.split(".")
         silent = rest[-2] in ("o_proj", "down_proj")
-        copy = torch.zeros_like(weights[name]) if silent else weights[name].clone()
-        weights[".".join(("model.layers", str(int(number) + layers), *rest))] = copy
-    settings["num_hidden_layers"] = 2 * layers
+        for times in range(1, LAYERS):
+            copy = torch.zeros_like(weights[name]) if silent else weights[name].clone()
+            weights[".".join(("model.layers", str(int(number) + times * layers), *rest))] = copy
+    settings["num_hidden_layers"] = LAYERS * layers
 
 
 def refuses(weights: Weights, settings: dict[str, Any]) -> None:
@@ -117,24 +122,20 @@ def candidate(folder: Path, change: Callable[[Weights, dict[str, Any]], None]) -
     return copy
 
 
+def _store(system: System) -> Redis:
+    data = system.folder / "data"
+    password, port = ((data / name).read_text().strip() for name in ("password", "port"))
+    return Redis(port=int(port), password=password, decode_responses=True)
+
+
 @contextmanager
-def dying(system: System) -> Iterator[None]:
-    """Meanwhile SIGKILL to each worker of a version that is not the default now, as soon as it has a task."""
-    data, over = system.folder / "data", threading.Event()
-    password, port = ((data / file).read_text().strip() for file in ("password", "port"))
-    store = Redis(port=int(port), password=password, decode_responses=True)
-    before = json.loads(str(store.hget(keys.MODELS, "tiny")))["version"]
+def meanwhile(system: System, look: Callable[[Redis], bool]) -> Iterator[None]:
+    """Calls `look` with the system's store over and over, until it answers True."""
+    store, over = _store(system), threading.Event()
 
     def run() -> None:
-        while not over.wait(0.02):
-            with store.pipeline(transaction=False) as pipe:
-                for task_id in store.zrevrange(keys.REQUESTS, 0, 63):
-                    pipe.hmget(keys.task(str(task_id)), "status", "version", "owner")
-                rows = pipe.execute()
-            owners = {owner for status, version, owner in rows if status == "in_progress" and version != before}
-            for owner in owners:
-                if owner and store.exists(keys.lease(owner)):
-                    _kill(owner.rpartition(".")[0])
+        while not over.wait(0.02) and not look(store):
+            pass
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -144,6 +145,38 @@ def dying(system: System) -> Iterator[None]:
         over.set()
         thread.join()
         store.close()
+
+
+def end_valkey(store: Redis) -> bool:
+    """SIGKILL to the system's Valkey, once the candidate is at its second step."""
+    state = Canary.of(store.hget(keys.CANARIES, "tiny"))
+    if state is None or state.phase != "judging" or state.step != 1:
+        return False
+    os.kill(int(store.info("server")["process_id"]), signal.SIGKILL)
+    return True
+
+
+def remove_weights(path: Path, store: Redis) -> bool:
+    """A folder loses its weights as soon as a rollout to it has begun, before a worker has read them."""
+    state = Canary.of(store.hget(keys.CANARIES, "tiny"))
+    if state is None or state.phase != "preparing":
+        return False
+    (path / "model.safetensors").unlink()
+    return True
+
+
+def end_workers(store: Redis) -> bool:
+    """SIGKILL to each worker of a version that is not the default, as soon as it has a task."""
+    default = json.loads(str(store.hget(keys.MODELS, "tiny")))["version"]
+    with store.pipeline(transaction=False) as pipe:
+        for task_id in store.zrevrange(keys.REQUESTS, 0, 63):
+            pipe.hmget(keys.task(str(task_id)), "status", "version", "owner")
+        rows = pipe.execute()
+    owners = {owner for status, version, owner in rows if status == "in_progress" and version != default}
+    for owner in owners:
+        if owner and store.exists(keys.lease(owner)):
+            _kill(owner.rpartition(".")[0])
+    return False
 
 
 def _kill(name: str) -> None:
@@ -181,9 +214,18 @@ def measure(names: list[str], reports: Path | None) -> None:
                     path = candidate(folder, change)
                     _show(change.__name__, asyncio.run(rollout(system, f"./{path.name}")))
             if "crashes" in names:
-                with dying(system):
+                with meanwhile(system, end_workers):
                     figures = asyncio.run(rollout(system, copied(folder, 0)))
                 _show("crashes", figures)
+            if "store_restarts" in names:
+                with meanwhile(system, end_valkey):
+                    figures = asyncio.run(rollout(system, copied(folder, 2)))
+                _show("unchanged, Valkey ended by SIGKILL at the second step", figures)
+            if "folder_is_gone" in names:
+                path = folder / copied(folder, 3)
+                with meanwhile(system, partial(remove_weights, path)):
+                    figures = asyncio.run(rollout(system, f"./{path.name}"))
+                _show("unchanged, its weights are gone before its workers are up", figures)
             for change in (garbage, unchanged):
                 if change.__name__ in names:
                     path = candidate(folder, change)
@@ -207,6 +249,7 @@ def measure(names: list[str], reports: Path | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = ["nan", "nan_in_a_token", "refuses", "crashes", "garbage", "unchanged", "tiny_v2", "slower"]
+    every += ["store_restarts", "folder_is_gone"]
     parser.add_argument("--candidate", choices=every, action="append", help="this one alone; may be repeated")
     parser.add_argument("--reports", type=Path, help="a folder for their reports")
     options = parser.parse_args()

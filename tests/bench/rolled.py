@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,12 +129,16 @@ def copied(folder: Path, number: int) -> str:
 async def rollout(system: System, to: str, plan: Sequence[str] = PLAN, *, full: bool = False) -> dict[str, Any]:
     """One rollout, until it has ended. `plan`: options of `start`; `full`: it is promoted by hand once it is judged."""
     load, began = Load(system.url), time.monotonic()
+    status = ("rollout", "status", "tiny", "--json")
     running = asyncio.create_task(load.run())
 
     async def state() -> dict[str, Any]:
-        text = await asyncio.to_thread(system.run, "rollout", "status", "tiny", "--json")
-        found: dict[str, Any] = json.loads(text)
-        return found
+        for _ in range(60):
+            with suppress(SystemExit):  # the store may be about to start again
+                found: dict[str, Any] = json.loads(await asyncio.to_thread(system.run, *status))
+                return found
+            await asyncio.sleep(1.0)
+        raise SystemExit(f"no status of the rollout to {to}")
 
     try:
         await asyncio.to_thread(system.run, "rollout", "start", "tiny", "--to", to, *plan, "--timeout", "5m")

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 
 from redis import Redis
 
+from producers.rollouts import operations
 from producers.rollouts.report import html, report
 from tests.producers.rollouts.test_controller import PLAN, ended, look, started, state_of, store
 
@@ -58,6 +59,14 @@ def test_it_has_each_decision_and_each_metrics_figures_and_bounds(store: Redis) 
     )
     plots, folded = page.index("<h2>Metrics"), page.index("<details>")
     assert page[plots:folded].count("<svg") == 1, "of what it was rolled back for; the others are folded"
+
+
+def test_a_promoted_candidate_has_all_tasks(store: Redis) -> None:
+    started(store)
+    operations.promote(store, "m", full=True)
+    page = html(report(store, state_of(store)))
+    assert "<td>promote</td><td>100%</td>" in page
+    assert "<code>penstock models alias m default=a</code> takes them back" in page
 
 
 def test_a_page_shows_names_and_reasons_as_they_are_and_runs_and_loads_nothing(store: Redis) -> None:
