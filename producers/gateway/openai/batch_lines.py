@@ -50,7 +50,7 @@ URLS: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
         "chat_template_kwargs": ({},),
         "prompt_logprobs": (),
     },
-    COMPLETIONS: {"stream": (False,), "echo": (False,), "add_special_tokens": (True,)},
+    COMPLETIONS: {"stream": (False,), "echo": (False,), "add_special_tokens": (True,), "prompt_logprobs": ()},
     RESPONSES: {
         "stream": (False,),
         "background": (False,),

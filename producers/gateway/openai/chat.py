@@ -43,6 +43,7 @@ from producers.gateway.openai.complete import Choice, Whole, whole_answer
 from producers.gateway.openai.logprobs import CHAT, ChatLogprobs, ScoredPrompt, joined
 from producers.gateway.openai.output_parser import CALLED, OutputSyntax, ParsedChoice, deltas, message
 from producers.gateway.openai.parameters import (
+    IN_ONE_PIECE,
     NOT_OFFERED,
     RESPONSES,
     Parameters,
@@ -196,9 +197,7 @@ def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
             "one begins",
         )
     if text_request.stream and "prompt_logprobs" in text_request.fields:
-        raise invalid_value(
-            "prompt_logprobs", "prompt_logprobs is for answers in one piece; leave it out, or ask for stream: false"
-        )
+        raise invalid_value("prompt_logprobs", IN_ONE_PIECE)
     variables = values.get("chat_template_kwargs", {})
     if not isinstance(variables, dict):
         raise refusal("chat_template_kwargs", variables, "an object", code="invalid_type")

@@ -51,8 +51,15 @@ from producers.gateway.openai.answer import (
     weight,
 )
 from producers.gateway.openai.complete import Choice, Whole, whole_answer
-from producers.gateway.openai.logprobs import COMPLETION, Arrays, CompletionLogprobs, PromptLogprobs, joined
-from producers.gateway.openai.parameters import RESPONSES, Parameters, TextRequest, flag
+from producers.gateway.openai.logprobs import (
+    COMPLETION,
+    Arrays,
+    CompletionLogprobs,
+    PromptLogprobs,
+    ScoredPrompt,
+    joined,
+)
+from producers.gateway.openai.parameters import IN_ONE_PIECE, RESPONSES, Parameters, TextRequest, flag
 from producers.gateway.openai.response_format import NESTED, TEXT, formed
 from producers.gateway.tasks.foreground import Foreground, keyed
 from producers.gateway.text.prompts import InvalidPrompt
@@ -82,7 +89,7 @@ PARAMETERS: Final = Parameters(
         "add_special_tokens": {"type": "boolean"},
         "response_format": NESTED,
     },
-    renamed={name: name for name in ("max_tokens", "best_of", "logprobs")},
+    renamed={name: name for name in ("max_tokens", "best_of", "logprobs", "prompt_logprobs")},
     required="prompt",
 )
 #: OpenAI's default of max_tokens.
@@ -175,6 +182,7 @@ class Completion:
                 f"{output} tokens; at most {MAX_ANSWER} are given in one answer; ask for a stream, send fewer prompts, "
                 "or lower max_tokens or n",
             )
+        self._check_scored(tasks)
         if not self.logprobs:
             return
         tokens = output + (sum(len(task.prompt) for task in tasks) * self.n if self.echo else 0)
@@ -188,6 +196,18 @@ class Completion:
                 "others",
             )
 
+    def _check_scored(self, tasks: Sequence[Task]) -> None:
+        scored = sum(
+            len(task.prompt) * (1 + task.prompt_logprobs) for task in tasks if task.prompt_logprobs is not None
+        )
+        if not self.echo and scored * self.n > MAX_LOGPROBS:
+            raise invalid_value(
+                "prompt_logprobs",
+                f"prompt_logprobs is {self.text_request.fields['prompt_logprobs']}: over all prompts and choices these "
+                f"are {scored * self.n} log probabilities; at most {MAX_LOGPROBS} are given in one answer; send fewer "
+                "or shorter prompts, or lower the others",
+            )
+
     def _task(self, at: int, prompt: PromptInput) -> Task:
         fields = {} if "max_tokens" in self.text_request.fields else {"max_tokens": MAX_TOKENS}
         if self.echo and self.logprobs:
@@ -197,7 +217,9 @@ class Completion:
 
     def _named_for(self, at: int) -> TextRequest:
         """The request, with the caller's names for the fields of the task of prompt `at`."""
-        names = self.text_request.names | {"prompt_logprobs": "logprobs"}
+        names = self.text_request.names
+        if self.echo and self.logprobs:
+            names |= {"prompt_logprobs": "logprobs"}
         if len(self.prompts) > 1:
             names |= dict.fromkeys(("prompt", "prompt_ids"), f"prompt[{at}]")
         return replace(self.text_request, names=names)
@@ -213,6 +235,14 @@ def read_completion(body: Mapping[str, Any], tenant: str | None) -> Completion:
             "best_of",
             f"best_of is {shown(best_of)} and n is {shown(n)}: the best are known at the end only, and not streamed",
         )
+    if "prompt_logprobs" in text_request.fields:
+        if text_request.stream:
+            raise invalid_value("prompt_logprobs", IN_ONE_PIECE)
+        if flag(text_request.endpoint_values, "echo"):
+            raise invalid_value(
+                "prompt_logprobs",
+                "prompt_logprobs and echo both answer the prompt; give one of them: echo with logprobs scores it, too",
+            )
     return Completion(
         text_request,
         _prompts(text_request.endpoint_values["prompt"]),
@@ -249,6 +279,16 @@ def _beginning(card: Mapping[str, Any]) -> tuple[int, ...]:
             code="empty_prompt",
         )
     return (int(tokens[0]),)
+
+
+class ScoredChoices(ScoredPrompt):
+    """The `prompt_logprobs` of one prompt, which each of its choices has, as vLLM's have."""
+
+    def members(self) -> Iterator[bytes | bytearray]:
+        return iter(())
+
+    def in_choice(self) -> Iterator[bytes | bytearray]:
+        return super().members()
 
 
 class Echo:
@@ -351,7 +391,12 @@ async def create(request: Request) -> Response:
             direct = Direct(stream.tokens)
             return ChunkStream(stream.chunks(foreground, direct), foreground, gateway, direct)
         choices = [Choice(scorer, COMPLETION) for scorer in scorers]
-        whole = Whole(choices, completion.n, partial(shape, completion.n, echoes), echoes)
+        if text_request.fields.get("prompt_logprobs") is None:
+            whole = Whole(choices, completion.n, partial(shape, completion.n, echoes), echoes)
+        else:
+            spelling = await gateway.prompts.tokenizer(resolved.card)
+            scored = [ScoredChoices(spelling) for _ in tasks]
+            whole = Whole(choices, completion.n, partial(shape, completion.n, (), scored=scored), scored)
         return await whole_answer(request, gateway, foreground, whole, first)
 
     return await respond(text_request, foreground, answer)
@@ -383,7 +428,9 @@ def _scorers(
     return [CompletionLogprobs(tokenizer, begins[index // completion.n]) for index in range(count)]
 
 
-def shape(n: int, echoes: Sequence[Echo], index: int, choice: Choice) -> Iterator[bytes | bytearray]:
+def shape(
+    n: int, echoes: Sequence[Echo], index: int, choice: Choice, *, scored: Sequence[ScoredChoices] = ()
+) -> Iterator[bytes | bytearray]:
     """A choice's JSON in a complete answer."""
     echo = echoes[index // n] if echoes else None
     yield b'{"index":%d,"text":"' % index
@@ -396,7 +443,10 @@ def shape(n: int, echoes: Sequence[Echo], index: int, choice: Choice) -> Iterato
         yield b'","logprobs":{'
         yield from joined(COMPLETION, *([] if echo is None else [echo.arrays]), choice.arrays)
         yield b"}"
-    yield b',"finish_reason":%b}' % choice.finish_reason
+    yield b',"finish_reason":%b' % choice.finish_reason
+    if scored:
+        yield from scored[index // n].in_choice()
+    yield b"}"
 
 
 class _Stream:

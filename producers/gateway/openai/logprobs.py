@@ -155,7 +155,7 @@ class PromptLogprobs(CompletionLogprobs):
 
 
 class ScoredPrompt:
-    """A chat's `prompt_logprobs` in vLLM's form: for each token the likeliest and itself by id; null for the first."""
+    """`prompt_logprobs` in vLLM's form: for each token the likeliest and itself by id; null for the first."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

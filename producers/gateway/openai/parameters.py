@@ -65,6 +65,7 @@ HINTS: Final[dict[str, type]] = {
     "prompt_cache_options": dict,
     "guided_decoding_backend": str,
     "request_id": str,
+    "session_id": str,
 }
 _KINDS: Final[Mapping[type, str]] = {str: "string", dict: "object"}
 #: Unsupported parameter -> its values that request nothing, which are accepted.
@@ -97,6 +98,17 @@ NOT_OFFERED: Final[dict[str, tuple[Any, ...]]] = {
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
     "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+    "media_io_kwargs": ({},),
+    "truncation_side": ("left", "right"),
+    "logprob_token_ids": (),
+    "repetition_detection": (),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "return_mm_kwargs": (True, False),
+    "routed_experts_prompt_start": (0,),
+    "stream_interval": (1,),
+    "watermarking": (),
     "vllm_xargs": ({},),
 }
 #: Why a parameter is not offered, where another does what it is for.
@@ -108,8 +120,14 @@ _INSTEAD: Final = {
     "return_token_ids": "which is not offered here: /v1/tasks has the token ids of its outputs",
     "return_tokens_as_token_ids": "which is not offered here: /v1/tasks has the token ids of its outputs",
     "documents": "which is not offered here: put their text into a message",
+    "logprob_token_ids": "which is not offered here: allowed_token_ids leaves the output these tokens, and logprobs "
+    "answers the likeliest",
+    "repetition_detection": "which is not offered here: repetition_penalty and max_tokens bound what repeats",
+    "watermarking": "which is not offered here: watermark names a key, or is false",
     "guided_whitespace_pattern": "which is not offered here: white space in JSON ends by itself; a grammar has its own",
 }
+#: Why a stream has no log probabilities of its prompt.
+IN_ONE_PIECE: Final = "prompt_logprobs is for answers in one piece; leave it out, or ask for stream: false"
 #: Why a parameter is not offered, where nothing else does what it is for.
 NOT_HERE: Final = "which is not offered here"
 #: The endpoints' answers for OpenAPI: complete, or as a stream.

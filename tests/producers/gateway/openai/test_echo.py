@@ -79,6 +79,23 @@ class TestText:
         assert len(door.app.state.gateway.readers) == 0
 
 
+def test_each_choice_has_its_prompts_scores_in_vllms_form(complete: Ask, answering: Answering) -> None:
+    def script(worker: Any, record: Any) -> None:
+        ids = record.task["prompt"]
+        worker.prompt(record.id, ids, [None, *[(-1.0, ((5, -0.5),))] * (len(ids) - 1)])
+        says("a", n=2)(worker, record)
+
+    answering.scripts = [script, script]
+    choices = complete(prompt=[[7, 8], [9, 10, 11]], n=2, prompt_logprobs=1).json()["choices"]
+    assert [choice["text"] for choice in choices] == ["a"] * 4
+    assert [record.task["prompt_logprobs"] for record in answering.records] == [1, 1]
+    for choice, ids in zip(choices, ([7, 8],) * 2 + ([9, 10, 11],) * 2, strict=True):
+        first, *rest = choice["prompt_logprobs"]
+        assert first is None
+        assert [row.keys() for row in rest] == [{str(token), "5"} for token in ids[1:]]
+        assert rest[0]["5"] == {"logprob": -0.5, "rank": 1, "decoded_token": "!"}
+
+
 class TestScores:
     PROMPT = "class Queue:\n    pass 🙂"
 

@@ -259,6 +259,8 @@ CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     ({"best_of": 2}, "best_of", "unknown_parameter", '"best_of"'),
 ]
 COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "invalid_value", "one piece"),
+    ({"prompt_logprobs": 1, "echo": True}, "prompt_logprobs", "invalid_value", "echo with logprobs scores it"),
     ({"prompt": None}, "prompt", "missing_required_parameter", "prompt is missing"),
     ({"prompt": "\ud800"}, "prompt", "invalid_value", "surrogate"),
     ({"prompt": "x" * (1 << 20) + "y"}, "prompt", "invalid_value", "1048577"),
