@@ -99,8 +99,6 @@ class Course:
     """The same part of what the device drew in these steps, where a meter tells its power."""
     put_off_s: float = 0.0
     """Seconds in which none of its choices ran, from preemptions until it went on."""
-    recompute_s: float = 0.0
-    """Its part, as in `engine_s`, for tokens that had been computed before a preemption, or by an earlier worker."""
     put_off_at: float | None = None
     """When it was preempted last; None once it has gone on."""
     computed: int = 0

@@ -161,6 +161,7 @@ class StubEngine:
         self._closed = False
         self._since: float | None = None
         self._generated = self._steps = self._aborted = self._not_finite = 0
+        self._recompute_s = 0.0
         self._thread = threading.Thread(target=self._loop, name="stub-engine", daemon=True)
         self._thread.start()
 
@@ -218,6 +219,8 @@ class StubEngine:
             cached_tokens=0,
             generated_tokens=self._generated,
             preemptions=0,
+            put_off_s=0.0,
+            recompute_s=self._recompute_s,
             out_of_memory=0,
             not_finite=self._not_finite,
             drafted=0,
@@ -251,7 +254,7 @@ class StubEngine:
                 request.course.admit(time.monotonic(), 0)
                 request.course.chunks += 1
                 if request.taken_over:
-                    request.course.recompute_s += 1e-3
+                    self._recompute_s += 1e-3
                 self._running[request.id] = _Running(
                     request,
                     on_event,

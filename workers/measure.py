@@ -72,6 +72,7 @@ from producers.store.measurements import (
     ENERGY,
     ENGINE_COUNTERS,
     INTER_TOKEN,
+    LOST_IN_ENGINE,
     LOST_TIME,
     PROCESSOR_TIME,
     START_PHASES,
@@ -359,6 +360,8 @@ class Increments:
         self._sequence = 0
         self._unacknowledged: Tally | None = None
         self._statistics = dict.fromkeys((statistic for *_, statistic in ENGINE_COUNTERS), 0)
+        #: Microseconds of LOST_IN_ENGINE that are in a tally.
+        self._lost_us = dict.fromkeys(LOST_IN_ENGINE, 0)
         self._times = WorkerTimes(start, energy, processor_time)
 
     def on_step(self, work: StepWork) -> None:
@@ -424,6 +427,10 @@ class Increments:
                 value = getattr(statistics, name)
                 self._tally.add(counter, max(0, value - self._statistics[name]))
                 self._statistics[name] = value
+            for cause, name in LOST_IN_ENGINE.items():
+                lost_us = round(1e6 * getattr(statistics, name))
+                self._tally.add(LOST_TIME, max(0, lost_us - self._lost_us[cause]), cause)
+                self._lost_us[cause] = lost_us
 
 
 #: The seconds that the duty cycle is about.
@@ -590,13 +597,11 @@ class Measured:
         self._tasks.take(prompt, cached, generated)
 
     def on_lost_time(self, delivery: Delivery) -> None:
-        """A task has ended here. Enter the time that it lost. One thread."""
+        """A task has ended here. Enter the time that it lost between workers. One thread."""
         if delivery.record is None:
             return
         times = delivery.record.lost_ms(delivery.start, delivery.began)
-        seconds = {cause: ms / 1000 for cause, ms in times.items()}
-        seconds |= {"preemption": delivery.course.put_off_s, "recomputation": delivery.course.recompute_s}
-        self.increments.on_lost_time(seconds)
+        self.increments.on_lost_time({cause: ms / 1000 for cause, ms in times.items()})
 
     def on_completed(self, delivery: Delivery) -> None:
         """A task has completed. One thread. Tasks that were begun more than once are left out."""

@@ -133,7 +133,8 @@ class StepLoop:
     def stats(self) -> SchedulerStats:
         with self._state:
             stats = self._scheduler.stats()
-        return stats if self._forms is None else replace(stats, waiting=stats.waiting + self._forms.waiting)
+        forms = 0 if self._forms is None else self._forms.waiting
+        return replace(stats, waiting=stats.waiting + forms, recompute_s=self._pipeline.recompute_s)
 
     def largest(self, count: int) -> list[Held]:
         """The running sequences that hold most KV blocks, up to `count`, the largest first."""

@@ -150,6 +150,9 @@ class Pipeline:
         self.last_step_s = 0.0
         #: The last step that went well; another object after each.
         self.last_work: StepWork | None = None
+        self.recompute_s = 0.0
+        """The part of all steps' time (s) for tokens that had been computed before: by an earlier worker, or before a
+        preemption."""
         #: Power (W) that the device draws in steps; whoever has a meter sets it.
         self.watts = 0.0
         # When the last step was entered, unless the loop has rested since.
@@ -279,9 +282,8 @@ class Pipeline:
             course.engine_s += each * row.count
             course.joules += energy * row.count
         for row in plan.rows if plan.prompts else ():
-            course = row.seq.request.course
-            course.chunks += row.start < len(row.seq.request.prompt_ids)
-            course.recompute_s += each * max(0, min(row.count, row.seq.computed_before - row.start))
+            row.seq.request.course.chunks += row.start < len(row.seq.request.prompt_ids)
+            self.recompute_s += each * max(0, min(row.count, row.seq.computed_before - row.start))
         counts = plan.prompt_tokens, generated, plan.num_tokens, context, plan.prompts
         self.last_work = StepWork(now, seconds, decodes, *counts)
 

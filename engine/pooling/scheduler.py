@@ -291,6 +291,8 @@ class PoolingScheduler:
             cached_tokens=0,
             generated_tokens=0,
             preemptions=0,
+            put_off_s=0.0,
+            recompute_s=0.0,
             aborted=self._aborted,
             out_of_memory=self._out_of_memory,
             shrinks=self._shrinks,

@@ -53,6 +53,7 @@ class Planner:
         self.running: list[Sequence] = []  # sorted by running_key
         self._slots = list(range(capacity.max_num_seqs))  # a heap: low rows are used first, which keeps batches compact
         self.preemptions = 0
+        self.put_off_s = 0.0
         self.cached_tokens = 0
         self.out_of_memory = self.shrinks = 0
         # The copies of the next plan: those for beams that have branched since the last one.
@@ -227,7 +228,10 @@ class Planner:
         if group.cached_tokens is None:
             group.cached_tokens = min(claim.computed, seq.prompt_len)
             self.cached_tokens += group.cached_tokens
-        seq.request.course.admit(step.now, group.cached_tokens)
+        course = seq.request.course
+        put_off_s = course.put_off_s
+        course.admit(step.now, group.cached_tokens)
+        self.put_off_s += course.put_off_s - put_off_s
         step.admitted.add(seq.serial)
         pending = len(seq.tokens) - seq.computed
         step.put_prompt(seq, self._tables.grow(seq, min(pending, step.budget_for(seq, tier)), spare=step.to_come))

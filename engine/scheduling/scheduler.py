@@ -47,6 +47,8 @@ class SchedulerStats:
     cached_tokens: int
     generated_tokens: int
     preemptions: int
+    put_off_s: float
+    """Seconds in which preempted requests waited, until they went on."""
     aborted: int
     out_of_memory: int
     """The number of steps for which the device had no memory."""
@@ -58,6 +60,8 @@ class SchedulerStats:
     """The number of draft tokens that the target model computed."""
     draft_accepted: int
     """The number of those draft tokens that were accepted."""
+    recompute_s: float
+    """The part of all steps' time (s) for tokens that had been computed before; `engine.execution` measures it."""
 
 
 class Held(NamedTuple):
@@ -579,6 +583,8 @@ class Scheduler:
             cached_tokens=self._planner.cached_tokens,
             generated_tokens=self._generated_tokens,
             preemptions=self._planner.preemptions,
+            put_off_s=self._planner.put_off_s,
+            recompute_s=0.0,
             aborted=self._aborted,
             out_of_memory=self._planner.out_of_memory,
             shrinks=self._planner.shrinks,

@@ -129,7 +129,9 @@ ENERGY: Final = "model_energy_uj"
 #: a worker that died, or gave the task back, until another one had it; a task's part of steps for tokens that had been
 #: computed before either.
 LOST_TIME: Final = "model_lost_us"
-LOST_CAUSES: Final = ("preemption", "failover", "handover", "recomputation")
+#: Cause -> the statistic of a worker's engine (s).
+LOST_IN_ENGINE: Final = {"preemption": "put_off_s", "recomputation": "recompute_s"}
+LOST_CAUSES: Final = (*LOST_IN_ENGINE, "failover", "handover")
 #: The counters of workers' starts, by what they began as, and of the time (microseconds) of these starts, by phase
 #: (`workers.runtime.cold_start`): a standby had the first two before.
 STARTS: Final = "model_starts"

@@ -131,15 +131,15 @@ def test_a_resumed_request_goes_on_as_if_it_had_never_stopped(load: Load, params
             assert own[-1].finish_reason == "length"
 
 
-def test_a_request_tells_the_time_in_which_it_computed_what_an_earlier_worker_had(load: Load) -> None:
+def test_it_tells_the_time_in_which_it_computed_what_an_earlier_worker_had(load: Load) -> None:
     engine = load(enable_prefix_caching=False)
     prompt, resume = list(range(20, 60)), [[1, 2, 3]]
-    requests = [Request("new", prompt, GREEDY), Request("again", prompt, GREEDY, resume=resume, taken_over=True)]
-    for request in requests:
-        events_of(engine, request)
-    new, again = (request.course for request in requests)
-    assert new.recompute_s == 0
-    assert 0 < again.recompute_s < again.engine_s
+    events_of(engine, Request("new", prompt, GREEDY))
+    assert engine.stats().recompute_s == 0
+    again = Request("again", prompt, GREEDY, resume=resume, taken_over=True)
+    events_of(engine, again)
+    until(lambda: engine.stats().recompute_s > 0)  # an end may be told before its step is
+    assert engine.stats().recompute_s < again.course.engine_s
 
 
 def test_stats_tell_what_was_done(load: Load, device: torch.device) -> None:

@@ -253,7 +253,7 @@ class _Reader:
 
 def _course(course: Course) -> list[Any]:
     counts = course.cached_tokens, course.running, course.preemptions, course.preempted
-    times = course.engine_s, course.joules, course.put_off_s, course.recompute_s
+    times = course.engine_s, course.joules, course.put_off_s
     return [course.began_at, *counts, course.chunks, *times, course.computed, course.searched]
 
 
@@ -261,5 +261,4 @@ def update_course(course: Course, values: list[Any]) -> None:
     """Let a course be what `pack` was told of it."""
     course.began_at, course.cached_tokens, course.running, course.preemptions, preempted, *work = values
     course.preempted = [(at, why) for at, why in preempted]
-    course.chunks, course.engine_s, course.joules, course.put_off_s, course.recompute_s, *counts = work
-    course.computed, course.searched = counts
+    course.chunks, course.engine_s, course.joules, course.put_off_s, course.computed, course.searched = work

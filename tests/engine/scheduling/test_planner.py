@@ -45,7 +45,7 @@ def test_a_higher_tier_takes_the_row_of_a_lower_one_at_once():
     assert rows(plan) == {"old": (5, 1), "new": (4, 1)}
     assert {row.seq.request.id: row.seq.computed_before for row in plan.rows} == {"old": 0, "new": 4}
     assert s.preempted(8.0) == []
-    assert s.stats().preemptions == 1
+    assert (s.stats().preemptions, s.stats().put_off_s) == (1, 3.0)
     assert new.course == Course(4.0, 0, 1, 1, [(5.0, "better_tier")], put_off_s=3.0)
     assert old.course == Course(4.0, 0, 1)
 

@@ -42,7 +42,7 @@ def unpacked(segments: list[Run | tuple[int, Event]]) -> list[tuple[int, Event]]
 
 
 def test_a_step_is_the_same_after_it_was_bytes() -> None:
-    course = Course(0.1, 16, 1, 2, [(1.5, "kv_room"), (2.5, "memory")], 3, 0.75, 2.5, 0.0, 0.125, None, 40)
+    course = Course(0.1, 16, 1, 2, [(1.5, "kv_room"), (2.5, "memory")], 3, 0.75, 2.5, 0.0, None, 40)
     work, courses, segments = unpack(pack(EVENTS, WORK, [(1, course), (9, Course())]))
     assert unpacked(segments) == EVENTS
     assert work == WORK

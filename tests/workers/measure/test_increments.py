@@ -19,7 +19,7 @@ from workers.measure import IDLE_S, TURNS_SMOOTHING, Increments, Measured, TurnS
 
 STATISTICS = dict.fromkeys(
     ("prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "drafted", "draft_accepted"), 0
-)
+) | {"put_off_s": 0.0, "recompute_s": 0.0}
 
 
 def test_nothing_is_lost_or_counted_twice(valkey: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,9 @@ def test_energy_is_added_by_state_and_the_engine_hears_the_power_of_its_steps(va
 
 
 def test_time_that_tasks_lost_is_added_by_its_cause(valkey: Redis) -> None:
-    engine = SimpleNamespace(stats=lambda: SimpleNamespace(**STATISTICS), stepping=lambda: (0.0, set()))
+    """What an engine loses is there before its tasks end: it may be killed until then."""
+    statistics: dict[str, Any] = dict(STATISTICS)
+    engine = SimpleNamespace(stats=lambda: SimpleNamespace(**statistics), stepping=lambda: (0.0, set()))
     measured = Measured(engine, "tiny")
     course = Course()
     for now, running in ((1.0, 0), (3.0, 0)):
@@ -120,9 +122,11 @@ def test_time_that_tasks_lost_is_added_by_its_cause(valkey: Redis) -> None:
     course.running = 1
     course.admit(9.0, 0)
     assert course.put_off_s == 1.5, "another choice ran"
-    course.recompute_s = 0.25
+    statistics |= {"put_off_s": 1.0, "recompute_s": 0.25}
+    measured.increments.send(valkey)
+    statistics |= {"put_off_s": 1.5}
     record = SimpleNamespace(lost_ms=lambda start, began: {"failover": began - 5 * start, "handover": 0})
-    measured.on_lost_time(SimpleNamespace(record=record, start=2, began=30, course=course))  # type: ignore[arg-type]
+    measured.on_lost_time(SimpleNamespace(record=record, start=2, began=30))  # type: ignore[arg-type]
     measured.on_lost_time(SimpleNamespace(record=None))  # type: ignore[arg-type]
     measured.increments.send(valkey)
     counts = {name.decode(): int(n) for name, n in valkey.hgetall(keys.metrics("tiny")).items() if b"lost" in name}
