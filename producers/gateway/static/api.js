@@ -21,7 +21,11 @@ export const setKey = (text) => {
 };
 export const hasKey = () => key !== null;
 
+// Dots alone would lead to another endpoint.
+const DOTS = /^(\.|%2e){1,2}$/i;
+
 export function url(path, query) {
+  if (path.split("/").some((part) => DOTS.test(part))) throw new Refused(0, "no_name", "A name of dots alone is none.");
   const full = new URL(path.replace(/^\//, ""), BASE);
   for (const [name, value] of Object.entries(query ?? {}))
     if (value !== null && value !== undefined && value !== "") full.searchParams.set(name, value);
@@ -38,10 +42,10 @@ function headers(body) {
 async function ask(method, path, query, body, signal) {
   const patience = AbortSignal.timeout(PATIENCE_MS);
   const limit = signal ? AbortSignal.any([signal, patience]) : patience;
+  const [at, data] = [url(path, query), body === undefined ? undefined : JSON.stringify(body)];
   let answer;
   try {
-    const data = body === undefined ? undefined : JSON.stringify(body);
-    answer = await fetch(url(path, query), { method, headers: headers(body), body: data, signal: limit });
+    answer = await fetch(at, { method, headers: headers(body), body: data, signal: limit });
   } catch (error) {
     if (signal?.aborted) throw error;
     const why = patience.aborted ? `no answer within ${PATIENCE_MS / 1000} s` : "no answer";
@@ -103,10 +107,10 @@ export async function within(ms, mark, path, query, signal) {
 // Server-sent events as {event, data}; comments are given as {comment}. Ends when the stream does.
 export async function* events(path, { query, body, signal } = {}) {
   const method = body === undefined ? "GET" : "POST";
-  const data = body === undefined ? undefined : JSON.stringify(body);
+  const [at, data] = [url(path, query), body === undefined ? undefined : JSON.stringify(body)];
   let answer;
   try {
-    answer = await fetch(url(path, query), { method, headers: headers(body), body: data, signal });
+    answer = await fetch(at, { method, headers: headers(body), body: data, signal });
   } catch (error) {
     if (signal?.aborted) throw error;
     throw new Refused(0, "no_answer", "The gateway gave no answer.");

@@ -195,7 +195,7 @@ function show() {
   if (error) {
     const gone = data === null;
     const old = here.freshAt === null ? "" : ` What is below was read ${seconds((performance.now() - here.freshAt) / 1000)} ago.`;
-    nodes.splice(1, 0, h("p", { class: "note bad", "data-key": "stale", role: gone ? "alert" : null }, h("b", null, gone ? "This cannot be shown. " : "Not up to date. "), plain(error.message), old, page.every ? " Asked again every few seconds." : ""));
+    nodes.splice(1, 0, h("p", { class: "note bad", "data-key": "stale", role: gone ? "alert" : null }, h("b", null, gone ? "This cannot be shown. " : "Not up to date. "), plain(error.message), /[.!?]$/.test(error.message) ? "" : ".", old, page.every ? " Asked again every few seconds." : ""));
   }
   patch(main, nodes);
 }

@@ -16,7 +16,8 @@ export function s(tag, props, ...children) {
 function fill(element, props, children) {
   for (const [name, value] of Object.entries(props ?? {})) {
     if (value === null || value === undefined || value === false) continue;
-    if (name === "on") for (const [event, act] of Object.entries(value)) element[`on${event}`] = act;
+    // What a handler returns is nobody's business: false would keep the key that was pressed from the field.
+    if (name === "on") for (const [event, act] of Object.entries(value)) element[`on${event}`] = (happened) => void act(happened);
     else if (name === "style") for (const [key, at] of Object.entries(value)) element.style.setProperty(key, at);
     else if (PROPERTIES.has(name)) element[name] = value;
     else element.setAttribute(name, value === true ? "" : String(value));

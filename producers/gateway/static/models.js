@@ -11,9 +11,10 @@ const COPIES_MS = 15000; // a report on copies reads all pairs that are kept
 export const models = {
   title: "Models",
   every: 5000,
-  async load({ api, clock, query }, signal) {
+  async load({ api, clock, query, may }, signal) {
+    const seen = (path, age) => (may("metrics") ? api.optional(path, age, signal) : null);
     const [list, fleet, now, rollouts, routing] = await Promise.all([
-      api.get("v1/models", null, signal), api.optional("v1/fleet", { max_age: 3 }, signal), api.optional("v1/overview", { max_age: 3 }, signal), api.optional("v1/rollouts", null, signal), api.optional("v1/routing", null, signal),
+      api.get("v1/models", null, signal), seen("v1/fleet", { max_age: 3 }), seen("v1/overview", { max_age: 3 }), seen("v1/rollouts"), seen("v1/routing"),
     ]);
     clock(fleet?.at);
     const chosen = query.get("model");

@@ -90,6 +90,17 @@ async def test_each_page_shows_what_others_wrote_as_text(look: Look, door: Door,
     assert "\u202e" not in await page.locator("main").inner_text()
 
 
+async def test_names_of_dots_lead_to_no_other_endpoint(look: Look, door: Door) -> None:
+    """Browsers take them for the folder above."""
+    page = await look(door, "tasks/..")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    for path in ("workers/%2e%2E", "tasks/.."):
+        await page.goto(f"{door.url}/console#/{path}")
+        await expect(page.get_by_role("alert")).to_contain_text("A name of dots alone is none.")
+    assert [url for url in asked if "/v1/" in url] == []
+
+
 async def test_a_workers_kv_cache_is_drawn_and_its_sequences_lead_to_their_tasks(
     look: Look, door: Door, valkey: Redis, submit: Submit
 ) -> None:
@@ -438,8 +449,10 @@ async def test_the_playground_streams_a_chat(look: Look, door: Door, answering: 
     answering.scripts = [says("Hel", "lo <i>", "there</i>")]
     page = await look(door, "playground")
     await expect(page.get_by_label("Model")).to_have_value("tiny")
-    await page.get_by_label("Message", exact=True).fill("Write f.")
-    await page.keyboard.press("Control+Enter")
+    await page.get_by_label("Message", exact=True).press_sequentially("Write f.")
+    await page.keyboard.press("Tab")
+    await expect(page.get_by_label("Message", exact=True)).not_to_be_focused()
+    await page.get_by_label("Message", exact=True).press("Control+Enter")
     await expect(page.locator(".talk .assistant")).to_have_text("Hello <i>there</i>")
     await expect(page.get_by_role("status").filter(has_text="tokens")).to_contain_text("first token after")
     assert answering.records[0].task["max_tokens"] == 300
