@@ -19,6 +19,7 @@ import math
 import random
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -178,10 +179,11 @@ def main() -> None:
     options = parser.parse_args()
     metrics = {metric: values for metric, values in defaults().items() if metric not in OF_COPIES}
     plan = Plan(metrics=metrics, block_s=options.block)
-    with ProcessPoolExecutor(options.processes) as pool:
+    with ExitStack() as stack:
+        each = map if options.processes == 1 else stack.enter_context(ProcessPoolExecutor(options.processes)).map
         for name in options.kind or KINDS:
             count = options.null if name.startswith("null") else options.others
-            results = list(pool.map(partial(rollout, KINDS[name], plan=plan), range(options.first, count)))
+            results = list(each(partial(rollout, KINDS[name], plan=plan), range(options.first, count)))
             print(json.dumps({"candidate": name, **summary(results)}), flush=True)
 
 
