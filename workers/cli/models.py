@@ -177,7 +177,9 @@ def pull(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="SOURCE", help="hf://OWNER/NAME[/FILE.gguf][@REVISION], a folder, a GGUF file or smollm2."
+            metavar="SOURCE",
+            help="hf://OWNER/NAME[/FILE.gguf][@REVISION], s3://BUCKET/PREFIX/NAME/VERSION, a folder, a GGUF file or "
+            "smollm2.",
         ),
     ],
     name: Annotated[
@@ -185,27 +187,30 @@ def pull(
     ] = None,
     as_json: JsonOutput = False,
 ) -> None:
-    """Copy a model from a hub or a folder into the local model folder, with checksums.
+    """Copy a model from a hub, a bucket or a folder into the local model folder, with checksums.
 
     The local model folder is PENSTOCK_MODELS, else penstock/models in the user's data folder.
     """
     from engine.text.gguf import gguf_of
     from workers.library import LocalModels, find_model
-    from workers.library.reference import HUB, PACKAGED, bundled, checked_name, name_of
+    from workers.library.reference import HUB, PACKAGED, S3, bundled, checked_name, name_of
 
     if source in PACKAGED and not Path(source).exists():
         source, name = PACKAGED[source].hub, name or source
     called = checked_name(name or name_of(source), source)
     if called in bundled():
         raise Failure(f"{called!r} is the name of a bundled model; give another with --name")
-    if source.startswith(HUB):
+    if source.startswith((HUB, S3)):
         with needs("worker"):
             say = (lambda line: None) if as_json else note
             folder = find_model(f"{called}={source}", say, quiet=as_json).folder
     elif Path(source).is_dir() or gguf_of(source) is not None:
         folder = LocalModels.default().copy(called, Path(source)).folder
     else:
-        raise Failure(f"{source!r} is neither a folder nor a GGUF file; a hub's model is written hf://OWNER/NAME")
+        raise Failure(
+            f"{source!r} is neither a folder nor a GGUF file; a hub's model is written hf://OWNER/NAME, a "
+            "bucket's s3://BUCKET/PREFIX/NAME/VERSION"
+        )
     pulled = {"name": called, "version": folder.name, "folder": str(folder)}
     typer.echo(json.dumps(pulled) if as_json else f"{called} {folder.name}")
 

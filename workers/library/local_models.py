@@ -99,7 +99,7 @@ class LocalModels:
                         return path
         return None
 
-    def _linked(self, digest: str, path: Path) -> bool:
+    def link(self, digest: str, path: Path) -> bool:
         """Make `path` a hard link to a whole file that another version has already. False where none has it."""
         held = self.holding(digest)
         if held is None or sha256_of(held) != digest:
@@ -174,7 +174,7 @@ class LocalModels:
             try:
                 for file in files:
                     (workplace / file).parent.mkdir(exist_ok=True)
-                    if not self._linked(digests[file], workplace / file):
+                    if not self.link(digests[file], workplace / file):
                         shutil.copyfile(folder / file, workplace / file)
                     if sha256_of(workplace / file) != digests[file]:
                         raise Refused(f"{folder / file} changed while it was copied, or a disk fails; run this again")
@@ -215,10 +215,15 @@ def write_manifest(folder: Path, digests: Mapping[str, str] | None = None) -> by
     """
     if digests is None:
         digests = {name: sha256_of(folder / name) for name in files_of(folder) if name != MANIFEST}
-    files = {file: {"size": (folder / file).stat().st_size, "sha256": digests[file]} for file in sorted(digests)}
-    content = (json.dumps({"v": 1, "files": files}, indent=1) + "\n").encode()
+    content = manifest_content({file: ((folder / file).stat().st_size, digest) for file, digest in digests.items()})
     (folder / MANIFEST).write_bytes(content)
     return content
+
+
+def manifest_content(files: Mapping[str, tuple[int, str]]) -> bytes:
+    """A manifest: by file its size (bytes) and SHA-256 in hex. The version is the begin of this content's own."""
+    listed = {file: {"size": files[file][0], "sha256": files[file][1]} for file in sorted(files)}
+    return (json.dumps({"v": 1, "files": listed}, indent=1) + "\n").encode()
 
 
 def _check_weights(folder: Path, files: Iterable[str]) -> None:

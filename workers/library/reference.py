@@ -91,6 +91,7 @@ NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 #: The folder of models that come with Penstock.
 BUNDLED: Final = Path(__file__).resolve().parents[1] / "models"
 HUB: Final = "hf://"
+S3: Final = "s3://"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,8 @@ def find_model(reference: str, say: Callable[[str], None] = lambda line: None, *
     `quiet`: no progress is shown.
 
     A reference is a folder with a config.json, a GGUF file, the name of a bundled or pulled model, NAME@VERSION of a
-    pulled one, smollm2, or hf://OWNER/NAME[/FILE.gguf][@REVISION]; NAME= before it gives the model another name.
+    pulled one, smollm2, hf://OWNER/NAME[/FILE.gguf][@REVISION], or s3://BUCKET/PREFIX/NAME/VERSION; NAME= before it
+    gives the model another name.
     smollm2 is the file of an installed package, or else pulled. Raises Refused.
     """
     name, location = _split(reference)
@@ -124,6 +126,12 @@ def find_model(reference: str, say: Callable[[str], None] = lambda line: None, *
         hub_model = HubModel.parse(location)
         name = checked_name(name or hub_model.name, reference)
         return ResolvedModel(name, pull(hub_model, LocalModels.default(), name, say, quiet=quiet).folder)
+    if location.startswith(S3):
+        from workers.library import bucket
+
+        stored = bucket.BucketModel.parse(location)
+        name = checked_name(name or stored.name, reference)
+        return ResolvedModel(name, bucket.pull(stored, LocalModels.default(), name, say, quiet=quiet).folder)
     if (pulled := _pulled_version(location)) is not None:
         return ResolvedModel(checked_name(name or pulled.name, reference), pulled.folder)
     folder = _local(location)
@@ -155,6 +163,10 @@ def name_of(reference: str) -> str:
         from workers.library.hub import HubModel
 
         name = HubModel.parse(location).name
+    if not name and location.startswith(S3):
+        from workers.library.bucket import BucketModel
+
+        name = BucketModel.parse(location).name
     return name or _named_version(location)[0] or _own_name(Path(location).resolve())
 
 
@@ -218,8 +230,8 @@ def _local(location: str) -> Path:
     if equals and (other in models or os.path.isdir(other)):
         raise Refused(f"{name[:200]!r} cannot be a model's name: use letters, digits, '.', '_' and '-' alone")
     raise Refused(
-        f"no model {shown!r}: give a folder that holds a config.json, a GGUF file, hf://OWNER/NAME, or one of: "
-        f"{', '.join(dict.fromkeys([*models, *PACKAGED]))}"
+        f"no model {shown!r}: give a folder that holds a config.json, a GGUF file, hf://OWNER/NAME, s3://BUCKET/NAME, "
+        f"or one of: {', '.join(dict.fromkeys([*models, *PACKAGED]))}"
     )
 
 

@@ -72,7 +72,7 @@ def test_a_name_that_is_none_is_said_to_be_it(name: str) -> None:
 
 @pytest.mark.parametrize("reference", ["nowhere", "nowhere/at/all", "", "x=", "/", "tests", "\0", "x" * 5000])
 def test_what_is_no_model_is_refused_with_what_there_is(reference: str) -> None:
-    with pytest.raises(Refused, match=r"no model .*hf://OWNER/NAME, or one of: tiny"):
+    with pytest.raises(Refused, match=r"no model .*hf://OWNER/NAME, s3://BUCKET/NAME, or one of: tiny"):
         find_model(reference)
 
 
