@@ -127,7 +127,7 @@ class EngineConfig:
     tensor_parallel: int = declare(
         1,
         Integer(1, MOST_RANKS),
-        "Processes on this machine that compute the model together, each with its share of the weights and of the "
+        "Processes that compute the model together, each with its share of the weights and of the machine's "
         "cores. It must divide the model's heads. Unset: 1.",
     )
     """The number of ranks. Each holds 1 / tensor_parallel of every matrix and of the KV cache: on CPUs with native
@@ -144,8 +144,8 @@ class EngineConfig:
     nodes: int = declare(
         1,
         Integer(1, MOST_RANKS),
-        "Machines that compute the model together, each with its part of the stages (--pipeline-parallel): this one, "
-        "and others that run `penstock ranks`. Unset: 1.",
+        "Machines that compute the model together, each with its part of the stages (--pipeline-parallel), or of the "
+        "ranks of a single stage (--tensor-parallel): this one, and others that run `penstock ranks`. Unset: 1.",
     )
     ranks_address: str = declare(
         "0.0.0.0:29500",
@@ -211,12 +211,13 @@ class EngineConfig:
             checked(self)
         except RequestError as error:  # a setting is the operator's, not a request's
             raise EngineError(error.message) from None
-        if self.pipeline_parallel % self.nodes:
+        divided = self.tensor_parallel if self.pipeline_parallel == 1 else self.pipeline_parallel
+        if divided % self.nodes:
             raise EngineError(
                 ErrorText.of(
-                    "{pipeline_parallel}={} stages cannot be divided among {nodes}={} machines, each with as many "
-                    "whole stages; sums over {tensor_parallel} stay within a machine",
-                    *(self.pipeline_parallel, self.nodes),
+                    "{pipeline_parallel}={} with {tensor_parallel}={} cannot be divided among {nodes}={} machines: "
+                    "each has as many whole stages, or as many ranks of a single stage",
+                    *(self.pipeline_parallel, self.tensor_parallel, self.nodes),
                 )
             )
         if self.nodes > 1 and self.ranks_secret is None:

@@ -43,6 +43,10 @@ def backend_of(config: EngineConfig, device: torch.device) -> str | None:
     """
     if config.ranks == 1 or (device.type == "cpu" and config.kernels != "ragged"):
         return None
+    if config.nodes > 1:
+        raise EngineError(
+            ErrorText.of("{nodes}={} is for CPUs with native kernels, and the device is {}", config.nodes, device.type)
+        )
     if config.pipeline_parallel > 1:
         raise EngineError(
             ErrorText.of(

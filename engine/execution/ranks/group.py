@@ -30,7 +30,7 @@ from engine.config import EngineConfig
 from engine.errors import DeviceLostError, EngineError, ErrorText, message_of
 from engine.execution.ranks.device import DeviceLead, backend_of
 from engine.execution.ranks.meeting import Meeting, read_secret, shut
-from engine.execution.ranks.nodes import Joined, SocketLink, end_of, gather, start_follower, traits_of
+from engine.execution.ranks.nodes import Joined, Mirror, SocketLink, end_of, gather, start_follower, traits_of
 from engine.execution.ranks.runner import LeadModel
 from engine.execution.ranks.stages import Chain, Link, StagedModel
 from engine.kernels.collectives import Collectives
@@ -109,7 +109,7 @@ class Group:
         stages = self.stage.ranks
         #: The ranks of this machine.
         self._own = self._ranks // self._nodes
-        own_stages = stages // self._nodes
+        own_stages = max(1, stages // self._nodes)
         # The memory of each own stage's sums, and of the links between own stages; that after the last one leads back
         # here, unless the next stage is another machine's.
         self._memories = [shared_memory(self._of_stage) for _ in range(own_stages)]
@@ -136,7 +136,8 @@ class Group:
             self._exchanges.append(self.collectives)
         self._rounds: list[list[int]] = []
         #: By rank: the share of looks at which others waited for it.
-        self._waits = dict.fromkeys(range(1, self._own), 0.0)
+        self._waits = dict.fromkeys(range(1, self._own if stages > 1 else self._ranks), 0.0)
+        self._mirrors: list[Mirror] = []
         self._meeting = None
         if self._nodes > 1:
             self._meeting = Meeting(config.ranks_address, read_secret(str(config.ranks_secret)))
@@ -215,7 +216,7 @@ class Group:
                 # Who waits for a message is one further than its sender.
                 waited.add(stage * self._of_stage)
         if moved or waited:
-            for rank in range(1, self._own):
+            for rank in self._waits:
                 self._waits[rank] += _LOOK_WEIGHT * ((rank in waited) - self._waits[rank])
         return moved or bool(waited)
 
@@ -226,17 +227,16 @@ class Group:
 
     @property
     def slow_rank(self) -> str:
-        """The rank of this machine for which the others wait most of the time, in words; empty if none stands out."""
+        """The rank for which the others wait most of the time, in words; empty if none stands out."""
         order = sorted(self._waits, key=self._waits.__getitem__, reverse=True)
         if not order or self._waits[order[0]] < _SLOW_SHARE:
             return ""
         if len(order) > 1 and self._waits[order[0]] < _SLOW_TIMES * self._waits[order[1]]:
             return ""
-        pids = {each.rank: each.process.pid for each in list(self._followers) if each.process is not None}
-        return (
-            f"the others wait for rank {order[0]} of {self._ranks} (process {pids.get(order[0])}) at "
-            f"{self._waits[order[0]]:.0%} of looks"
-        )
+        slow = next((each for each in list(self._followers) if each.rank == order[0]), None)
+        if slow is None:  # it has not started
+            return ""
+        return f"the others wait for {self._named(slow)} at {self._waits[order[0]]:.0%} of looks"
 
     @contextmanager
     def in_time(self, doing: str) -> Iterator[None]:
@@ -279,6 +279,10 @@ class Group:
             except subprocess.TimeoutExpired:
                 process.kill()
         self._thread.join()
+        if self._mirrors and self.exchange is not None:
+            self.exchange.fail()
+            for mirror in self._mirrors:
+                mirror.close()
         if self._chain is not None:
             self._chain.close()
         if self.collectives is not None:
@@ -320,8 +324,19 @@ class Group:
     def _gather(self, meeting: Meeting) -> None:
         """Wait for the other machines. Raises EngineError."""
         part = {**self._setup, "nodes": self._nodes}
-        joined = gather(meeting, self._nodes, self._own, traits_of(self._folder), part, lambda: self._closing)
+        staged = self.stage.ranks > 1
+        joined = gather(
+            meeting, self._nodes, self._own, traits_of(self._folder), part, lambda: self._closing, staged=staged
+        )
         self._joined = joined
+        if not staged:
+            assert self.exchange is not None
+            self._mirrors = [
+                Mirror(self.exchange, own, node * self._own + own, end)
+                for node, ends in joined.sums.items()
+                for own, end in ends.items()
+            ]
+            return
         assert joined.after is not None
         assert joined.back is not None
         back = SocketLink(joined.back)

@@ -3,9 +3,9 @@
     node K -> the lead, which listens: proves that it knows the secret, says what it has; is checked, and told its part
            -> the lead: a socket for each of its ranks; the last node: the link back from the last stage
            -> node K - 1, or the lead: the link into its first stage
+           -> where there is one stage: to each node before it, and the lead, a socket for each of its ranks' sums
 
-Who does not know the secret is turned away before anything that it says is read. What follows is neither encrypted nor
-signed: it is for a network of one's own. A node has whole stages: sums over ranks stay within a machine.
+A node has whole stages; or all nodes have parts of a single one, and each has a copy of the memory of its sums.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -35,7 +36,7 @@ from engine.errors import DeviceLostError, EngineError, ErrorText, message_of
 from engine.execution.ranks.meeting import CONNECT_S, GREET_S, MOST_SAID, Meeting, join, shut
 from engine.execution.threads import threads_of_each
 from engine.kernels.native import load_library
-from engine.kernels.native.exchange import shared_memory
+from engine.kernels.native.exchange import Exchange, Share, shared_memory
 from engine.kernels.native.library import VERSION
 from engine.models.shares import files_of
 from engine.text.checkpoint import model_version
@@ -50,6 +51,27 @@ _CLOCKS_S: Final = 5.0
 #: The most bytes of a message.
 _MOST_MESSAGE = 1 << 36
 _LENGTH = struct.Struct("=q")
+
+
+class Mirror:
+    """Keeps the copies alike that two machines have of the memory of an exchange: what rank `own`, of this machine,
+    writes goes to the other, and what rank `other` writes there comes here. If the connection is lost, both fail."""
+
+    def __init__(self, exchange: Exchange, own: int, other: int, end: socket.socket) -> None:
+        """`exchange`: any rank's end, which then belongs to its threads, too."""
+        self._threads = [
+            threading.Thread(target=way, args=(rank, end), name=f"penstock-rank-{rank}", daemon=True)
+            for way, rank in ((exchange.carry, own), (exchange.deliver, other))
+        ]
+        self._end = end
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Wait until both ways have ended, as they do once the exchange has failed."""
+        for thread in self._threads:
+            thread.join()
+        self._end.close()
 
 
 class SocketLink:
@@ -145,6 +167,8 @@ class Joined:
     after: socket.socket | None = None
     """The link from this node's last stage to the next."""
     back: socket.socket | None = None
+    sums: dict[int, dict[int, socket.socket]] = field(default_factory=dict)
+    """Of each node, by the index of a rank among those of its machine: to the sums of the rank of this index there."""
 
     def close(self) -> None:
         """Tell the nodes that all is done."""
@@ -161,9 +185,12 @@ def gather(
     traits: Mapping[str, Any],
     part: Mapping[str, Any],
     ended: Callable[[], bool],
+    *,
+    staged: bool = True,
 ) -> Joined:
     """Wait for the other nodes, with `ranks` ranks each, and all their sockets. `part`: what each is told. `ended`:
-    whether to give up. Raises EngineError naming who has not come, or differs."""
+    whether to give up. `staged`: they have stages; else all have ranks of a single one. Raises EngineError naming who
+    has not come, or differs."""
     joined, ports = Joined(), dict[int, int]()
     deadline = time.monotonic() + JOIN_S
     try:
@@ -199,10 +226,12 @@ def gather(
             raise EngineError(f"node {node!r} of {nodes} ({address}) does not fit: {why}")
         for node, end in joined.nodes.items():
             link = None if node == 1 else (_peer(joined.nodes[node - 1]), ports[node - 1])
-            end.sendall(json.dumps({**part, "link": link}).encode() + b"\n")
+            peers = [(_peer(joined.nodes[other]), ports[other]) for other in range(1, node)]
+            end.sendall(json.dumps({**part, "link": link, "peers": peers}).encode() + b"\n")
         deadline = time.monotonic() + CONNECT_S + GREET_S
         wanted = set(range(ranks, nodes * ranks))
-        while wanted or joined.after is None or joined.back is None:
+        sums: set[tuple[Any, Any]] = set() if staged else {(node, own) for node in joined.nodes for own in range(ranks)}
+        while wanted or sums or (staged and (joined.after is None or joined.back is None)):
             _look_for_errors(joined)
             if (arrived := _next(meeting, deadline, ended)) is None:
                 lacks = [f"rank {rank}" for rank in sorted(wanted)] or ["a link"]
@@ -214,6 +243,9 @@ def gather(
             if purpose == "rank" and rank in wanted:
                 wanted.discard(rank)
                 joined.ranks[rank] = end
+            elif purpose == "sums" and (said["node"], rank) in sums:
+                sums.discard((said["node"], rank))
+                joined.sums.setdefault(said["node"], {})[said["rank"]] = end
             elif purpose == "link" and joined.after is None:
                 joined.after = end
             elif purpose == "back" and joined.back is None:
@@ -221,7 +253,8 @@ def gather(
             else:
                 end.close()
     except BaseException:
-        for each in (*joined.nodes.values(), *joined.ranks.values(), joined.after, joined.back):
+        of_sums = (end for ends in joined.sums.values() for end in ends.values())
+        for each in (*joined.nodes.values(), *joined.ranks.values(), *of_sums, joined.after, joined.back):
             if each is not None:
                 each.close()
         raise
@@ -318,6 +351,8 @@ class Node:
         self._threads = threads
         self._meeting = Meeting(listen, secret) if listen else None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._exchange: Exchange | None = None
+        self._mirrors: list[Mirror] = []
         self._told: socket.socket | None = None
         self._signals = 0
 
@@ -348,6 +383,10 @@ class Node:
             for process in self._processes.values():
                 process.kill()
                 process.wait()
+            if self._exchange is not None:
+                self._exchange.fail()
+            for mirror in self._mirrors:
+                mirror.close()
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._signals += 1
@@ -358,44 +397,85 @@ class Node:
 
     def _start(self, part: Mapping[str, Any]) -> None:
         ranks, stages, nodes = part["ranks"], part["stages"], part["nodes"]
-        own = stages // nodes
-        first = self._node * own
-        every = range(first * ranks, (first + own) * ranks)
+        own = max(1, stages // nodes)
+        count = ranks * stages // nodes
+        every = range(self._node * count, (self._node + 1) * count)
         controls = {rank: self._join("rank", self._lead, "the lead", rank=rank) for rank in every}
-        if part["link"] is None:
-            before = self._join("link", self._lead, "the lead")
-        else:
-            host, port = part["link"]
-            before = self._join("link", (host, port), f"node {self._node - 1}")
-        after = self._join("back", self._lead, "the lead") if self._node + 1 == nodes else self._following()
         memories = [shared_memory(ranks) for _ in range(own)]
         inner = [shared_memory(2) for _ in range(own - 1)]
-        links = [("socket", before.fileno()), *(("memory", each) for each in inner), ("socket", after.fileno())]
+        ends: list[socket.socket] = []
+        links: list[tuple[str, int]] = []
+        if stages > 1:
+            if part["link"] is None:
+                before = self._join("link", self._lead, "the lead")
+            else:
+                host, port = part["link"]
+                before = self._join("link", (host, port), f"node {self._node - 1}")
+            after = self._join("back", self._lead, "the lead") if self._node + 1 == nodes else self._following()
+            ends = [before, after]
+            links = [("socket", before.fileno()), *(("memory", each) for each in inner), ("socket", after.fileno())]
+        else:
+            self._mirror(memories[0], ranks, nodes, part["peers"])
         threads = max(1, (self._threads or threads_of_each(1)) // len(every))
         local = {"folder": str(absolute(self._folder)), "files": files_of(self._folder), "threads": threads}
         for i, rank in enumerate(every):
             stage, of_stage = divmod(i, ranks)
-            used = [links[stage], links[stage + 1]] if not of_stage else []
+            used = links[stage : stage + 2] if not of_stage else []
             mine = {**local, "index": i, "processes": len(every), "memory": memories[stage], "links": used}
             descriptors = [memories[stage], *(number for _, number in used)]
             self._processes[rank] = start_follower(controls[rank], mine, descriptors)
-        for end in (*controls.values(), before, after):
+        for end in (*controls.values(), *ends):
             end.close()
         for descriptor in memories + inner:
             os.close(descriptor)
-        logger.info("Ranks %d to %d compute stages %d to %d", every[0], every[-1], first, first + own - 1)
+        logger.info("Ranks %d to %d of %d compute", every[0], every[-1], ranks * stages)
+
+    def _mirror(self, memory: int, ranks: int, nodes: int, peers: list[tuple[str, int]]) -> None:
+        """Connect this machine's copy of the memory of sums with those of all others."""
+        library = load_library()
+        if library is None:
+            raise EngineError("native kernels are not built on this machine")
+        count = ranks // nodes
+        self._exchange = Exchange(library, memory, Share(self._node * count, ranks), count)
+        addresses = [
+            (self._lead, "the lead"),
+            *(((host, port), f"node {i}") for i, (host, port) in enumerate(peers, 1)),
+        ]
+        ends = {
+            (node, i): self._join("sums", address, who, rank=i)
+            for node, (address, who) in enumerate(addresses)
+            for i in range(count)
+        }
+        later = {(node, i) for node in range(self._node + 1, nodes) for i in range(count)}
+        while later:
+            end, said = self._arrival("another machine")
+            if (place := (said.get("node"), said.get("rank"))) in later:
+                later.discard(place)
+                ends[place] = end
+            else:
+                end.close()
+        if self._meeting is not None:
+            self._meeting.close()
+        first = self._node * count
+        self._mirrors = [Mirror(self._exchange, first + i, node * count + i, end) for (node, i), end in ends.items()]
 
     def _join(self, purpose: str, address: tuple[str, int], who: str, **more: Any) -> socket.socket:
         return join(address, self._secret, {"purpose": purpose, "node": self._node, **more}, CONNECT_S, who)
 
     def _following(self) -> socket.socket:
+        end, _ = self._arrival(f"node {self._node + 1}")
+        assert self._meeting is not None
+        self._meeting.close()
+        return end
+
+    def _arrival(self, who: str) -> tuple[socket.socket, dict[str, Any]]:
+        """The next who comes to this node, and what it says."""
         if self._meeting is None:
-            raise EngineError(ErrorText.of("node {} needs {ranks_address}, for the node after it", self._node))
+            raise EngineError(ErrorText.of("node {} needs {ranks_address}, for the nodes after it", self._node))
         arrived = _next(self._meeting, time.monotonic() + CONNECT_S, lambda: False)
         if arrived is None:
-            raise EngineError(f"node {self._node + 1} has not come to node {self._node} in {CONNECT_S:.0f} s")
-        self._meeting.close()
-        return arrived[0]
+            raise EngineError(f"{who} has not come to node {self._node} in {CONNECT_S:.0f} s")
+        return arrived
 
     def _wait(self) -> bool:
         told = self._told

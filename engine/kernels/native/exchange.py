@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import socket
 import struct
 import weakref
 from collections.abc import Callable
@@ -110,6 +111,15 @@ class Exchange:
             self._library.take(self.address, 0, (ctypes.c_char * length).from_buffer(message), length)
         self.check()
         return memoryview(message)
+
+    def carry(self, rank: int, end: socket.socket) -> None:
+        """Send to another machine what `rank`, of this machine, writes, until the exchange or the socket fails: then
+        both do. For a thread of its own; the exchange may be any rank's end."""
+        self._library.carry(self.address, rank, end.fileno())
+
+    def deliver(self, rank: int, end: socket.socket) -> None:
+        """Write into this machine's memory what `rank`, of another machine, writes there. See `carry`."""
+        self._library.deliver(self.address, rank, end.fileno())
 
     def gather(self, own: Tensor) -> Tensor | None:
         """On rank 0, what each rank has: [ranks, *shape of `own`]. None on the others, which do not wait."""

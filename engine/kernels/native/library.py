@@ -23,7 +23,7 @@ logger = logging.getLogger("penstock.engine")
 
 _FOLDER = Path(__file__).parent
 #: The penstock_version() that this file expects.
-VERSION = 21
+VERSION = 22
 #: The kinds of numbers, by the name of their type.
 _KINDS: Final = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8": 3}
 _PAIRED: Final = 4
@@ -76,6 +76,8 @@ _SIGNATURES: dict[str, list[type]] = {
     "penstock_send": [_P, c_char_p, _L],
     "penstock_take": [_P, _L, _P, _L],
     "penstock_gather": [_P, _L, _P, _L, _P],
+    "penstock_carry": [_P, _L, _I],
+    "penstock_deliver": [_P, _L, _I],
     "penstock_layers_of_rank": [_P, _P, _L, _P, _P],
 }
 
@@ -152,6 +154,8 @@ class Library:
         self.send = library.penstock_send
         self.take = library.penstock_take
         self.gather = library.penstock_gather
+        self.carry = library.penstock_carry
+        self.deliver = library.penstock_deliver
         self.layers_of_rank = library.penstock_layers_of_rank
 
 

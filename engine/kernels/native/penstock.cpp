@@ -10,7 +10,7 @@
 extern "C" {
 
 // Increased with every change of the functions below.
-int penstock_version() { return 21; }
+int penstock_version() { return 22; }
 // Returns 0 if the system lets this process use the build's instructions, else errno.
 int penstock_refused() {
 #ifdef TILES
@@ -180,6 +180,8 @@ void penstock_take(void* ranks, int64_t of, char* message, int64_t length) {
 void penstock_gather(void* ranks, int64_t to, const char* own, int64_t length, char* gathered) {
     ((Exchange*)ranks)->gather(to, own, length, gathered);
 }
+void penstock_carry(void* ranks, int64_t rank, int end) { ((Exchange*)ranks)->carry(rank, end); }
+void penstock_deliver(void* ranks, int64_t rank, int end) { ((Exchange*)ranks)->deliver(rank, end); }
 void penstock_layers_of_rank(void* pool, const void* layers, int64_t count, const void* step, void* ranks) {
     run_layers(*(Pool*)pool, (const Layer*)layers, count, *(const Step*)step, (Exchange*)ranks);
 }

@@ -75,7 +75,9 @@ def test_settings_of_several_machines_are_refused_by_their_options_before_server
             assert why in str(result.exception)
     result = invoke(*WORKER, *machines, str(tmp_path / "short"), "--ranks-address", "10.0.0.5")
     assert str(result.exception).startswith("--ranks-address is '10.0.0.5'; it must be HOST:PORT")
-    assert "--pipeline-parallel=1 stages cannot be divided" in str(invoke(*WORKER, "--nodes", "2").exception)
+    assert "--pipeline-parallel=1 with --tensor-parallel=1 cannot be divided among --nodes=2" in str(
+        invoke(*WORKER, "--nodes", "2").exception
+    )
 
 
 def test_what_is_not_said_is_the_settings_own_default(monkeypatch: pytest.MonkeyPatch) -> None:

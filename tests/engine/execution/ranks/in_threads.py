@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 
 from engine.adapters import Adapter, load_adapter
 from engine.errors import DeviceLostError
+from engine.execution.ranks.nodes import Mirror
 from engine.execution.ranks.runner import LeadModel, RanksRunner, follow
 from engine.execution.ranks.stages import Chain, StagedModel, StagesRunner, lead_stage
 from engine.kernels.native import load_library
@@ -21,22 +24,32 @@ from engine.models import load_model
 from tests.parity.driver import Driver
 
 
-def exchanges_of(ranks: int) -> list[Exchange]:
-    """Each rank's end of one exchange."""
+def exchanges_of(ranks: int, machines: int = 1) -> list[Exchange]:
+    """Each rank's end of one exchange. Of several machines each has a copy of its memory, and as many ranks."""
     library = load_library()
     assert library is not None
-    memory = shared_memory(ranks)
-    try:
-        return [Exchange(library, memory, Share(rank, ranks)) for rank in range(ranks)]
-    finally:
-        os.close(memory)
+    ends, own = list[Exchange](), ranks // machines
+    for machine in range(machines):
+        memory = shared_memory(ranks)
+        try:
+            ends += [Exchange(library, memory, Share(machine * own + i, ranks)) for i in range(own)]
+        finally:
+            os.close(memory)
+    for one, other in combinations(range(machines), 2):
+        for i in range(own):
+            ranks_of_pair = one * own + i, other * own + i
+            for rank, peer, end in zip(ranks_of_pair, ranks_of_pair[::-1], socket.socketpair(), strict=True):
+                Mirror(ends[rank], rank, peer, end)
+    return ends
 
 
 class Ranks:
     """`shares`: each rank's, a stage's first rank's first, the lead's first of all."""
 
-    def __init__(self, folder: Path, ranks: int, stages: int = 1, dtype: str = "float32", **settings: Any) -> None:
-        self.exchanges = [exchanges_of(ranks) for _ in range(stages)]
+    def __init__(
+        self, folder: Path, ranks: int, stages: int = 1, dtype: str = "float32", machines: int = 1, **settings: Any
+    ) -> None:
+        self.exchanges = [exchanges_of(ranks, machines) for _ in range(stages)]
         self.links = [exchanges_of(2) for _ in range(stages if stages > 1 else 0)]
         self.shares = [
             load_model(

@@ -219,7 +219,7 @@ def test_a_rank_that_cannot_come_says_why(folder: Path, monkeypatch: pytest.Monk
 @pytest.mark.exhaustive
 def test_a_rank_of_other_data_types_is_refused_by_name(folder: Path) -> None:
     why = r"rank 1 of 2 \(process \d+\): its data types are 'float32, .* by native-.*', and the lead's 'float16, "
-    with closing(Group(folder, config(2), 1)) as ranks, pytest.raises(EngineError, match=why):
+    with closing(Group(folder, config(2), 1, torch.device("cpu"))) as ranks, pytest.raises(EngineError, match=why):
         ranks.wait("float16, computed in float32 by native-1")
 
 

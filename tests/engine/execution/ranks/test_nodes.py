@@ -73,15 +73,18 @@ def started(pool: ThreadPoolExecutor, part: Node) -> Future[bool]:
     return pool.submit(part.run)
 
 
+@pytest.mark.parametrize(
+    "divided", ["pipeline_parallel", pytest.param("tensor_parallel", marks=pytest.mark.exhaustive)]
+)
 def test_two_machines_are_one_engine_and_a_lost_rank_is_named(
-    folder: Path, secret: str, monkeypatch: pytest.MonkeyPatch
+    divided: str, folder: Path, secret: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group, "_REASON_S", 60.0)  # of a machine that may be busy
     port = free_port()
     part = Node(folder, ("127.0.0.1", port), 1, SECRET, threads=1)
     with ThreadPoolExecutor(1) as pool:
         running = started(pool, part)
-        with Engine.load(folder, config(secret, port, pipeline_parallel=2, nodes=2)) as engine:
+        with Engine.load(folder, config(secret, port, nodes=2, **{divided: 2})) as engine:
             assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == alone(folder)
             lost: queue.SimpleQueue[str] = queue.SimpleQueue()
             engine.on_lost = lambda why, suspects: lost.put(why)
@@ -96,7 +99,7 @@ def test_two_machines_are_one_engine_and_a_lost_rank_is_named(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("ranks", "stages", "machines"), [(2, 4, 2), (1, 3, 3), (1, 4, 2)])
+@pytest.mark.parametrize(("ranks", "stages", "machines"), [(2, 4, 2), (1, 3, 3), (1, 4, 2), (4, 1, 2), (4, 1, 4)])
 def test_chains_of_machines(ranks: int, stages: int, machines: int, secret: str, tmp_path: Path) -> None:
     changes = VARIANTS["gqa"] | {"num_hidden_layers": 5}
     folder = write_model(tmp_path / "m", seed=5, tokenizer=False, **changes)
@@ -111,6 +114,26 @@ def test_chains_of_machines(ranks: int, stages: int, machines: int, secret: str,
         with Engine.load(folder, config(secret, port, **settings)) as engine:
             assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == alone(folder)
         assert [each.result(timeout=60) for each in others] == [True] * (machines - 1)
+
+
+@pytest.mark.exhaustive
+def test_a_slow_rank_of_another_machine_is_named(folder: Path, secret: str) -> None:
+    port = free_port()
+    part = Node(folder, ("127.0.0.1", port), 1, SECRET, threads=1)
+    with ThreadPoolExecutor(1) as pool:
+        running = started(pool, part)
+        with Engine.load(folder, config(secret, port, tensor_parallel=2, nodes=2)) as engine:
+            events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            endless = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+            engine.submit(Request("a", [1, 2, 3], endless), events.put)
+            events.get(timeout=60)
+            (process,) = part._processes.values()
+            os.kill(process.pid, signal.SIGSTOP)
+            named = "the others wait for rank 1 of 2 (on node 1) at "
+            assert until(lambda: engine.stats().slow_rank.startswith(named))
+            engine.on_lost = lambda why, suspects: None
+            os.kill(process.pid, signal.SIGKILL)
+        assert running.result(timeout=60) is False
 
 
 @pytest.mark.exhaustive
@@ -285,7 +308,9 @@ def test_a_link_carries_messages_and_is_lost_with_its_end() -> None:
 def test_settings_of_several_machines_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"nodes=2 needs ranks_secret"):
         EngineConfig(pipeline_parallel=2, nodes=2)
-    with pytest.raises(EngineError, match=r"pipeline_parallel=3 stages cannot be divided among nodes=2"):
+    with pytest.raises(
+        EngineError, match=r"pipeline_parallel=3 with tensor_parallel=1 cannot be divided among nodes=2"
+    ):
         EngineConfig(pipeline_parallel=3, nodes=2, ranks_secret="s")
     with pytest.raises(EngineError, match=r"tensor_parallel=4 by pipeline_parallel=8 is more than the 16"):
         EngineConfig(tensor_parallel=4, pipeline_parallel=8)

@@ -55,6 +55,23 @@ def test_ranks_compute_what_one_process_computes(name: str, ranks: int, tmp_path
         torch.testing.assert_close(ours, theirs, rtol=0, atol=_CLOSE)
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks"), few([case for case in CASES if case[1] != 3], ("gemma3", 2), ("qwen3-moe", 4))
+)
+def test_ranks_of_two_machines_compute_the_bits_of_as_many_on_one(name: str, ranks: int, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / name, seed=5, tokenizer=False, **SHAPES[name])
+    prompts = prompts_of([1, 17, 58], 320)
+    runs = []
+    for machines in (1, 2):
+        with ranks_of(folder, ranks, machines=machines) as together:
+            logits = recorded(together.lead)
+            runs.append((run(together.driver(tokens=40), prompts), logits))
+    (tokens, logits), (others_tokens, others_logits) = runs
+    assert others_tokens == tokens
+    assert len(others_logits) == len(logits)
+    assert all(map(torch.equal, others_logits, logits))
+
+
 @pytest.mark.parametrize("cache", ["int8", "fp8"])
 def test_each_rank_has_its_part_of_a_narrow_cache(cache: str, tmp_path: Path) -> None:
     """Each key and each value of a head is rounded by itself, on whichever rank."""
