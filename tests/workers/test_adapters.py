@@ -147,7 +147,9 @@ def test_one_that_does_not_fit_fails_its_own_tasks_and_names_the_tensor(
     add(system, "wrong", write_adapter(tmp_path / "wrong", tensors(hidden_size=48, intermediate_size=64)))
     answer = completed(door, "wrong")
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "adapter_broken")
-    assert "lora_A.weight has shape" in answer.json()["error"]["message"]
+    said = answer.json()["error"]["message"]
+    assert "cannot be served: adapter_model.safetensors: base_model.model." in said
+    assert "lora_A.weight has shape" in said
     assert completed(door, "one").json()["choices"][0]["text"] == expected["one"]
 
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from engine.errors import AdapterRoomError, EngineClosedError, EngineError, RequestError
+from engine.errors import AdapterRoomError, EngineClosedError, EngineError, ModelError, RequestError, message_of
 from producers.connection.log_throttle import warn_throttled
 from producers.store.fleet.adapters import AdapterGone, fetch
 from workers.connect import LOST, connect
@@ -129,7 +130,7 @@ class AdapterLoader(threading.Thread):
         return self._engine.adapters
 
     def _load(self, redis: Any, version: str) -> None:
-        with TemporaryDirectory(prefix="penstock-adapter-") as folder:
+        with TemporaryDirectory(prefix="penstock-adapter-") as folder, _without(folder):
             fetch(redis, version, Path(folder))
             began = time.monotonic()
             adapter: LoadedAdapter | None = None
@@ -180,3 +181,12 @@ class AdapterLoader(threading.Thread):
             while len(self._failed) > MAX_FAILED:
                 del self._failed[next(iter(self._failed))]
         logger.warning("Tasks with adapter %s fail: %s", version, error)
+
+
+@contextmanager
+def _without(folder: str) -> Iterator[None]:
+    """Leaves the folder, which is gone by then and none of the caller's, out of errors about its files."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(message_of(error).replace(f"{folder}/", "").replace(folder, "the adapter")) from error
