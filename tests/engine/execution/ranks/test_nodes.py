@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -275,6 +277,46 @@ def test_who_does_not_come_or_is_not_reached_is_named_in_bounded_time(
         gather(Meeting(f"127.0.0.1:{port}", SECRET), 3, 1, {}, {}, lambda: False)
     with pytest.raises(EngineError, match=r"the lead at 127.0.0.1:\d+ is not reached in 0 s .*firewall"):
         Node(folder, ("127.0.0.1", free_port()), 1, SECRET).run()
+
+
+def drop_packets(end: socket.socket) -> None:
+    """Drop all that comes to a socket from now on, as a firewall does: attaches a filter of one instruction, return 0
+    (linux/filter.h)."""
+    instruction = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+    program = struct.pack("HxxxxxxP", 1, ctypes.addressof(instruction))
+    end.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER
+
+
+def test_behind_a_firewall_that_drops_packets_both_sides_say_who_is_missing(
+    port_of_lead: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drop_packets(port_of_lead._listener)
+    monkeypatch.setattr(nodes, "JOIN_S", 0.5)
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(join, ("127.0.0.1", port_of_lead.port), SECRET, {}, 0.5, "the lead")
+        with pytest.raises(EngineError, match=r"node 1 of 2 has not come to port \d+ in 0 s: .*firewall"):
+            gather(port_of_lead, 2, 1, {}, {}, lambda: False)
+        with pytest.raises(
+            EngineError, match=r"the lead at 127.0.0.1:\d+ is not reached in 0 s \(timed out\).*firewall"
+        ):
+            coming.result(timeout=60)
+
+
+@pytest.mark.exhaustive
+def test_a_link_whose_packets_are_dropped_is_lost_in_bounded_time(port_of_lead: Meeting) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(join, ("127.0.0.1", port_of_lead.port), SECRET, {}, 60.0, "the lead")
+        arrived = None
+        while arrived is None:
+            arrived = port_of_lead.next()
+        with coming.result() as end:
+            drop_packets(end)
+            drop_packets(arrived[0])
+            links = [SocketLink(end), SocketLink(arrived[0])]
+            links[0].send(b"which is never acknowledged")
+            for link in links:  # of one that sends, and one that waits
+                with pytest.raises(DeviceLostError, match=r"the link to another machine is lost: .*timed out"):
+                    link.receive()
 
 
 def test_a_machine_that_comes_but_not_its_ranks_is_named(
