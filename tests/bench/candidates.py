@@ -190,7 +190,7 @@ def _kill(name: str) -> None:
             os.kill(int(pid), signal.SIGKILL)
 
 
-def _copies(system: System, folder: Path) -> None:
+def copy_tasks(system: System, folder: Path) -> None:
     """All tasks are copied to the version in a folder."""
     system.run("models", "publish", f"./{folder.name}", "--as", f"tiny@{folder.name}")
     system.run("models", "shadow", "tiny", "--to", folder.name, "--percent", "100")
@@ -229,12 +229,12 @@ def measure(names: list[str], reports: Path | None) -> None:
             for change in (garbage, unchanged):
                 if change.__name__ in names:
                     path = candidate(folder, change)
-                    _copies(system, path)
+                    copy_tasks(system, path)
                     _show(f"{change.__name__}, with copies", asyncio.run(rollout(system, f"./{path.name}", COPIES)))
                     system.run("models", "shadow", "tiny", "--off")
             if "tiny_v2" in names:
                 shutil.copytree(BUNDLED / "tiny-v2", folder / "other")
-                _copies(system, folder / "other")
+                copy_tasks(system, folder / "other")
                 _show("tiny-v2, with copies", asyncio.run(rollout(system, "./other", COPIES)))
                 system.run("models", "shadow", "tiny", "--off")
             if "slower" in names:
