@@ -201,8 +201,8 @@ class EngineConfig:
     overlap: int | None = declare(None, Integer(0, 1))
     """The number of steps, 0 or 1, that are planned and launched before the results of the running step are known. None
     means 1 on CUDA, where it keeps the device busy, and with several stages, for the same reason; and 0 on a CPU, which
-    plans and computes with the same cores. The
-    output is the same. A sequence whose end could not be foreseen is computed for one step more."""
+    plans and computes with the same cores. With M stages 1 stands for M - 1. The output is the same. A sequence whose
+    end could not be foreseen is computed for one step more."""
     seed: int | None = declare(None, Integer(0, (1 << 63) - 1))
     """The source of seeds for requests that have none. None gives different seeds at every start."""
 

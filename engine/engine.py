@@ -133,7 +133,7 @@ class Engine(StepLoop):
             scheduler,
             runner,
             partial(model.kernels.use_threads, config.threads),
-            overlap=int(model.device.type == "cuda" or model.staged) if config.overlap is None else config.overlap,
+            overlap=_overlap(model, config),
             release=release,
             check=partial(_check, model.device, group),
             on_idle=while_idle(runner),
@@ -422,9 +422,18 @@ def check_same_tokens(tokenizer: Tokenizer | None, model: Model, folder: Path, d
 def _policy(model: Model, config: EngineConfig) -> Policy:
     # A CPU takes as long for a decode's token as for a prompt's. On a GPU, decodes beside a prompt cost little.
     exclusive = model.device.type == "cpu"
-    # With several stages one half of the sequences is in flight while the other is planned.
-    batches = 2 if model.staged and config.overlap != 0 else 1
+    # Of several stages each has a part of the sequences, while those of the first are planned.
+    batches = config.pipeline_parallel if config.overlap != 0 else 1
     return Policy(config.ageing_s, config.enable_prefix_caching, config.seed, exclusive, batches)
+
+
+def _overlap(model: Model, config: EngineConfig) -> int:
+    """The steps that are planned ahead of the oldest one that runs."""
+    if config.overlap == 0:
+        return 0
+    if model.staged:
+        return config.pipeline_parallel - 1
+    return int(model.device.type == "cuda") if config.overlap is None else config.overlap
 
 
 def _log_choices(name: str, model: Model, config: EngineConfig) -> None:

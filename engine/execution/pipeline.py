@@ -1,7 +1,7 @@
 """Runs step plans. With an overlap of 1, it plans and launches the next step while one runs.
 
 With an overlap of 0, a step is planned, executed and entered before the next is planned. With 1, the device always has
-work queued:
+work queued; a model of N stages has an overlap of N - 1, and there no sequence that waits for a token is in a step:
 
     foresee N, schedule N+1, launch N+1, collect N, update N, events of N, notes of callers, foresee N+1, ...
 
@@ -144,7 +144,7 @@ class Pipeline:
         self._speculation = scheduler.speculation
         self._elsewhere = elsewhere
         self._on_under_way = on_under_way
-        # Steps launched and not collected: at most one between calls of `step`, two within.
+        # Steps launched and not collected: at most `overlap` between calls of `step`, one more within.
         self._flights: deque[_Flight] = deque()
         self._last = 0.0
         self.last_step_s = 0.0
@@ -176,33 +176,36 @@ class Pipeline:
         return bool(self._flights)
 
     def step(self) -> bool:
-        """Plan and launch a step, and enter the one before it; without overlap, enter this one too. Returns False if
-        there was nothing to do."""
+        """Plan and launch a step, and enter the oldest one if more than `overlap` are in flight; without overlap, this
+        one. Returns False if there was nothing to do."""
         began = time.monotonic()
-        running = self._flights[0] if self._flights else None
+        running = len(self._flights)
         with self._state:
-            if running is not None:
-                self._scheduler.foresee(running.plan, self._executor.needs_token)
+            for flight in self._flights:
+                self._scheduler.foresee(flight.plan, self._executor.needs_token)
             plan = self._scheduler.schedule(began)
         planned = None if plan is None else _Flight(plan, began)
         # Before drafts are made, which computes, too.
-        self._note_under_way(*(flight.plan for flight in (running, planned) if flight is not None))
+        self._note_under_way(*(flight.plan for flight in self._flights), *(() if plan is None else (plan,)))
         if planned is not None and self._speculation is not None:
             planned.guessing = self._speculation.propose(planned.plan)
-        if planned is None and running is None:
-            if self._scheduler.has_work:
+        if planned is None:
+            if running:
+                self._enter_oldest([])
+            elif self._scheduler.has_work:
                 raise EngineError("the scheduler has work and plans nothing")
-            return False
-        launched = planned is not None and self._launch(planned)
-        if running is not None:
-            sampled = self._collect()
-            if sampled is None:
-                self._take_back([flight.plan for flight in (running, planned) if flight is not None])
-                self._shrink.on_failure(running.error)
+            return running > 0
+        launched = self._launch(planned)
+        unlaunched = [] if launched else [planned.plan]
+        # A step that could not be launched runs again after all before it.
+        for _ in range(running + 1 - self._overlap if launched and self._overlap else running):
+            if not self._enter_oldest(unlaunched):
                 return True
-            self._enter(running, sampled, [])
-        if planned is None or (launched and self._overlap > 0 and not self._suspected()):
+        if launched and self._overlap > 0 and not self._suspected():
             return True
+        while self._flights and self._flights[0] is not planned:
+            if not self._enter_oldest([]):
+                return True
         sampled_now = self._collect() if launched else None
         if self._shrink.on_failure(planned.error):
             return True
@@ -215,20 +218,26 @@ class Pipeline:
         self._at_work_since = None
 
     def finish(self) -> None:
-        """Collect and enter the step in flight, if there is one, so that the device is free."""
-        if self._flights:
-            flight = self._flights[0]
-            sampled = self._collect()
-            if sampled is not None:
-                self._enter(flight, sampled, [])
-            else:
-                self._take_back([flight.plan])
-                self._shrink.on_failure(flight.error)
+        """Collect and enter the steps in flight, so that the device is free."""
+        while self._flights and self._enter_oldest([]):
+            pass
 
     def drop(self) -> None:
         """Wait for all steps in flight and ignore their results."""
         while self._flights:
             self._collect()
+
+    def _enter_oldest(self, unlaunched: list[StepPlan]) -> bool:
+        """Collect and enter the oldest step in flight. Returns False if it failed: then it is taken back with those
+        after it, of which some may be `unlaunched`."""
+        flight = self._flights[0]
+        sampled = self._collect()
+        if sampled is None:
+            self._take_back([flight.plan, *(later.plan for later in self._flights), *unlaunched])
+            self._shrink.on_failure(flight.error)
+            return False
+        self._enter(flight, sampled, [])
+        return True
 
     def _launch(self, flight: _Flight) -> bool:
         # Copy once, before any row is written. The source's sequence may have been preempted while this step was

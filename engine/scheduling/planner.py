@@ -59,7 +59,7 @@ class Planner:
         # The copies of the next plan: those for beams that have branched since the last one.
         self._copies: list[tuple[int, int, int]] = []
         self.most_blocks = 0
-        #: The serials of the sequences of the step in flight, while the next step is planned.
+        #: The serials of the sequences of the steps in flight, while the next step is planned.
         self.in_flight: Set[int] = frozenset()
         self._ordinary_tokens = capacity.step_tokens
         self._batches = policy.batches

@@ -118,6 +118,8 @@ class Scheduler:
         self._seeds = random.Random(policy.seed)  # noqa: S311 - for sampling, not secrets
         self._serials = count()
         self._steps = self._prompt_tokens = self._generated_tokens = self._aborted = self._not_finite = 0
+        # Plans in flight that are counted as computed.
+        self._foreseen: list[StepPlan] = []
 
     # ---- requests come and go
 
@@ -262,9 +264,12 @@ class Scheduler:
         switch; the executor `needs_token` itself; it has a draft; it is to have a draft next; or it is a beam, which
         others may replace. All tokens but draft
         tokens are known, so the blocks they fill are offered to the prefix cache. The caller then calls `schedule`, and
-        after it `update` or `take_back` of this plan, with nothing else between.
+        after it `update` or `take_back` of this plan, with nothing else between. Where several plans are in flight, all
+        are foreseen again, in order, before each `schedule`; the executor then needs all tokens.
         """
-        self._planner.in_flight = {row.seq.serial for row in plan.rows}
+        if not any(plan is each for each in self._foreseen):
+            self._foreseen.append(plan)
+        self._note_in_flight()
         size = self._tables.block_size
         for row in plan.rows:
             seq = row.seq
@@ -290,11 +295,15 @@ class Scheduler:
                 seq.tokens.append(UNKNOWN)
                 seq.pending = True
 
+    def _note_in_flight(self) -> None:
+        self._planner.in_flight = {row.seq.serial for plan in self._foreseen for row in plan.rows}
+
     def take_back(self, plans: Iterable[StepPlan], now: float) -> None:
         """Give up plans whose results will never be known. Their sequences wait, with the tokens that are known, and
         compute the lost part again.
         """
-        self._planner.in_flight = frozenset()
+        self._foreseen.clear()
+        self._note_in_flight()
         for row in chain.from_iterable(plan.rows for plan in plans):
             self._tables.forget(row.seq, row.start)
             if row.seq.status is Status.RUNNING:
@@ -318,7 +327,8 @@ class Scheduler:
         gets its token while it waits. Raises EngineError if the number of entries is not that of the sampling rows.
         """
         results = _by_row(plan, sampled)
-        self._planner.in_flight = frozenset()
+        self._foreseen = [each for each in self._foreseen if each is not plan]
+        self._note_in_flight()
         self._steps += 1
         events: list[Event] = []
         groups, tables, size, decoded = self._groups, self._tables, self._tables.block_size, 0

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from hypothesis import strategies as st
@@ -52,8 +53,9 @@ class Launched:
 class Device(PagedModel):
     """Works launches off at once, in order, as a device would; what they sampled is told when they are collected."""
 
-    def __init__(self, scheduler: Scheduler, machine: type[Histories]) -> None:
+    def __init__(self, scheduler: Scheduler, machine: type[Overlapping]) -> None:
         super().__init__(machine.spaces, machine.block_size, machine.switch, copies_at_once=machine.caching)
+        self.overlap = machine.overlap
         self.scheduler = scheduler
         self.trouble: Trouble | None = None
         self.queue: deque[Launched] = deque()
@@ -74,7 +76,7 @@ class Device(PagedModel):
 
     def begin(self, plan: StepPlan) -> Launched:
         self.scheduler.check_integrity()
-        assert len(self.queue) <= 1
+        assert len(self.queue) <= self.overlap
         self.ahead += len(self.queue)
         assert plan.copies == []
         pending = [row.seq for row in plan.rows if row.pending]
@@ -165,8 +167,8 @@ class Overlapping(Histories):
         assert self.pipeline.step() == work
         if self.model.wrong is not None:
             raise self.model.wrong
-        # With a step in flight at most one more is entered, and only where its results were not planned upon.
-        assert self.scheduler.stats().steps - steps <= 2
+        # With steps in flight at most one more is entered, and only where its results were not planned upon.
+        assert self.scheduler.stats().steps - steps <= self.overlap + 1
         return work
 
     @rule(
@@ -210,12 +212,32 @@ class InStep(Overlapping):
         assert self.model.ahead == 0
 
 
+class StageDevice(Device):
+    def needs_token(self, sequence: Sequence) -> bool:
+        return True
+
+
+class Staged(Overlapping):
+    """Four stages, with as many steps in flight."""
+
+    overlap = 3
+    hurry: ClassVar[dict[str, object]] = {"batches": 4}
+
+    def make_model(self) -> PagedModel:
+        return StageDevice(self.scheduler, type(self))
+
+
 AHEAD = [(Overlapping, world) for world in WORLDS if "hurry" not in world]
 
 
 @pytest.mark.parametrize(
     ("machine", "world"),
-    few([*AHEAD, (InStep, "plain")], (Overlapping, "tight"), (Overlapping, "window"), (Overlapping, "switch")),
+    few(
+        [*AHEAD, (InStep, "plain"), *((Staged, world) for world in WORLDS if "hurry" not in world)],
+        (Overlapping, "tight"),
+        (Overlapping, "window"),
+        (Overlapping, "switch"),
+    ),
 )
 def test_every_history_gives_the_tokens_of_an_undisturbed_run(machine, world, monkeypatch):
     monkeypatch.setattr("engine.execution.pipeline.time", CLOCK)

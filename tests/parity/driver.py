@@ -35,7 +35,7 @@ class Driver:
         device_runner: type[DeviceRunner] = DeviceRunner,
         **settings: Any,
     ) -> None:
-        """With an `overlap` of 1 each step is planned and launched before the one before it is entered. `runner`: of a
+        """`overlap`: how many steps are planned and launched before the oldest is entered. `runner`: of a
         model whose kernels are not ragged; `device_runner`: of one whose are."""
         spaces = [KvSpace(blocks, group.window) for group in model.kv_groups]
         self.runner: Runner | DeviceRunner
@@ -67,7 +67,7 @@ class Driver:
         self.events: list[Event] = []
         self.steps = 0
         self._overlap = overlap
-        self._flight: tuple[StepPlan, Any] | None = None
+        self._flights: list[tuple[StepPlan, Any]] = []
 
     def add(
         self, name: str, prompt: list[int], params: SamplingParams, adapter: Adapter | None = None, **more: Any
@@ -78,18 +78,16 @@ class Driver:
         self.scheduler.add(request)
 
     def step(self) -> None:
-        under = self._flight
-        if under is not None:
-            self.scheduler.foresee(under[0], self.runner.needs_token)
+        for flight in self._flights:
+            self.scheduler.foresee(flight[0], self.runner.needs_token)
         plan = self.scheduler.schedule(0.0)
-        assert plan is not None or under is not None
+        assert plan is not None or self._flights
         if plan is not None and self.scheduler.speculation is not None:
             self.scheduler.speculation.propose(plan)
-        self._flight = None if plan is None else (plan, self.runner.launch(plan))
-        if self._overlap == 0:
-            under, self._flight = self._flight, None
-        if under is not None:
-            self._enter(*under)
+        if plan is not None:
+            self._flights.append((plan, self.runner.launch(plan)))
+        if plan is None or len(self._flights) > self._overlap:
+            self._enter(*self._flights.pop(0))
         self.steps += 1
         assert self.steps < _MOST_STEPS, "the history does not come to an end"
 
@@ -104,7 +102,7 @@ class Driver:
 
     def run(self, preempt_every: int | None = None) -> dict[str, list[int]]:
         """Step to the end; the tokens of every request's choice 0."""
-        while self.scheduler.has_work or self._flight is not None:
+        while self.scheduler.has_work or self._flights:
             if preempt_every is not None and self.steps % preempt_every == preempt_every - 1:
                 self.preempt()
             self.step()

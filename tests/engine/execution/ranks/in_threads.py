@@ -106,10 +106,10 @@ class Ranks:
         return self.adapters[0].pop(number)
 
     def driver(self, **settings: Any) -> Driver:
-        """A Driver of all ranks. Of several stages it has two steps in flight, unless `overlap` is 0."""
+        """A Driver of all ranks. It has as many steps in flight as stages, unless `overlap` is 0."""
         if self._chain is None:
             return Driver(self.lead, runner=RanksRunner, **settings)
-        overlap = settings.pop("overlap", 1)
+        overlap = settings.pop("overlap", len(self.exchanges) - 1)
         return Driver(self.lead, runner=StagesRunner, overlap=overlap, batches=1 + overlap, **settings)
 
     def close(self) -> None:

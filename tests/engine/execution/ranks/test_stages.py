@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -75,6 +74,17 @@ def test_stages_compute_what_one_stage_computes(name: str, ranks: int, tmp_path:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(("stages", "ranks"), [(3, 1), (4, 1), (3, 2)])
+@pytest.mark.parametrize("name", ["gqa", "gemma3"])
+def test_more_stages_have_as_many_steps_in_flight(name: str, stages: int, ranks: int, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / name, seed=5, tokenizer=False, **SHAPES[name] | {"num_hidden_layers": 6})
+    with ranks_of(folder, ranks, stages=1) as alone:
+        expected = answers(alone.driver(tokens=40) if ranks > 1 else Driver(alone.shares[0], tokens=40))
+    with ranks_of(folder, ranks, stages=stages) as together:
+        assert answers(together.driver(tokens=40)) == expected
+
+
+@pytest.mark.exhaustive
 def test_as_many_stages_as_layers(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", seed=5, tokenizer=False, num_hidden_layers=5)
     with ranks_of(folder, 1) as alone:
@@ -85,9 +95,11 @@ def test_as_many_stages_as_layers(tmp_path: Path) -> None:
         check_ranks_of(folder, 1, 6)
 
 
-def test_half_of_the_sequences_decode_while_the_others_wait_for_their_tokens(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "m", tokenizer=False)
-    with ranks_of(folder, 1, stages=2) as together:
+@pytest.mark.parametrize("stages", few([2, 3], 3))
+def test_each_stage_has_its_part_of_the_sequences(stages: int, tmp_path: Path) -> None:
+    """They decode while the others wait for their tokens."""
+    folder = write_model(tmp_path / "m", tokenizer=False, num_hidden_layers=3)
+    with ranks_of(folder, 1, stages=stages) as together:
         driver = together.driver()
         for i, prompt in enumerate(prompts_of([8] * 6, 320)):
             driver.add(str(i), prompt, greedy(9))
@@ -100,8 +112,9 @@ def test_half_of_the_sequences_decode_while_the_others_wait_for_their_tokens(tmp
 
         driver.runner.launch = launched  # type: ignore[method-assign]
         driver.run()
-    decodes = steps[4:-3]
-    assert all(len(rows) == 3 and not rows & after for rows, after in pairwise(decodes))
+    decodes = steps[6:-3]
+    assert all(len(rows) == 6 // stages for rows in decodes)
+    assert all(len(set().union(*decodes[i : i + stages])) == 6 for i in range(len(decodes) - stages + 1))
 
 
 def test_guessed_tokens_change_nothing(tmp_path: Path) -> None:
