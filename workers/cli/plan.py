@@ -379,7 +379,7 @@ def _divided(rows: list[dict[str, Any]]) -> None:
             cells = ["-" if step is None else f"{step * 1e3:,.2f} ms" for step in steps]
             table.append([f"{each['ranks']} x {row['gpu']}", str(each["room"]), *cells])
     if len(table) > 1:
-        say("\nSeveral GPUs of one machine together, which no worker serves yet (estimates, never measured):")
+        say("\nSeveral GPUs of one machine together, by --tensor-parallel (estimates; no GPU has run it):")
         _show(table)
 
 
