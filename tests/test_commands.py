@@ -41,6 +41,7 @@ TINY = {
     "tests.bench.llama_cpp": ["MODEL --requests 1 --tokens 4 --rounds 1 --threads 1"],
     "tests.bench.looks": ["--workers 10 --calls 100"],
     "tests.bench.rolled": ["--rollouts 0"],
+    "tests.bench.candidates": ["--candidate nan"],
     "tests.bench.placed": ["--model tiny --rounds 1 --conversations 1 --turns 2"],
     "tests.bench.rollouts": ["--kind crashes --others 1"],
     "tests.bench.routing": ["--tasks 40 --changes 2 --blocks 1"],
