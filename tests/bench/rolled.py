@@ -144,7 +144,8 @@ async def rollout(system: System, to: str, plan: Sequence[str] = PLAN, *, full: 
         await asyncio.to_thread(system.run, "rollout", "start", "tiny", "--to", to, *plan, "--timeout", "5m")
         while (now := await state())["phase"] in ("preparing", "judging") and time.monotonic() - began < ROLLOUT_S:
             if full and now["phase"] == "judging":
-                await asyncio.to_thread(system.run, "rollout", "promote", "tiny", "--full")
+                with suppress(SystemExit):  # it may have been promoted by itself meanwhile
+                    await asyncio.to_thread(system.run, "rollout", "promote", "tiny", "--full")
             await asyncio.wait([running], timeout=1.0)
             if running.done():
                 break
