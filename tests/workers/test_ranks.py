@@ -37,12 +37,13 @@ COUNT = 8
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_worker_of_two_machines_answers_and_ends_both(tmp_path: Path) -> None:
+@pytest.mark.parametrize("divided", DIVIDED)
+def test_a_worker_of_two_machines_answers_and_ends_both(divided: str, tmp_path: Path) -> None:
     """By the commands that docs/run/deploy.md has, on one machine."""
     secret, port = tmp_path / "secret", free_port()
     secret.write_text("a secret of many bytes")
     told = {"nodes": 2, "ranks_address": f"127.0.0.1:{port}", "ranks_secret": str(secret)}
-    options = real("pipeline_parallel")
+    options = real(divided)
     options["engine"] |= told
     joining = ["ranks", "--model", "tiny", "--lead", "127.0.0.1", "--port", str(port), "--node", "1"]
     with valkey() as (url, redis), Client(url) as client:

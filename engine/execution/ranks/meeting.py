@@ -13,7 +13,7 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,9 +194,17 @@ class _Caller:
         return self.content[:_NONCE], self.content[_NONCE : _NONCE + _PROOF], self.content[_HEAD:]
 
 
-def join(address: tuple[str, int], secret: bytes, said: Mapping[str, Any], seconds: float, who: str) -> socket.socket:
-    """Connect to a Meeting, and tell it `said`; try for so long. Raises EngineError naming `who` is not reached."""
-    end, content = _connected(address, seconds, who), json.dumps(said).encode()
+def join(
+    address: tuple[str, int],
+    secret: bytes,
+    said: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+    seconds: float,
+    who: str,
+) -> socket.socket:
+    """Connect to a Meeting, and tell it `said`, or what that returns then; try for so long. Raises EngineError naming
+    `who` is not reached."""
+    end = _connected(address, seconds, who)
+    content = json.dumps(said() if callable(said) else said).encode()
     try:
         # Who listens may still be busy with others, or with what comes before.
         until = time.monotonic() + max(GREET_S, min(seconds, CONNECT_S))

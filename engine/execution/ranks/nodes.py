@@ -359,8 +359,13 @@ class Node:
     def run(self) -> bool:
         """Meet, compute until the lead closes the group, and end all processes. Returns whether the lead closed it;
         otherwise it, a rank or a node was lost. Raises EngineError if the group does not come about."""
-        said = {"purpose": "node", "node": self._node, "traits": traits_of(self._folder)}
-        said["port"] = 0 if self._meeting is None else self._meeting.port
+        traits, began = traits_of(self._folder), time.monotonic()
+        port = 0 if self._meeting is None else self._meeting.port
+
+        def said() -> dict[str, Any]:
+            clock = traits["clock"] + time.monotonic() - began  # the lead may start long after this
+            return {"purpose": "node", "node": self._node, "traits": {**traits, "clock": clock}, "port": port}
+
         self._told = join(self._lead, self._secret, said, JOIN_S, "the lead")
         lines = self._told.makefile("rb")
         part = json.loads(lines.readline(MOST_SAID) or b"{}")

@@ -210,6 +210,26 @@ def test_until_all_have_come_a_machine_may_go_and_come_again(
     assert "Node 1 of 3 (127.0.0.1) has come; to come: 2" in caplog.text
 
 
+def test_a_machine_that_waits_for_the_lead_tells_its_clock_when_that_has_come(
+    folder: Path, port_of_lead: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either may start first."""
+    own, passed = traits_of(folder), iter((0.0, 60.0))
+    monkeypatch.setattr(nodes, "traits_of", lambda folder: {**own, "clock": time.time() - 60})
+    told: list[Any] = []
+
+    def connected(address: object, secret: object, said: Any, seconds: float, who: str) -> socket.socket:
+        told.append(said())
+        raise EngineError("enough")
+
+    monkeypatch.setattr(nodes, "join", connected)
+    clock = time.monotonic
+    monkeypatch.setattr(nodes.time, "monotonic", lambda: clock() + next(passed, 60.0))
+    with pytest.raises(EngineError, match="enough"):
+        Node(folder, ("127.0.0.1", port_of_lead.port), 1, SECRET).run()
+    assert differing({**own, "clock": time.time()}, told[0]["traits"]) == ""
+
+
 def test_the_same_traits_do_not_differ(folder: Path) -> None:
     assert differing(traits_of(folder), traits_of(folder)) == ""
 
