@@ -224,7 +224,7 @@ def test_a_machine_that_waits_for_the_lead_tells_its_clock_when_that_has_come(
 
     monkeypatch.setattr(nodes, "join", connected)
     clock = time.monotonic
-    monkeypatch.setattr(nodes.time, "monotonic", lambda: clock() + next(passed, 60.0))
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + next(passed, 60.0))
     with pytest.raises(EngineError, match="enough"):
         Node(folder, ("127.0.0.1", port_of_lead.port), 1, SECRET).run()
     assert differing({**own, "clock": time.time()}, told[0]["traits"]) == ""
