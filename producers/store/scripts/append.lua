@@ -12,7 +12,8 @@
 -- KEYS: task, stream for each sequence
 -- ARGV: for each sequence: id, claim, field (`next:<choice>`), i, next (i + count), more, count, entry * count (stream
 --       entries, JSON arrays). more: empty, or: scored (1: PROMPT came before), discarded (tokens of best_of's
---       candidates and of beams that are not among its choices, 0: no news), prompt (its length in tokens, 0: no news), run (_run.lua)
+--       candidates and of beams that are not among its choices, 0: no news), prompt (its length in tokens, 0: no
+--       news), run (_run.lua)
 -- Answers: for each sequence: ok | gone | other | cancel | resend | full | error, and a number: the choice's next index
 -- include: producers.connection/_now.lua
 -- include: _run.lua

@@ -249,7 +249,8 @@ def append(
         return "other", 0, r
     if counted and r.counted is None:
         r = r._replace(counted=counted)
-    r = r._replace(discarded=discarded or r.discarded)
+    if discarded:
+        r = r._replace(discarded=discarded)
     at = r.next[choice]
     if r.cancel:
         return "cancel", at, r
