@@ -51,13 +51,15 @@ def written(text: str) -> Script:
 class Release:
     """A release whose processes send their own text of every script. `level`: its workers'; `minds_memory`: its scripts
     look at how full the server is; `counts_joins`: its leases say how often a looker joined;
-    `minds_revoked`: its CLAIM looks for what was revoked; `places`: its FETCH leaves messages to who holds prefixes."""
+    `minds_revoked`: its CLAIM looks for what was revoked; `places`: its FETCH leaves messages to who holds prefixes;
+    `counts_cuts`: its APPEND tells the record of discarded tokens also where it has none to append."""
 
     level: int = 0
     minds_memory: bool = True
     counts_joins: bool = True
     minds_revoked: bool = True
     places: bool = True
+    counts_cuts: bool = True
 
     def of(self, module: Any) -> Any:
         """A module that packs calls and reads their answers, as this release has it."""

@@ -91,12 +91,14 @@ class PromptMachine(Pair):
         i, (count, counted) = r.next[choice] if r else 0, says
         entries = [encode_token(choice, i, 40 + i, "a")] * count
         one = protocol.Append(TASK, c, choice, i, entries, scored, discarded, counted)
-        by = self.owned(TASK).of(protocol)
+        release = self.owned(TASK)
+        by = release.of(protocol)
 
         def step() -> None:
             ((answer, at),) = by.read_append(self.server.run(by.append([one])))
+            news = discarded if release.counts_cuts or (answer == "ok" and entries) else 0
             said, expected, self.model[TASK] = scripts.append(
-                self.model[TASK], c, choice, i, tuple(entries), ALL, scored=scored, discarded=discarded, counted=counted
+                self.model[TASK], c, choice, i, tuple(entries), ALL, scored=scored, discarded=news, counted=counted
             )
             assert (answer, at) == (said, expected)
 

@@ -247,7 +247,13 @@ def earlier(before: Path) -> Iterator[Earlier]:
     process = Before(before)
     # 0.1.0 does none of it
     yield Earlier(
-        levels.SHARED, minds_memory=False, counts_joins=False, minds_revoked=False, places=False, process=process
+        levels.SHARED,
+        minds_memory=False,
+        counts_joins=False,
+        minds_revoked=False,
+        places=False,
+        counts_cuts=False,
+        process=process,
     )
     process.close()
 

@@ -175,7 +175,7 @@ def test_a_model_larger_than_a_gpu_says_how_many_it_takes(run: Run, tmp_path: Pa
     assert four["step_s"]["1"] / 2 < eight["step_s"]["1"] < four["step_s"]["1"]
     text = run(*asked).out
     assert "takes 4" in text
-    assert re.search(r"estimates, never measured.*\n.*\n4 x H100 ", text)
+    assert re.search(r"estimates; no GPU has run it.*\n.*\n4 x H100 ", text)
 
 
 def test_more_gpus_than_kv_heads_hold_each_key_and_value_several_times(tmp_path: Path) -> None:

@@ -84,6 +84,6 @@ def test_each_kind_of_source_is_read() -> None:
     assert "engine_error" in codes_of(ROOT / "workers" / "flow" / "publisher.py")
     assert "kv_capacity_exceeded" in codes_of(ROOT / "engine" / "scheduling" / "limits.py")
     assert {"invalid_type", "invalid_value", "missing_parameter"} <= codes_of(
-        ROOT / "producers" / "contract" / "task.py"
+        ROOT / "producers" / "contract" / "fields.py"
     )
     assert "failed" in codes_of(ROOT / "producers" / "gateway" / "tasks" / "foreground.py")
