@@ -28,20 +28,15 @@ _REQUIRED, _REPEATED = 0, 2
 
 def table(answers: Iterable[tuple[int, Sequence[bytes]]]) -> Iterator[bytes]:
     """The file in pieces. `answers`: the number of a first text, and the vectors of it and those after it, as
-    little-endian fp32, each of as many numbers, one or more."""
+    little-endian fp32, each of one number or more."""
     yield MAGIC
     size, rows, groups = len(MAGIC), 0, list[bytes]()
     for indices, vectors in _grouped(answers):
-        width = len(vectors[0]) // 4
+        widths = [len(vector) // 4 for vector in vectors]
         columns = []
         for name, kind, values, body in (
             ((b"index",), _INT64, len(indices), indices.tobytes()),
-            (
-                (b"embedding", b"list", b"element"),
-                _FLOAT,
-                len(vectors) * width,
-                _levels(len(vectors), width) + b"".join(vectors),
-            ),
+            ((b"embedding", b"list", b"element"), _FLOAT, sum(widths), _levels(widths) + b"".join(vectors)),
         ):
             page = _page(values, body)
             columns.append(_column(name, kind, values, len(page), size))
@@ -70,12 +65,13 @@ def _grouped(answers: Iterable[tuple[int, Sequence[bytes]]]) -> Iterator[tuple[a
         yield indices, vectors
 
 
-def _levels(rows: int, width: int) -> bytes:
-    """Of each number of a list, whether it goes on with it (1) or begins one (0), and that it is there (1): in runs,
-    each a length and the value."""
+def _levels(widths: Sequence[int]) -> bytes:
+    """Of each number of lists of these lengths, whether it goes on with one (1) or begins one (0), and that it is there
+    (1): in runs, each a length and the value."""
     begins = _varint(1 << 1) + b"\x00"
-    repetition = (begins + (_varint((width - 1) << 1) + b"\x01" if width > 1 else b"")) * rows
-    definition = _varint(rows * width << 1) + b"\x01"
+    runs = {width: begins + (_varint((width - 1) << 1) + b"\x01" if width > 1 else b"") for width in set(widths)}
+    repetition = b"".join([runs[width] for width in widths])
+    definition = _varint(sum(widths) << 1) + b"\x01"
     return b"".join(struct.pack("<I", len(levels)) + levels for levels in (repetition, definition))
 
 

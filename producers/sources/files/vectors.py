@@ -29,6 +29,8 @@ URL: Final = "/v1/embeddings"
 SUFFIXES: Final = {"jsonl": ".jsonl", "parquet": ".parquet", "npy": ".npy"}
 #: Most bytes of texts in a line of a batch, unless it has one alone: as JSON they take up to six times as much.
 LINE_BYTES: Final = 512 << 10
+#: Most bytes of rows without an answer that are made at once.
+GAP_BYTES: Final = 1 << 20
 #: Bytes of an input's end in which its last line is.
 TAIL: Final = 8 << 20
 _RANGE: Final = re.compile(rb'"custom_id": "([0-9]{1,12})-([0-9]{1,12})"')
@@ -140,7 +142,8 @@ def _objects(answers: Iterable[tuple[int, list[bytes]]]) -> Iterator[bytes]:
 
 
 def _matrix(answers: Iterator[tuple[int, list[bytes]]], total: int) -> Iterator[bytes]:
-    """A matrix with a row for each text: NaN for those without an answer."""
+    """A matrix with a row for each text: NaN for those without an answer, or with one of another length than the first:
+    the model got another version meanwhile."""
     begin = next(answers, None)
     row = 0 if begin is None else len(begin[1][0])
     missing = struct.pack("<f", float("nan")) * (row // 4)
@@ -149,9 +152,17 @@ def _matrix(answers: Iterator[tuple[int, list[bytes]]], total: int) -> Iterator[
     yield b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode("ascii")
     at = 0
     for first, vectors in chain([] if begin is None else [begin], answers):
-        yield missing * (first - at) + b"".join(vectors)
+        yield from _gap(missing, first - at)
+        yield b"".join([vector if len(vector) == row else missing for vector in vectors])
         at = first + len(vectors)
-    yield missing * (total - at)
+    yield from _gap(missing, total - at)
+
+
+def _gap(missing: bytes, count: int) -> Iterator[bytes]:
+    """`count` rows without an answer, in pieces: most of an input may have none."""
+    most = max(1, GAP_BYTES // max(1, len(missing)))
+    for begin in range(0, count, most):
+        yield missing * min(most, count - begin)
 
 
 def _total(blobs: Blobs, blob: str) -> int:

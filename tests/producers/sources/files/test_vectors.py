@@ -16,7 +16,7 @@ from redis import Redis
 from producers import AsyncClient
 from producers.contract import keys
 from producers.sources.files.folder import Folder, FolderSettings
-from producers.sources.files.vectors import BadText, requests, results
+from producers.sources.files.vectors import GAP_BYTES, BadText, requests, results
 from producers.sources.files.work import Work
 from producers.sources.settings import BadSources, parse
 from producers.sources.source import Context
@@ -144,3 +144,30 @@ async def test_a_file_of_texts_becomes_a_batch_of_requests(
     await work.take_forward(entry, lambda: False)
     assert np.load(tmp_path / "watched" / "outbox" / "a.npy").shape == (0, 0)
     assert b"invalid_text" in (tmp_path / "watched" / "outbox" / "a.errors.jsonl").read_bytes()
+
+
+def test_vectors_of_two_lengths_are_kept_apart_where_a_model_got_another_version_meanwhile(tmp_path: Path) -> None:
+    blobs = FolderBlobs(tmp_path)
+    with blobs.writer("in") as writer:
+        writer.write(b"".join(requests(of(*["x"] * 4), SETTINGS, EMBEDDER)))
+        writer.commit()
+    with blobs.writer("out") as writer:
+        writer.write(answer(0, [[1, 2], [3, 4]]) + answer(2, [[5, 6, 7], [8]]))
+        writer.commit()
+    table = pyarrow.parquet.read_table(io.BytesIO(b"".join(results("parquet", blobs, "in", "out"))))
+    assert table["embedding"].to_pylist() == [[1, 2], [3, 4], [5, 6, 7], [8]]
+    matrix = np.load(io.BytesIO(b"".join(results("npy", blobs, "in", "out"))))
+    np.testing.assert_array_equal(matrix, [[1, 2], [3, 4], [np.nan] * 2, [np.nan] * 2])
+
+
+def test_a_matrix_of_many_texts_without_an_answer_is_made_in_pieces(tmp_path: Path) -> None:
+    """As of a batch that was cancelled early."""
+    blobs, texts = FolderBlobs(tmp_path), 100_000
+    with blobs.writer("in") as writer:
+        writer.write(b'{"custom_id": "0-%d"}\n' % (texts - 1))
+        writer.commit()
+    with blobs.writer("out") as writer:
+        writer.write(answer(50_000, [[1.0] * 64]))
+        writer.commit()
+    sizes = [len(piece) for piece in results("npy", blobs, "in", "out")]
+    assert (sum(sizes), max(sizes)) == (128 + texts * 64 * 4, GAP_BYTES)
