@@ -130,7 +130,8 @@ class Limits:
 
 NO_LIMITS: Final = Limits()
 #: The beginning of the names of tenants that the system itself has: no key is made for one. Copies of all tenants'
-#: tasks have the tenant `shadows.TENANT`: a key of that name, which an earlier release made, sees nothing of them.
+#: tasks have the tenant `shadows.TENANT`, and share a prefix cache: a key of that name, which an earlier release made,
+#: may neither read nor submit.
 RESERVED: Final = "~"
 #: The beginning of a tenant's account's name. The name of a key's account is the key's id.
 TENANT: Final = "tenant:"
@@ -181,7 +182,7 @@ class Principal:
 
     def sees(self, tenant: str | None) -> bool:
         """Whether it may see what this tenant (None: without one) has made."""
-        return self.sees_all or (tenant == self.tenant and tenant != shadows.TENANT)
+        return self.sees_all or tenant == self.tenant
 
     def may_use(self, model: str, tiers: Sequence[str] = ()) -> bool:
         """Whether it may use this model, and each of these tiers. `model`: a name; an adapter's may follow its base's,
@@ -286,7 +287,10 @@ class Key:
 
     def principal(self) -> Principal:
         account = Account.of(self.id, self.limits)
-        return Principal(self.id, self.tenant, frozenset(self.scopes), self.models, self.tiers, account)
+        scopes = frozenset(self.scopes)
+        if self.tenant == shadows.TENANT:
+            scopes &= {"admin", "metrics"}
+        return Principal(self.id, self.tenant, scopes, self.models, self.tiers, account)
 
 
 @dataclass(frozen=True, slots=True)
