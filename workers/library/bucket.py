@@ -13,7 +13,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -41,6 +41,8 @@ from workers.progress import Progress, bytes_bar
 VERSION: Final = re.compile(r"[0-9a-f]{12}")
 #: Most bytes of a manifest, and of its signatures, that are read.
 LONGEST: Final = 4 << 20
+#: Most bytes of a file: S3 has no larger object.
+MOST_BYTES: Final = 50 << 40
 #: How often a read is tried again while the bucket does not answer, and the longest pause (s) between two tries; boto3
 #: itself tries each request twice.
 TRIES: Final = 5
@@ -104,12 +106,13 @@ def pull(
             size = sum(file.size for file in files)
             say(f"pulling {model.bucket}: {len(files)} files, {size / 1e6:,.1f} MB")
             _check_room(model, files, folder)
+            signatures = _signatures(objects, model, say)
             with Progress(quiet=quiet) as progress:
                 progress.show(lambda: bytes_bar(_fetched(files, folder), size))
                 for file in files:
                     _fetch(objects, model, models, file, folder)
-            with suppress(BlobNotFound):  # nobody has signed it
-                (folder / SIGNATURES).write_bytes(_small(objects, model, SIGNATURES))
+            if signatures is not None:
+                (folder / SIGNATURES).write_bytes(signatures)
             pulled = models.finish(folder, {file.name: file.sha256 for file in files}, None)
     say(f"{name} {pulled.version} is in {pulled.folder}")
     return pulled
@@ -124,9 +127,9 @@ def _files(model: BucketModel, manifest: bytes) -> list[_File]:
     try:
         entries = json.loads(manifest)["files"]
         files = [_File(str(name), int(entry["size"]), str(entry["sha256"])) for name, entry in entries.items()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise Refused(f"the {MANIFEST} of {model.bucket} cannot be read: {error!r}") from error
-    odd = [file.name for file in files if not _is_model_file(file.name) or file.size < 0]
+    odd = [file.name for file in files if not _is_model_file(file.name) or not 0 <= file.size <= MOST_BYTES]
     if odd or not files:
         raise Refused(f"the {MANIFEST} of {model.bucket} names {odd[:1] or 'no files'}; it is no model's")
     return files
@@ -142,6 +145,19 @@ def _small(objects: Objects, model: BucketModel, name: str) -> bytes:
     if len(data) > LONGEST:
         raise Refused(f"{name} of {model.bucket} has more than {LONGEST} bytes")
     return data
+
+
+def _signatures(objects: Objects, model: BucketModel, say: Callable[[str], None]) -> bytes | None:
+    """The signatures beside the manifest; None where nobody has signed it."""
+    try:
+        return _small(objects, model, SIGNATURES)
+    except BlobNotFound:
+        return None
+    except AwsError as error:
+        if error.code != "AccessDenied":
+            raise
+        say(f"no {SIGNATURES} is pulled: {error}. Without s3:ListBucket, S3 says so also where there is none")
+        return None
 
 
 def _fetch(objects: Objects, model: BucketModel, models: LocalModels, file: _File, folder: Path) -> None:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from producers.store.blobs.s3 import Objects
 from tests.aws import Aws
 from tests.aws_faults import Fault, faulty
 from workers.errors import Refused
 from workers.library import bucket
 from workers.library.local_models import MANIFEST, LocalModels
 from workers.library.reference import BUNDLED, find_model
+from workers.library.signatures import SIGNATURES
 
 
 @pytest.fixture
@@ -65,6 +67,26 @@ def test_a_bucket_that_goes_away_in_the_middle_is_tried_again_and_the_rest_comes
     assert (model.folder / "model.safetensors").read_bytes() == whole
 
 
+def test_who_may_only_read_objects_pulls_what_nobody_signed(
+    aws: Aws, stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without s3:ListBucket, S3 denies an object that is not there."""
+    with faulty(aws) as (proxy, faults):
+        read = Objects.read
+
+        def denied(objects: Objects, name: str, start: int, size: int) -> bytes:
+            if name == SIGNATURES:
+                faults.put(Fault("denied", "GET", times=1))
+            return read(objects, name, start, size)
+
+        monkeypatch.setattr(Objects, "read", denied)
+        said: list[str] = []
+        folder = find_model(url(proxy, stored), said.append, quiet=True).folder
+    assert (folder / "model.safetensors").is_file()
+    assert not (folder / SIGNATURES).exists()
+    assert any("s3:ListBucket" in line for line in said), said
+
+
 def test_what_is_damaged_or_missing_or_no_models_is_refused_by_name(aws: Aws, stored: str) -> None:
     s3, key = aws.client("s3"), stored.partition("/")[2]
     manifest = json.loads(s3.get_object(Bucket="models", Key=f"{key}/{MANIFEST}")["Body"].read())
@@ -86,6 +108,9 @@ def test_what_is_damaged_or_missing_or_no_models_is_refused_by_name(aws: Aws, st
     assert "cannot be read" in refusal(MANIFEST, b"[")
     files = manifest["files"] | {"../../x.json": {"size": 1, "sha256": "0"}}
     assert "names ['../../x.json']" in refusal(MANIFEST, json.dumps({"v": 1, "files": files}).encode())
+    for size in ("Infinity", "1" + 400 * "0", "-1"):
+        huge = f'{{"v": 1, "files": {{"config.json": {{"size": {size}, "sha256": "0"}}}}}}'
+        assert f"the {MANIFEST} of s3://models/all/mine" in refusal(MANIFEST, huge.encode())
     other = {**manifest["files"], "README": {"size": 1, "sha256": "0" * 64}}
     assert "is of version" in refusal(MANIFEST, json.dumps({"v": 1, "files": other}).encode())
     with pytest.raises(Refused, match="names no model"):
