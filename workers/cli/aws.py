@@ -361,10 +361,12 @@ def _versions(references: Sequence[str], store: Redis | None) -> list[tuple[str,
 def _versions_of(reference: str, store: Redis | None) -> list[tuple[str, str]]:
     if match := _WITH_VERSION.fullmatch(reference):
         return [(match[1], match[2])]
-    from workers.library import name_of
+    from workers.library.reference import name_of, version_of
 
     name = name_of(reference)
     served = _served(name, store)
+    if version := version_of(reference):
+        return [*served, (name, version)]
     if served and reference.startswith("hf://"):  # no need to download it
         return served
     try:

@@ -33,8 +33,8 @@ DEFAULT_URL: Final = "http://127.0.0.1:8000"
 LONGEST: Final = 1e9
 #: The help text of the options and arguments that name a model.
 MODEL: Final = (
-    "A folder, a GGUF file, a bundled or pulled model, smollm2, or hf://OWNER/NAME[/FILE.gguf][@REVISION]; NAME=MODEL "
-    "gives it another name."
+    "A folder, a GGUF file, a bundled or pulled model, smollm2, hf://OWNER/NAME[/FILE.gguf][@REVISION], or "
+    "s3://BUCKET/PREFIX/NAME/VERSION; NAME=MODEL gives it another name."
 )
 #: How commands find a system's servers: those that need broker or store take these three (`servers.addresses`).
 Broker = Annotated[

@@ -170,6 +170,16 @@ def name_of(reference: str) -> str:
     return name or _named_version(location)[0] or _own_name(Path(location).resolve())
 
 
+def version_of(reference: str) -> str:
+    """The version that the path of a bucket's model says; empty for other references, and where it says none."""
+    _, location = _split(reference)
+    if not location.startswith(S3):
+        return ""
+    from workers.library.bucket import BucketModel
+
+    return BucketModel.parse(location).version
+
+
 def _named_version(location: str) -> tuple[str, str]:
     """Name and version in `NAME@VERSION`; empty for anything else, and where a file has this path."""
     name, _, version = location.partition("@")

@@ -63,6 +63,10 @@ def test_the_version_that_is_served_has_queues_beside_that_of_the_files(penstock
     assert penstock_aws("setup", "--model", "tiny", "--model", "elsewhere", "--model", "x@000000000000").status == 0
     versions = {name.rpartition("#")[0].rpartition(":")[2] for name in urls(valkey)}
     assert versions == {f"tiny@{TINY}", "tiny@0123456789ab", "elsewhere@ba9876543210", "x@000000000000"}
+    stored = "s3://no-such-bucket/all/tiny/ffffffffffff"
+    assert penstock_aws("setup", "--model", stored, "--model", f"own={stored}").status == 0, "nothing is pulled"
+    versions = {name.rpartition("#")[0].rpartition(":")[2] for name in urls(valkey)} - versions
+    assert versions == {"tiny@ffffffffffff", "own@ffffffffffff"}
     unknown = penstock_aws("setup", "--model", "nowhere")
     assert unknown.status == 2
     assert "the store has no card of it; or give the version, as NAME@0123456789ab" in unknown.err
