@@ -269,7 +269,8 @@ class Group:
         with self._changed:
             self._closing = True
             followers = list(self._followers)
-        self._joined.close()
+            lost = bool(self._lost) or any(each.failed for each in self._exchanges)
+        self._joined.close(lost=lost)
         for each in followers:
             shut(each.socket)
         deadline = time.monotonic() + _END_S
@@ -279,6 +280,7 @@ class Group:
             except subprocess.TimeoutExpired:
                 process.kill()
         self._thread.join()
+        self._joined.close(lost=lost)  # the last of them may have come meanwhile
         if self._mirrors and self.exchange is not None:
             self.exchange.fail()
             for mirror in self._mirrors:

@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import queue
 import selectors
 import signal
 import socket
@@ -75,13 +76,16 @@ class Mirror:
 
 
 class SocketLink:
-    """A Link between machines."""
+    """A Link between machines. From the first `receive` on, messages are read as they come: a connection whose other
+    end reads nothing for 15 s is cut off (meeting.py), and a step may take longer. The lead bounds how many come."""
 
     def __init__(self, end: socket.socket) -> None:
         #: Raises DeviceLostError with the reason why the link has failed, if that can be known.
         self.explain: Callable[[], None] = lambda: None
         self.failed = False
         self._end = end
+        self._arrived: queue.SimpleQueue[memoryview | Exception] = queue.SimpleQueue()
+        self._reader: threading.Thread | None = None
 
     def send(self, message: bytes | memoryview) -> None:
         try:
@@ -91,29 +95,40 @@ class SocketLink:
             self._lost(error)
 
     def receive(self) -> memoryview:
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        if not 0 <= length <= _MOST_MESSAGE:
-            self._lost(OSError(f"a message of {length} bytes"))
-        return self._read(length)
+        if self._reader is None:
+            self._reader = threading.Thread(target=self._read_all, name="penstock-link", daemon=True)
+            self._reader.start()
+        arrived = self._arrived.get()
+        if isinstance(arrived, Exception):
+            self._arrived.put(arrived)
+            self._lost(arrived)
+        return arrived
 
     def fail(self) -> None:
         self.failed = True
         shut(self._end)
 
+    def _read_all(self) -> None:
+        try:
+            while True:
+                (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+                if not 0 <= length <= _MOST_MESSAGE:
+                    raise OSError(f"a message of {length} bytes")
+                self._arrived.put(self._read(length))
+        except (OSError, MemoryError) as error:
+            self._arrived.put(error)
+
     def _read(self, length: int) -> memoryview:
         content = memoryview(bytearray(length))
         done = 0
         while done < length:
-            try:
-                read = self._end.recv_into(content[done:])
-            except OSError as error:
-                self._lost(error)
+            read = self._end.recv_into(content[done:])
             if not read:
-                self._lost(OSError("it is closed"))
+                raise OSError("it is closed")
             done += read
         return content
 
-    def _lost(self, error: OSError) -> NoReturn:
+    def _lost(self, error: Exception) -> NoReturn:
         self.fail()
         self.explain()
         raise DeviceLostError(f"the link to another machine is lost: {error}") from error
@@ -170,11 +185,12 @@ class Joined:
     sums: dict[int, dict[int, socket.socket]] = field(default_factory=dict)
     """Of each node, by the index of a rank among those of its machine: to the sums of the rank of this index there."""
 
-    def close(self) -> None:
-        """Tell the nodes that all is done."""
+    def close(self, *, lost: bool) -> None:
+        """End the nodes. Unless the group is `lost`, tell them that all is done."""
         for end in self.nodes.values():
-            with suppress(OSError):
-                end.sendall(b'{"closed": true}\n')
+            if not lost:
+                with suppress(OSError):
+                    end.sendall(b'{"closed": true}\n')
             shut(end)
 
 

@@ -82,6 +82,19 @@ def test_two_machines_are_one_engine_and_a_lost_rank_is_named(
     divided: str, folder: Path, secret: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group, "_REASON_S", 60.0)  # of a machine that may be busy
+    # Who is told of the loss closes the engine, before the group has ended all that it ends then.
+    closed, close, kill = threading.Event(), nodes.Joined.close, group._Follower.kill
+
+    def closing(joined: nodes.Joined, **how: Any) -> None:
+        close(joined, **how)
+        closed.set()
+
+    def late(follower: group._Follower) -> None:
+        closed.wait(60)
+        kill(follower)
+
+    monkeypatch.setattr(nodes.Joined, "close", closing)
+    monkeypatch.setattr(group._Follower, "kill", late)
     port = free_port()
     part = Node(folder, ("127.0.0.1", port), 1, SECRET, threads=1)
     with ThreadPoolExecutor(1) as pool:
@@ -365,6 +378,27 @@ def test_a_link_carries_messages_and_is_lost_with_its_end() -> None:
     with pytest.raises(DeviceLostError):
         one.send(bytes(1 << 20))
     assert other.failed
+
+
+def test_a_link_is_read_while_its_end_computes() -> None:
+    """Or its sender would be cut off once the connection takes no more, as if this end were gone."""
+    one, other = map(SocketLink, socket.socketpair())
+    messages = [bytes([i]) * (8 << 20) for i in range(3)]
+
+    def send() -> None:
+        for message in messages:
+            one.send(message)
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    received = [bytes(other.receive())]
+    sender.join(60)
+    assert not sender.is_alive()
+    assert received + [bytes(other.receive()) for _ in messages[1:]] == messages
+    one.fail()
+    for _ in range(2):
+        with pytest.raises(DeviceLostError, match="it is closed"):
+            other.receive()
 
 
 def test_settings_of_several_machines_are_refused_by_name(tmp_path: Path) -> None:
