@@ -19,10 +19,14 @@ exceed. Whatever was not measured makes the forecast None: nothing is assumed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from redis.asyncio import Redis
 
 from producers.admin.observation import Arrivals, Lease, Observation, look
 from producers.client.aio import AsyncClient
@@ -45,6 +49,8 @@ GO_ON, GO_ON_P90 = 0.4, 4.0
 TURNS, TURNS_P90 = 0.5, 1.0
 #: Halvings of the time in which a wait is looked for that tasks who come meanwhile make longer.
 HALVINGS: Final = 24
+#: Adding up a thousand workers takes 40 ms. From MANY on, what was added up counts for so long (s).
+MANY, KEPT_S = 50, 3.0
 #: No wait that is longer is told (s).
 LONGEST_S: Final = 30 * 24 * 3600.0
 
@@ -69,7 +75,8 @@ async def read_eta(client: AsyncClient, task_id: str) -> Eta | None:
     """When a task ends; None if it has ended or nobody can tell. Raises TaskNotFound, redis.exceptions.RedisError or
     OSError."""
     record = await client.get(task_id).status()
-    return forecast(await look(client.store, client.broker, record)).ends
+    observed = await look(client.store, client.broker, record)
+    return forecast(observed, known_groups(client.store, observed)).ends
 
 
 def eta(client: Client, task_id: str) -> Eta | None:
@@ -135,6 +142,20 @@ class Groups:
 
 #: A queue's name and a tier -> its workers, by one reading of the fleet.
 KnownGroups = dict[tuple[str, str], Groups]
+#: A store -> when workers were added up (monotonic s), and what they came to.
+_kept: WeakKeyDictionary[Redis, tuple[float, KnownGroups]] = WeakKeyDictionary()
+
+
+def known_groups(store: Redis, observed: Observation) -> KnownGroups:
+    """What forecasts of this process have added up of the fleet in the last KEPT_S, where there are MANY workers or
+    more: for callers who read the fleet at each question. `store`: that which was read."""
+    if len(observed.workers) < MANY:
+        return {}
+    now = time.monotonic()
+    at, known = _kept.get(store, (float("-inf"), {}))
+    if now - at > KEPT_S:
+        _kept[store] = now, (known := {})
+    return known
 
 
 def forecast(observed: Observation, known: KnownGroups | None = None) -> Forecast:

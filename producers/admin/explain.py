@@ -9,14 +9,14 @@ It reads broker and store, and changes nothing. Values that nobody measured or w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from redis.asyncio import Redis
 
-from producers.admin.eta import Eta, Forecast, forecast
+from producers.admin.eta import Eta, Forecast, KnownGroups, forecast, known_groups
 from producers.admin.observation import Lease, Observation, look
 from producers.broker.base import Broker
 from producers.connection.storage import STARTED
@@ -27,6 +27,8 @@ from producers.store.chunks import chunk_id
 
 #: Phases in order, and the time at which each begins. The last one ends when the task is settled.
 PHASES: Final = ("submit", "queue", "worker", "first_token", "output", "settle")
+#: The most workers that are named for one reason.
+NAMED: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +181,30 @@ def _inside(observed: Observation) -> Iterator[Reason]:
 def _adapter(observed: Observation) -> Iterator[Reason]:
     """Workers that load its adapter."""
     adapter = observed.record.fields.get("adapter")
-    for worker in observed.workers if adapter is not None else ():
-        adapters = worker.get("adapters")
-        loading = adapters.get("loading") if isinstance(adapters, dict) else None
-        if isinstance(loading, list) and adapter in loading:
-            yield Reason("adapter_loading", f"worker {worker.get('worker')} loads its adapter, version {adapter}")
+    if adapter is None:
+        return
+    loading = [worker for worker in observed.workers if adapter in _loading(worker)]
+    for worker in loading[:NAMED]:
+        yield Reason("adapter_loading", f"worker {worker.get('worker')} loads its adapter, version {adapter}")
+    if (more := len(loading) - NAMED) > 0:
+        yield Reason("adapter_loading", f"{more} more {_workers_do(more, 'load')} it")
+
+
+def _loading(worker: Lease) -> Sequence[Any]:
+    """The versions of adapters that a worker loads."""
+    adapters = worker.get("adapters")
+    loading = adapters.get("loading") if isinstance(adapters, dict) else None
+    return loading if isinstance(loading, list) else ()
+
+
+def _workers_do(count: int, verb: str) -> str:
+    return f"worker {verb}s" if count == 1 else f"workers {verb}"
+
+
+def _listed(parts: Sequence[str]) -> str:
+    """The first NAMED of them, and how many more there are."""
+    more = len(parts) - NAMED
+    return "; ".join(parts[:NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _left(observed: Observation) -> Iterator[Reason]:
@@ -210,9 +231,11 @@ def _workers(observed: Observation) -> Iterator[Reason]:
         return
     if not observed.workers:
         yield Reason("no_worker", f"no worker serves {observed.pool.name}")
-    for worker in observed.workers:
+    for worker in observed.workers[:NAMED]:
         why = ", ".join(map(str, worker.get("unready") or ())) or "it drains"
         yield Reason("worker_not_ready", f"worker {worker.get('worker')} takes no tasks: {why}")
+    if (more := len(observed.workers) - NAMED) > 0:
+        yield Reason("worker_not_ready", f"{more} more {_workers_do(more, 'take')} no tasks")
     yield from _scaling(observed)
 
 
@@ -220,7 +243,7 @@ def _held_back(observed: Observation) -> Iterator[Reason]:
     """Workers that take no tasks where others do."""
     unready = [worker for worker in observed.workers if worker.get("unready")]
     if unready and observed.ready:
-        why = "; ".join(f"{worker.get('worker')}: {', '.join(map(str, worker['unready']))}" for worker in unready)
+        why = _listed([f"{worker.get('worker')}: {', '.join(map(str, worker['unready']))}" for worker in unready])
         verb = "takes" if len(unready) == 1 else "take"
         yield Reason("workers_held_back", f"{len(unready)} of {len(observed.workers)} workers {verb} no tasks: {why}")
 
@@ -280,7 +303,7 @@ def _room(observed: Observation) -> Iterator[Reason]:
     full = [worker for worker in observed.ready if _full(worker)]
     if len(full) == len(observed.ready):
         count = f"all {len(full)} workers are" if len(full) > 1 else "the worker is"
-        yield Reason("workers_full", f"{count} full: {'; '.join(map(_load, full))}")
+        yield Reason("workers_full", f"{count} full: {_listed([*map(_load, full)])}")
         return
     free = [room for worker in observed.ready if (room := _free_tokens(observed, worker)) is not None]
     if free and len(free) == len(observed.ready) and observed.tokens > max(free):
@@ -354,7 +377,8 @@ async def explain(store: Redis, broker: Broker, record: Record) -> Explanation:
     """Explain a task. Raises redis.exceptions.RedisError or OSError."""
     if record.chunks and not record.final:
         return await _of_chunks(store, broker, record)
-    return explanation(await look(store, broker, record))
+    observed = await look(store, broker, record)
+    return explanation(observed, known_groups(store, observed))
 
 
 async def _of_chunks(store: Redis, broker: Broker, parent: Record) -> Explanation:
@@ -363,7 +387,7 @@ async def _of_chunks(store: Redis, broker: Broker, parent: Record) -> Explanatio
     name = chunk_id(parent.id, number)
     record = Record.parse(name, await store.hgetall(keys.task(name)) or {"status": "submitting", "task": "{}"})
     observed = await look(store, broker, record)
-    told = explanation(observed)
+    told = explanation(observed, known_groups(store, observed))
     return replace(
         told,
         id=parent.id,
@@ -373,9 +397,10 @@ async def _of_chunks(store: Redis, broker: Broker, parent: Record) -> Explanatio
     )
 
 
-def explanation(observed: Observation) -> Explanation:
+def explanation(observed: Observation, known: KnownGroups | None = None) -> Explanation:
+    """`known`: see `forecast`."""
     record, why = observed.record, reasons(observed)
-    times = forecast(observed)
+    times = forecast(observed, known)
     estimate = Estimate.of(times)
     return Explanation(
         record.id,

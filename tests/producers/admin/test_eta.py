@@ -9,7 +9,8 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from producers.admin.eta import GO_ON, TURNS, Forecast, forecast
+from producers.admin import eta
+from producers.admin.eta import GO_ON, MANY, TURNS, Forecast, forecast, known_groups
 from producers.admin.fleet import Pool
 from producers.admin.observation import (
     ARRIVED_S,
@@ -123,3 +124,26 @@ def test_workers_are_added_up_once_for_all_who_ask_of_one_reading(monkeypatch: p
     assert start(alone) == pytest.approx(start(with_arrivals()) / 20, abs=0.01)
     other = replace(fleet, record=Record.parse("t", FIELDS | {"tier": "default"}))
     assert forecast(other, known) == forecast(other), "better tiers take flex's and batch's room"
+
+
+async def test_many_workers_are_added_up_once_in_a_while_for_who_reads_the_fleet_at_each_question(
+    valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = [WORKER | {"worker": f"w{n}", "incarnation": f"w{n}"} for n in range(MANY)]
+    fleet, read = replace(WAITS, workers=workers), []
+    of = Profile.of
+    monkeypatch.setattr(Profile, "of", lambda value: read.append(value) or of(value))
+    async with AsyncRedis.from_url(valkey_url) as store, AsyncRedis.from_url(valkey_url) as other:
+        told = [forecast(observed, known_groups(store, observed)) for observed in (fleet, replace(fleet), fleet)]
+        assert len(read) == MANY
+        assert told == [forecast(fleet)] * 3
+        del read[:]
+        forecast(fleet, known_groups(other, fleet))
+        assert len(read) == MANY, "another store's workers are others"
+        few = replace(WAITS, workers=workers[1:])
+        for _ in range(2):
+            forecast(few, known_groups(store, few))
+        assert len(read) == MANY + 2 * (MANY - 1), "few are added up each time"
+        monkeypatch.setattr(eta, "KEPT_S", 0.0)
+        forecast(fleet, known_groups(store, fleet))
+        assert len(read) == 2 * MANY + 2 * (MANY - 1)

@@ -166,6 +166,27 @@ def test_workers_that_are_held_back_beside_others(
     assert "its breaker is open" in reason["message"]
 
 
+def test_of_many_workers_the_first_are_named_and_the_others_counted(
+    submit: Submit, explain: Explain, valkey: Redis, valkey_url: str
+) -> None:
+    task_id = submit()
+    for number in range(23):
+        lease(valkey_url, worker=f"down{number}", unready=["its GPU is lost"])
+    told = [reason for reason in explain(task_id)["blocked_by"] if reason["name"] == "worker_not_ready"]
+    assert len(told) == 21
+    assert told[-1]["message"] == "3 more workers take no tasks"
+    lease(valkey_url, running=4)
+    messages = {reason["name"]: reason["message"] for reason in explain(task_id)["blocked_by"]}
+    assert messages["workers_held_back"].startswith("23 of 24 workers take no tasks: down")
+    assert messages["workers_held_back"].count("its GPU is lost") == 20
+    assert messages["workers_held_back"].endswith("; and 3 more")
+    for number in range(20):
+        lease(valkey_url, worker=f"full{number}", running=4)
+    (full,) = (reason for reason in explain(task_id)["blocked_by"] if reason["name"] == "workers_full")
+    assert full["message"].startswith("all 21 workers are full: ")
+    assert full["message"].endswith("; and 1 more")
+
+
 def test_who_goes_first_and_when_it_starts(
     submit: Submit, explain: Explain, valkey: Redis, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
