@@ -259,10 +259,21 @@ def _check_dimensions(task: Task, width: int, matryoshka: Any) -> None:
     )
 
 
+def longest_prompt(task: Task, card: Mapping[str, Any]) -> int:
+    """The most tokens of a prompt that leave room for the task's output, as `check` counts; below 1 if none does."""
+    context, output = int(card["context_length"]), _least_output(task)
+    return min(context - output, int(card.get("kv_capacity", context)) - max(0, output - 1))
+
+
+def _least_output(task: Task) -> int:
+    """The output tokens for which there must be room."""
+    return max(task.min_tokens, 1) if task.max_tokens is None else task.max_tokens
+
+
 def _check_length(task: Task, card: Mapping[str, Any], context: int) -> None:
     """Raise InvalidTask if prompt and output do not fit. A text's tokens are not counted: it has one at least."""
     prompt, least = task.prompt_tokens or 1, "" if task.prompt_tokens else "at least "
-    output = max(task.min_tokens, 1) if task.max_tokens is None else task.max_tokens
+    output = _least_output(task)
     _check_size(task, prompt, context)
     if prompt + output > context:
         # OpenAI's words: clients recognise an overflow by the message's beginning and shorten the conversation.

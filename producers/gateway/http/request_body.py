@@ -63,6 +63,7 @@ WAITING, PATIENCE_S = 64, 10.0
 KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
     "boolean": (bool, "true or false"),
     "number": ((int, float), "a number"),
+    "integer": (int, "an integer"),
     "string": (str, "text"),
 }
 

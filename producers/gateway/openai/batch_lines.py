@@ -40,6 +40,7 @@ from producers.gateway.text.forms import warnings_of
 from producers.store.batches import ENDPOINTS
 
 CHATS, COMPLETIONS, RESPONSES, *_ = ENDPOINTS
+_OF_TOKENS: Final[dict[str, tuple[Any, ...]]] = {"truncate_prompt_tokens": (), "return_token_ids": (False,)}
 #: The URLs that a line may have, beside those of POOLED -> parameters that need a caller who waits, or more than the
 #: line's own task, with the values that ask for nothing.
 URLS: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
@@ -49,8 +50,15 @@ URLS: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
         "add_generation_prompt": (True,),
         "chat_template_kwargs": ({},),
         "prompt_logprobs": (),
+        **_OF_TOKENS,
     },
-    COMPLETIONS: {"stream": (False,), "echo": (False,), "add_special_tokens": (True,), "prompt_logprobs": ()},
+    COMPLETIONS: {
+        "stream": (False,),
+        "echo": (False,),
+        "add_special_tokens": (True,),
+        "prompt_logprobs": (),
+        **_OF_TOKENS,
+    },
     RESPONSES: {
         "stream": (False,),
         "background": (False,),

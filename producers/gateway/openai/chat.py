@@ -43,14 +43,18 @@ from producers.gateway.openai.complete import Choice, Whole, whole_answer
 from producers.gateway.openai.logprobs import CHAT, ChatLogprobs, ScoredPrompt, joined
 from producers.gateway.openai.output_parser import CALLED, OutputSyntax, ParsedChoice, deltas, message
 from producers.gateway.openai.parameters import (
-    IN_ONE_PIECE,
     NOT_OFFERED,
     RESPONSES,
+    TOKEN_PARAMETERS,
     Parameters,
     TextRequest,
+    Truncation,
     check_chats,
     count,
     flag,
+    in_one_piece,
+    read_token_ids,
+    read_truncation,
     refusal,
 )
 from producers.gateway.openai.reasoning import REASONING_PARAMETERS, ReasoningRequest, read_reasoning, reasoning_of
@@ -76,6 +80,7 @@ PARAMETERS: Final = Parameters(
         "continue_final_message": {"type": "boolean"},
         "chat_template_kwargs": {"type": "object"},
         "response_format": NESTED,
+        **TOKEN_PARAMETERS,
         **TOOL_PARAMETERS,
         **REASONING_PARAMETERS,
     },
@@ -101,7 +106,8 @@ RESERVED_VARIABLES: Final = (
 @dataclass(frozen=True, slots=True)
 class _Chat:
     """A chat request. `variables`: the template's, as the caller sets them. `template`: all besides the messages.
-    `tools`: those that may be called. `begun`: the text of the last message, where the output goes on with it."""
+    `tools`: those that may be called. `token_ids`: whether the answer has token ids. `truncation`: how the prompt is
+    cut. `begun`: the text of the last message, where the output goes on with it."""
 
     text_request: TextRequest
     messages: list[dict[str, Any]]
@@ -110,6 +116,8 @@ class _Chat:
     logprobs: int | None
     tools: Tools | None
     reasoning: ReasoningRequest
+    token_ids: bool
+    truncation: Truncation | None
     begun: str | None = None
 
     @property
@@ -175,6 +183,10 @@ async def create(request: Request) -> Response:
             direct = Direct(stream.tokens)
             return ChunkStream(stream.chunks(foreground, direct), foreground, gateway, direct)
         choices = choices_of(chat.n, scorer, syntax, foreground.ids[0])
+        if chat.token_ids:
+            first["prompt_token_ids"] = task.prompt
+            for choice in choices:
+                choice.token_ids = bytearray()
         whole = Whole(choices, chat.n, shape, scored)
         return await whole_answer(request, gateway, foreground, whole, first)
 
@@ -197,7 +209,7 @@ def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
             "one begins",
         )
     if text_request.stream and "prompt_logprobs" in text_request.fields:
-        raise invalid_value("prompt_logprobs", IN_ONE_PIECE)
+        raise in_one_piece("prompt_logprobs")
     variables = values.get("chat_template_kwargs", {})
     if not isinstance(variables, dict):
         raise refusal("chat_template_kwargs", variables, "an object", code="invalid_type")
@@ -214,7 +226,18 @@ def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
     reasoning = read_reasoning(values, values.get("reasoning_effort"), "reasoning_effort")
     messages = read_messages(values["messages"])
     begun = messages[-1]["content"] or "" if going_on else None
-    return _Chat(text_request, messages, variables, template, (top or 0) if scored else None, tools, reasoning, begun)
+    return _Chat(
+        text_request,
+        messages,
+        variables,
+        template,
+        (top or 0) if scored else None,
+        tools,
+        reasoning,
+        read_token_ids(text_request),
+        read_truncation(values),
+        begun,
+    )
 
 
 async def _prompt(
@@ -232,7 +255,9 @@ async def _prompt(
         if prompts is not None:
             return prompts[0]
         text = await gateway.templates.render(card, chat.messages, work, **chat.template)
-        prompt = await gateway.prompts.encode(card, text, work, special=False)
+        prompt = await gateway.prompts.encode(card, text, work, special=False, whole=chat.truncation is None)
+        if chat.truncation is not None:
+            prompt = chat.truncation.of(prompt, task, card)
         model_fit.check(task.model_copy(update={"prompt": prompt}), card)
         return prompt
 
@@ -255,7 +280,9 @@ def shape(index: int, choice: Choice) -> Iterator[bytes | bytearray]:
         yield b"{"
         yield from joined(CHAT, choice.arrays)
         yield b',"refusal":null}'
-    yield b',"finish_reason":%b}' % choice.finish_reason
+    yield b',"finish_reason":%b' % choice.finish_reason
+    yield from choice.with_token_ids()
+    yield b"}"
 
 
 class _Stream:

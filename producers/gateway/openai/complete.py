@@ -46,19 +46,21 @@ class Scorer(Protocol):
 
 
 class Choice:
-    """One choice's collected output as JSON. `text`: without quotes."""
+    """One choice's collected output as JSON. `text`: without quotes. `token_ids`: its tokens, each with a comma behind
+    it, if the answer is to have them; else None."""
 
-    __slots__ = ("_scorer", "arrays", "reason", "text")
+    __slots__ = ("_scorer", "arrays", "reason", "text", "token_ids")
 
     def __init__(self, scorer: Scorer | None, names: Sequence[str]) -> None:
         self._scorer = scorer
         self.text = bytearray()
         self.arrays = None if scorer is None else Arrays(names)
         self.reason: str | None = None
+        self.token_ids: bytearray | None = None
 
     @property
     def size(self) -> int:
-        return len(self.text) + (0 if self.arrays is None else self.arrays.size)
+        return len(self.text) + (0 if self.arrays is None else self.arrays.size) + len(self.token_ids or b"")
 
     @property
     def reasoning_tokens(self) -> int:
@@ -76,7 +78,16 @@ class Choice:
         self.text += quote(text)[1:-1].encode()
         if self._scorer is not None and self.arrays is not None:
             self.arrays.add(self._scorer.of(output.tokens))
+        if self.token_ids is not None:
+            self.token_ids += b"".join(b"%d," % token.token_id for token in output.tokens)
         self.reason = output.reason or self.reason
+
+    def with_token_ids(self) -> Iterator[bytes | bytearray]:
+        """Its member of token ids with a leading comma, if the answer is to have them."""
+        if self.token_ids is not None:
+            yield b',"token_ids":['
+            yield self.token_ids[:-1]
+            yield b"]"
 
 
 #: A function that yields a choice's JSON.

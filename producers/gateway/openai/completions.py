@@ -59,7 +59,19 @@ from producers.gateway.openai.logprobs import (
     ScoredPrompt,
     joined,
 )
-from producers.gateway.openai.parameters import IN_ONE_PIECE, RESPONSES, Parameters, TextRequest, flag
+from producers.gateway.openai.parameters import (
+    RESPONSES,
+    TOKEN_IDS,
+    TOKEN_PARAMETERS,
+    TRUNCATE,
+    Parameters,
+    TextRequest,
+    Truncation,
+    flag,
+    in_one_piece,
+    read_token_ids,
+    read_truncation,
+)
 from producers.gateway.openai.response_format import NESTED, TEXT, formed
 from producers.gateway.tasks.foreground import Foreground, keyed
 from producers.gateway.text.prompts import InvalidPrompt
@@ -88,6 +100,7 @@ PARAMETERS: Final = Parameters(
         "echo": {"type": "boolean"},
         "add_special_tokens": {"type": "boolean"},
         "response_format": NESTED,
+        **TOKEN_PARAMETERS,
     },
     renamed={name: name for name in ("max_tokens", "best_of", "logprobs", "prompt_logprobs")},
     required="prompt",
@@ -102,12 +115,15 @@ router = APIRouter(prefix="/v1", tags=["openai"])
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A checked completions request. `special`: whether the tokenizer adds its special tokens to texts."""
+    """A checked completions request. `special`: whether the tokenizer adds its special tokens to texts. `token_ids`:
+    whether choices have token ids. `truncation`: how prompts are cut."""
 
     text_request: TextRequest
     prompts: list[PromptInput]
     echo: bool
     special: bool
+    token_ids: bool = False
+    truncation: Truncation | None = None
 
     @property
     def n(self) -> int:
@@ -138,7 +154,10 @@ class Completion:
         texts = {at: task.prompt for at, task in enumerate(tasks) if isinstance(task.prompt, str)}
         ids = dict(enumerate(earlier or ()))
         if earlier is None:
-            ids = await self._each(texts, partial(gateway.prompts.encode_all, card, work=work, special=self.special))
+            encode = partial(
+                gateway.prompts.encode_all, card, work=work, special=self.special, whole=self.truncation is None
+            )
+            ids = await self._each(texts, encode)
         usual = min(MAX_TOKENS, max_output or MAX_TOKENS)
         return [self._checked(card, at, task, ids.get(at), usual) for at, task in enumerate(tasks)]
 
@@ -165,6 +184,8 @@ class Completion:
                 ids = _beginning(card)
             if ids is not None:
                 task = task.model_copy(update={"prompt": ids})
+            if self.truncation is not None and not isinstance(task.prompt, str):
+                task = task.model_copy(update={"prompt": self.truncation.of(task.prompt, task, card)})
             if "max_tokens" not in self.text_request.fields:
                 # It is only a default: a long prompt gets the tokens that are left.
                 remaining = max(1, int(card["context_length"]) - len(task.prompt))
@@ -183,6 +204,13 @@ class Completion:
                 "or lower max_tokens or n",
             )
         self._check_scored(tasks)
+        answered = output + sum(len(task.prompt) for task in tasks) * self.n
+        if self.token_ids and answered > MAX_ANSWER:
+            raise invalid_value(
+                TOKEN_IDS,
+                f"{TOKEN_IDS} is true: over all prompts and choices these are up to {answered} tokens; at most "
+                f"{MAX_ANSWER} are given in one answer; send fewer prompts, or lower max_tokens or n",
+            )
         if not self.logprobs:
             return
         tokens = output + (sum(len(task.prompt) for task in tasks) * self.n if self.echo else 0)
@@ -237,17 +265,22 @@ def read_completion(body: Mapping[str, Any], tenant: str | None) -> Completion:
         )
     if "prompt_logprobs" in text_request.fields:
         if text_request.stream:
-            raise invalid_value("prompt_logprobs", IN_ONE_PIECE)
+            raise in_one_piece("prompt_logprobs")
         if flag(text_request.endpoint_values, "echo"):
             raise invalid_value(
                 "prompt_logprobs",
                 "prompt_logprobs and echo both answer the prompt; give one of them: echo with logprobs scores it, too",
             )
+    truncation = read_truncation(text_request.endpoint_values)
+    if truncation is not None and flag(text_request.endpoint_values, "echo"):
+        raise invalid_value(TRUNCATE, f"echo answers the whole prompt, of which {TRUNCATE} cuts some; give one of them")
     return Completion(
         text_request,
         _prompts(text_request.endpoint_values["prompt"]),
         flag(text_request.endpoint_values, "echo"),
         flag(text_request.endpoint_values, "add_special_tokens", True),
+        read_token_ids(text_request),
+        truncation,
     )
 
 
@@ -391,12 +424,19 @@ async def create(request: Request) -> Response:
             direct = Direct(stream.tokens)
             return ChunkStream(stream.chunks(foreground, direct), foreground, gateway, direct)
         choices = [Choice(scorer, COMPLETION) for scorer in scorers]
+        ids: list[bytes] = []
+        if completion.token_ids:
+            ids = [json.dumps(task.prompt).encode() for task in tasks]
+            for choice in choices:
+                choice.token_ids = bytearray()
         if text_request.fields.get("prompt_logprobs") is None:
-            whole = Whole(choices, completion.n, partial(shape, completion.n, echoes), echoes)
+            whole = Whole(choices, completion.n, partial(shape, completion.n, echoes, prompts=ids), echoes)
         else:
             spelling = await gateway.prompts.tokenizer(resolved.card)
             scored = [ScoredChoices(spelling) for _ in tasks]
-            whole = Whole(choices, completion.n, partial(shape, completion.n, (), scored=scored), scored)
+            shaped = partial(shape, completion.n, (), scored=scored, prompts=ids)
+            whole = Whole(choices, completion.n, shaped, scored)
+        whole.size += sum(map(len, ids)) * completion.n
         return await whole_answer(request, gateway, foreground, whole, first)
 
     return await respond(text_request, foreground, answer)
@@ -429,9 +469,15 @@ def _scorers(
 
 
 def shape(
-    n: int, echoes: Sequence[Echo], index: int, choice: Choice, *, scored: Sequence[ScoredChoices] = ()
+    n: int,
+    echoes: Sequence[Echo],
+    index: int,
+    choice: Choice,
+    *,
+    scored: Sequence[ScoredChoices] = (),
+    prompts: Sequence[bytes] = (),
 ) -> Iterator[bytes | bytearray]:
-    """A choice's JSON in a complete answer."""
+    """A choice's JSON in a complete answer. `prompts`: the token ids of each prompt as JSON, if the answer has them."""
     echo = echoes[index // n] if echoes else None
     yield b'{"index":%d,"text":"' % index
     if echo is not None:
@@ -446,6 +492,10 @@ def shape(
     yield b',"finish_reason":%b' % choice.finish_reason
     if scored:
         yield from scored[index // n].in_choice()
+    yield from choice.with_token_ids()
+    if prompts:
+        yield b',"prompt_token_ids":'
+        yield prompts[index // n]
     yield b"}"
 
 

@@ -11,9 +11,10 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from engine.declared import declared
+from engine.declared import MAX_INT32, declared
 from engine.errors import renamed
 from engine.params import MAX_SEED, SamplingParams
+from producers.contract import model_fit
 from producers.contract.fields import likely
 from producers.contract.task import Task
 from producers.errors import InvalidTask, UnknownModel, shown
@@ -81,6 +82,9 @@ NOT_OFFERED: Final[dict[str, tuple[Any, ...]]] = {
     "web_search_options": (),
     "moderation": (),
     "reasoning_effort": ("none",),
+    "thinking_budget": (-1,),
+    "thinking_token_budget": (-1,),
+    "include_reasoning": (True,),
     "verbosity": ("medium",),
     "store": (False,),
     "suffix": ("",),
@@ -90,8 +94,6 @@ NOT_OFFERED: Final[dict[str, tuple[Any, ...]]] = {
     "cache_salt": (),
     "guided_whitespace_pattern": (),
     "priority": (0,),
-    "truncate_prompt_tokens": (),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "logits_processors": ([],),
     "documents": ([],),
@@ -100,7 +102,6 @@ NOT_OFFERED: Final[dict[str, tuple[Any, ...]]] = {
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
     "media_io_kwargs": ({},),
-    "truncation_side": ("left", "right"),
     "logprob_token_ids": (),
     "repetition_detection": (),
     "return_prompt_text": (False,),
@@ -116,9 +117,11 @@ _INSTEAD: Final = {
     "cache_salt": "which is not offered here: cached prompts are kept apart by tenant, so let the header "
     "Penstock-Tenant or the API key name another one",
     "priority": "which is not offered here: service_tier says how urgent a request is",
-    "truncate_prompt_tokens": "which is not offered here: shorten the prompt, or its tokens, before it is sent",
-    "return_token_ids": "which is not offered here: /v1/tasks has the token ids of its outputs",
-    "return_tokens_as_token_ids": "which is not offered here: /v1/tasks has the token ids of its outputs",
+    **dict.fromkeys(
+        ("thinking_budget", "thinking_token_budget", "include_reasoning"),
+        "which is not offered here: /v1/chat/completions tells reasoning from the answer, and bounds it",
+    ),
+    "return_tokens_as_token_ids": "which is not offered here: return_token_ids answers token ids beside the text",
     "documents": "which is not offered here: put their text into a message",
     "logprob_token_ids": "which is not offered here: allowed_token_ids leaves the output these tokens, and logprobs "
     "answers the likeliest",
@@ -126,8 +129,14 @@ _INSTEAD: Final = {
     "watermarking": "which is not offered here: watermark names a key, or is false",
     "guided_whitespace_pattern": "which is not offered here: white space in JSON ends by itself; a grammar has its own",
 }
-#: Why a stream has no log probabilities of its prompt.
-IN_ONE_PIECE: Final = "prompt_logprobs is for answers in one piece; leave it out, or ask for stream: false"
+#: vLLM's parameters of a prompt's tokens, and of those of an answer.
+TRUNCATE, SIDE, TOKEN_IDS = "truncate_prompt_tokens", "truncation_side", "return_token_ids"
+SIDES: Final = ("left", "right")
+TOKEN_PARAMETERS: Final[dict[str, Any]] = {
+    TRUNCATE: {"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1, "maximum": MAX_INT32}]},
+    SIDE: {"enum": list(SIDES)},
+    TOKEN_IDS: {"type": "boolean"},
+}
 #: Why a parameter is not offered, where nothing else does what it is for.
 NOT_HERE: Final = "which is not offered here"
 #: The endpoints' answers for OpenAPI: complete, or as a stream.
@@ -167,6 +176,51 @@ class TextRequest:
         """The task of one prompt, with the form that its outputs follow. Raises InvalidTask."""
         with self.naming():
             return Task(**({"model": self.model, "prompt": prompt, "ttl": KEPT_S} | self.fields | fields)).formed()
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """How a prompt is cut. `tokens`: the most that are kept; -1: as many as leave room for the output. `side`: the one
+    from which tokens go."""
+
+    tokens: int
+    side: str = SIDES[0]
+
+    def of(self, prompt: tuple[int, ...], task: Task, card: Mapping[str, Any]) -> tuple[int, ...]:
+        """What is kept of a task's prompt. With -1 all of it where no prompt leaves room: the task is refused then."""
+        most = self.tokens if self.tokens != -1 else model_fit.longest_prompt(task, card)
+        if most < 1 or len(prompt) <= most:
+            return prompt
+        return prompt[-most:] if self.side == SIDES[0] else prompt[:most]
+
+
+def read_truncation(values: Mapping[str, Any]) -> Truncation | None:
+    """How the caller lets prompts be cut; None: not at all. Raises Problem."""
+    side = values.get(SIDE, SIDES[0])
+    if side not in SIDES:
+        raise refusal(SIDE, side, " or ".join(SIDES))
+    tokens = values.get(TRUNCATE)
+    if tokens is None:
+        return None
+    expected = f"an integer from 1 to {MAX_INT32}, or -1 (as many as leave room for the output)"
+    if type(tokens) is not int:
+        raise refusal(TRUNCATE, tokens, expected, code="invalid_type")
+    if tokens != -1 and not 1 <= tokens <= MAX_INT32:
+        raise refusal(TRUNCATE, tokens, expected)
+    return Truncation(tokens, side)
+
+
+def read_token_ids(text_request: TextRequest) -> bool:
+    """Whether the answer has token ids. Raises Problem."""
+    wanted = flag(text_request.endpoint_values, TOKEN_IDS)
+    if wanted and text_request.stream:
+        raise in_one_piece(TOKEN_IDS)
+    return wanted
+
+
+def in_one_piece(name: str) -> Problem:
+    """The refusal of a parameter that no stream can have."""
+    return invalid_value(name, f"{name} is for answers in one piece; leave it out, or ask for stream: false")
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from producers.gateway.http.authorization import PARAMETER, SUBMITS_TASKS, princ
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.request_body import checked, checked_fields, documented, fields_of
 from producers.gateway.openai.answer import run_by_weight
-from producers.gateway.openai.parameters import KEPT_S, SERVICE_TIERS, naming
+from producers.gateway.openai.parameters import KEPT_S, SERVICE_TIERS, TRUNCATE, naming
 from producers.gateway.tasks import large
 from producers.gateway.tasks.foreground import Foreground, answered, keyed
 from producers.gateway.tasks.views import errors
@@ -60,6 +60,7 @@ _EVERY: Final[dict[str, Any]] = {
     "model": {"type": "string", "minLength": 1, "maxLength": 200},
     "service_tier": {"type": "string", "enum": list(SERVICE_TIERS)},
     "truncate": {"type": "boolean", "description": "cut texts that are too long"},
+    "truncate_prompt_tokens": {"type": "integer", "enum": [-1], "description": "truncate: true, as vLLM's clients say"},
     "on_error": {"type": "string", "enum": ["request", "item"], "description": "what a bad text fails"},
     "user": {"type": "string", "description": "taken, and not used"},
     "modality": {"type": "string", "enum": ["text"], "description": "what infinity's clients say"},
@@ -148,7 +149,16 @@ class Endpoint:
         dimensions = task_fields.get("dimensions")
         if "modality" in fields and type(dimensions) is int and dimensions == 0:  # infinity's clients: all
             del task_fields["dimensions"]
-        task_fields |= {"truncate": fields.get("truncate", self.cuts), "ttl": KEPT_S}
+        most = fields.get(TRUNCATE)
+        if most is not None and most != -1:
+            raise InvalidTask(
+                f"{TRUNCATE} is {shown(most)}; it must be -1: texts are cut to the tokens that the model takes",
+                param=TRUNCATE,
+            )
+        truncate = fields.get("truncate", self.cuts or most == -1)
+        if most == -1 and not truncate:
+            raise InvalidTask(f"{TRUNCATE} is -1, and truncate is false; give one of them", param=TRUNCATE)
+        task_fields |= {"truncate": truncate, "ttl": KEPT_S}
         task_fields["tier"] = SERVICE_TIERS[fields.get("service_tier", "auto")][0]
         with self.naming():
             return Task(**{**task_fields, "kind": self.kind, **more})

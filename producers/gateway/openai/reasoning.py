@@ -34,11 +34,11 @@ EFFORTS: Final[dict[str, int | None]] = {
     "high": None,
     "xhigh": None,
 }
-#: The largest budget.
-MAX_BUDGET: Final = 1 << 20
+#: The largest budget; and the one that is none, as with vLLM and Gemini.
+MAX_BUDGET, NO_BUDGET = 1 << 20, -1
 #: The parameters that set a budget: Qwen's name, and vLLM's.
 BUDGETS: Final = ("thinking_budget", "thinking_token_budget")
-_BUDGET: Final = {"type": "integer", "minimum": 0, "maximum": MAX_BUDGET}
+_BUDGET: Final = {"type": "integer", "minimum": NO_BUDGET, "maximum": MAX_BUDGET}
 #: JSON schemas of the parameters that chat completions and responses share.
 BUDGET_PARAMETERS: Final[dict[str, Any]] = dict.fromkeys(BUDGETS, _BUDGET)
 #: JSON schemas of the parameters of chat completions.
@@ -73,8 +73,9 @@ _HARMONY: Final = ("<|message|>", "<|start|>", "<|constrain|>", "<|call|>")
 
 @dataclass(frozen=True, slots=True)
 class ReasoningRequest:
-    """What a request asks for. `budget`: the most tokens of reasoning, by its own parameter. `include`: whether the
-    answer has the reasoning. `parameter`: the one that asks for reasoning; None if none does."""
+    """What a request asks for. `budget`: the most tokens of reasoning, by its own parameter; NO_BUDGET: any number,
+    whatever the effort. `include`: whether the answer has the reasoning. `parameter`: the one that asks for reasoning;
+    None if none does."""
 
     effort: str | None = None
     budget: int | None = None
@@ -86,10 +87,11 @@ def read_reasoning(values: Mapping[str, Any], effort: Any, parameter: str) -> Re
     """The request's parameters. `effort`: the value of `parameter`; None where it is not given. Raises Problem."""
     if effort is not None and (not isinstance(effort, str) or effort not in EFFORTS):
         raise refusal(parameter, effort, f"one of {', '.join(EFFORTS)}")
-    budgets = {name: count(values, name, 0, MAX_BUDGET) for name in BUDGETS if name in values}
+    budgets = {name: count(values, name, NO_BUDGET, MAX_BUDGET) for name in BUDGETS if name in values}
     if len(budgets) > 1:
         raise invalid_value(BUDGETS[1], f"{BUDGETS[0]} and {BUDGETS[1]} mean the same; give one of them")
-    asking = [*budgets, *([parameter] if effort not in (None, "none") else [])]
+    bounding = [name for name, budget in budgets.items() if budget != NO_BUDGET]
+    asking = [*bounding, *([parameter] if effort not in (None, "none") else [])]
     return ReasoningRequest(
         effort=effort,
         budget=next(iter(budgets.values()), None),
@@ -279,7 +281,7 @@ class ReasoningModel:
             budget = EFFORTS[request.effort]
         if budget == 0 and _ENABLE in self.template:
             variables[_ENABLE] = False
-        return variables, budget
+        return variables, None if budget == NO_BUDGET else budget
 
     def settlements(self) -> list[dict[str, Any]]:
         """All variables that `settled` may give."""

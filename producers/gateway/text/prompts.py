@@ -248,19 +248,22 @@ class Prompts:
         self._encoders: LruCache[str, _Encoder] = LruCache(KEPT, _Encoder.close)
         self._large = _LargeTexts(self._file)
 
-    async def encode(self, card: Mapping[str, Any], text: str, work: Work, *, special: bool = True) -> tuple[int, ...]:
-        """Token ids of a prompt; with `special`, including the tokenizer's special tokens around it.
+    async def encode(
+        self, card: Mapping[str, Any], text: str, work: Work, *, special: bool = True, whole: bool = True
+    ) -> tuple[int, ...]:
+        """Token ids of a prompt; with `special`, including the tokenizer's special tokens around it. `whole`: False
+        where a part of them will do, so that a text may have more than the model takes.
 
         Raises InvalidTask, Problem if the tokenizer is unavailable or too many requests wait for it, and
         redis.exceptions.RedisError or OSError.
         """
-        return (await self.encode_all(card, (text,), work, special=special))[0]
+        return (await self.encode_all(card, (text,), work, special=special, whole=whole))[0]
 
     async def encode_all(
-        self, card: Mapping[str, Any], texts: Sequence[str], work: Work, *, special: bool = True
+        self, card: Mapping[str, Any], texts: Sequence[str], work: Work, *, special: bool = True, whole: bool = True
     ) -> list[tuple[int, ...]]:
         """Token ids of each of a request's prompts. Raises as `encode`, and InvalidPrompt for a refused text."""
-        if any(len(text) > SHORT for text in texts):
+        if whole and any(len(text) > SHORT for text in texts):
             await self._check_sizes(card, texts, work)
         encoded = await self._each(
             card,

@@ -333,6 +333,31 @@ class TestPromptLogprobs:
         assert answering.records[0].task["prompt_logprobs"] == 2
 
 
+def test_a_prompt_is_cut_to_its_last_or_first_tokens(chat: Ask, answering: Answering) -> None:
+    ids = prompt_of(MESSAGES)
+    for asked, kept in (
+        ({"truncate_prompt_tokens": 5}, ids[-5:]),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, ids[:5]),
+        ({"truncate_prompt_tokens": -1}, ids),
+        ({"truncation_side": "right"}, ids),
+    ):
+        assert chat(**asked).status_code == 200
+        assert answering.records[-1].task["prompt"] == [*kept]
+    long = [USER | {"content": "pass\n" * 9000}]
+    for asked, most in (({}, 1023), ({"max_tokens": 24}, 1000)):
+        answer = chat(messages=long, truncate_prompt_tokens=-1, **asked)
+        assert answer.status_code == 200, answer.text
+        assert answering.records[-1].task["prompt"] == [*prompt_of(long)[-most:]]
+
+
+def test_token_ids_of_prompt_and_choices_are_answered(chat: Ask, answering: Answering) -> None:
+    answering.scripts = [says("a", "b", n=2), says("a")]
+    answer = chat(return_token_ids=True, n=2).json()
+    assert answer["prompt_token_ids"] == [*prompt_of(MESSAGES)]
+    assert [choice["token_ids"] for choice in answer["choices"]] == [[0, 1], [1000, 1001]]
+    assert "token_ids" not in chat().json()["choices"][0]
+
+
 @pytest.mark.parametrize(
     ("path", "asked"),
     [("chat/completions", {"messages": [USER | {"content": "x " * 3000}]}), ("completions", {"prompt": "x " * 3000})],

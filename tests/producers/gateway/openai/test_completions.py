@@ -42,6 +42,19 @@ def test_a_service_tier_is_told_where_it_was_asked_for(complete: Ask, answering:
     assert answering.records[0].tier == "priority"
 
 
+def test_each_choice_has_the_token_ids_of_its_cut_prompt_and_its_own(complete: Ask, answering: Answering) -> None:
+    answering.scripts = [says("a", "b", n=2), says("a", n=2)]
+    asked = {"n": 2, "return_token_ids": True, "truncate_prompt_tokens": 2}
+    choices = complete(prompt=[[5, 6, 7], [8]], **asked).json()["choices"]
+    assert sorted(record.task["prompt"] for record in answering.records) == [[6, 7], [8]]
+    assert [choice["prompt_token_ids"] for choice in choices] == [[6, 7], [6, 7], [8], [8]]
+    assert sorted(len(choice["token_ids"]) for choice in choices) == [1, 1, 2, 2]
+    assert [choice["token_ids"][0] for choice in choices] == [0, 1000, 0, 1000]
+    answering.scripts = [says("a")]
+    complete(prompt=[5] * 2000, truncate_prompt_tokens=-1)
+    assert len(answering.records[-1].task["prompt"]) == CARD.context_length - 16
+
+
 class TestPrompts:
     @pytest.mark.parametrize(
         ("prompt", "queued"),

