@@ -214,6 +214,19 @@ def _left(observed: Observation) -> Iterator[Reason]:
         yield Reason("left_to_holder", f"it is left to worker {holder} for at most 50 ms, which {held}")
 
 
+def output_at_end(record: Record) -> str | None:
+    """Why nothing of its output can be read before its end; None if its tokens are published as they are made."""
+    with suppress(*BROKEN):  # a record that is broken says nothing of it
+        task = record.task
+        if task.get("kind", "generate") != "generate":
+            return "what a task makes of texts can be read once all are computed"
+        if task.get("beam_width") is not None:
+            return f"a beam search compares its {record.width} beams to the end, and publishes the best then"
+        if record.width > record.n:
+            return f"the best of {record.width} outputs are chosen, and published, once all have ended"
+    return None
+
+
 def _busy(worker: Lease) -> bool:
     """Whether as many sequences run as can."""
     running, capacity = sane(worker.get("running")), sane(worker.get("capacity"))
@@ -371,6 +384,8 @@ class Explanation:
     attempts: list[Attempt] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
     """Each one's duration; the last one may go on."""
+    output_at_end: str | None = None
+    """Why nothing of its output can be read before its end; None if its tokens are published as they are made."""
 
 
 async def explain(store: Redis, broker: Broker, record: Record) -> Explanation:
@@ -394,6 +409,7 @@ async def _of_chunks(store: Redis, broker: Broker, parent: Record) -> Explanatio
         status=parent.status,
         summary=f"Of {parent.chunks} parts, {number} are done. Of the next one: {told.summary}",
         phases=phases(parent, observed.now_ms),
+        output_at_end=output_at_end(parent),
     )
 
 
@@ -416,6 +432,7 @@ def explanation(observed: Observation, known: KnownGroups | None = None) -> Expl
         record.count("claims"),
         attempts(record, observed.now_ms, observed.orphaned),
         phases(record, observed.now_ms),
+        None if record.final else output_at_end(record),
     )
 
 
@@ -433,7 +450,8 @@ def summary(observed: Observation, why: list[Reason], estimate: Estimate, ends: 
         if why:
             return f"It is at {record.fields.get('owner')}, and waits there: {why[0].message}."
         end = _end(", and ends", ends)
-        return f"It runs on {record.fields.get('owner')}; tokens so far: {sum(record.nexts)}{end}."
+        progress = output_at_end(record) or f"tokens so far: {sum(record.nexts)}"
+        return f"It runs on {record.fields.get('owner')}; {progress}{end}."
     beginning = "It waits" if observed.ahead is None else f"It waits, with {counted(observed.ahead)} before it,"
     because = f": {why[0].message}" if why else ", and is about to be taken" if observed.ahead == 0 else ""
     times = f"{_in('; it starts', estimate.starts_in_s)}{_end('; it ends', ends)}"

@@ -4,7 +4,7 @@
     /v1/workers              what one runs, and how its KV cache is used; tell it to drain
     /v1/routing              which versions new tasks go to
     /v1/shadows/{name}       copies of tasks for another version, compared
-    /v1/sources              when schedules last fired, and replies that wait
+    /v1/sources              when schedules last fired, replies that wait, and what became of what was taken
     /v1/webhook_deliveries   rows of the outbox; deliver one again
     /v1/whoami               the caller, for programs that show what its key may do
 
@@ -39,6 +39,7 @@ from producers.store import outbox, shadows
 from producers.store.access import audit
 from producers.store.fleet import scaling
 from producers.store.fleet.routing import RULED, Routing
+from producers.store.measurements import SOURCE_OUTCOMES, read_source_items
 from producers.store.outbox import Row, State
 
 #: Decisions and deliveries that are shown, unless asked for otherwise, and the most.
@@ -421,17 +422,27 @@ class RepliesView(BaseModel):
     oldest_due_s: float = Field(description="for how long the oldest has been due that nobody took")
 
 
+class SourceItemsView(BaseModel):
+    """What became of the messages, files and times that a source took, in all its processes together."""
+
+    source: str
+    done: int = Field(description="made what they should")
+    refused: int = Field(description="bad messages, files that failed as a whole, times that made nothing")
+    missed: int = Field(description="went by, or were gone before they were read")
+
+
 class Sources(BaseModel):
     """What event sources have left in the store. What they are set to do is in their own files."""
 
     object: Literal["sources"] = "sources"
     schedules: list[ScheduleView]
     replies: list[RepliesView]
+    items: list[SourceItemsView]
 
 
 @router.get("/sources", dependencies=MEASURES, response_model=Sources)
 async def sources(request: Request) -> Sources:
-    """Tell when schedules last fired, and which sources' replies wait."""
+    """Tell when schedules last fired, which sources' replies wait, and what became of what sources took."""
     store = gateway_of(request).client.store
     times = {decoded(name): decoded(at) for name, at in (await store.hgetall(keys.SCHEDULES)).items()}
     due = (await outbox.backlog(store)).due
@@ -444,7 +455,14 @@ async def sources(request: Request) -> Sources:
         for source, waiting in due.items()
         if source is not None
     ]
-    return Sources(schedules=schedules[:MAX_ROWS], replies=replies[:MAX_ROWS])
+    counts = await read_source_items(store)
+    items = [
+        SourceItemsView(
+            source=text(source), **{outcome: counts.get((source, outcome), 0) for outcome in SOURCE_OUTCOMES}
+        )
+        for source in sorted({source for source, _ in counts})
+    ]
+    return Sources(schedules=schedules[:MAX_ROWS], replies=replies[:MAX_ROWS], items=items[:MAX_ROWS])
 
 
 # ---- webhooks' deliveries -------------------------------------------------------------------------------------------

@@ -41,9 +41,10 @@ const PAGES = [
 const $ = (id) => document.getElementById(id);
 const main = $("main");
 const THEMES = ["auto", "light", "dark"];
+const SELDOM_MS = 60000; // most between two questions whose answer is a refusal
 
 let caller = null;
-let current = null; // {page, path, rest, query, stop, timer, data, drawn, failedAt}
+let current = null; // {page, path, rest, query, stop, timer, data, error, refusals, freshAt, failedAt}
 let skew = 0; // the store's clock less ours, s
 
 // ---- what pages are given ----
@@ -114,7 +115,7 @@ function navigate() {
   }
   const [path, page, scope] = match;
   const stop = new AbortController();
-  current = { page, path, rest: parts.slice(1), query, stop, data: null, failedAt: null, freshAt: null };
+  current = { page, path, rest: parts.slice(1), query, stop, data: null, refusals: 0, failedAt: null, freshAt: null };
   document.title = `${page.title} · Penstock`;
   if (!ctx.may(scope)) {
     main.replaceChildren(
@@ -168,21 +169,32 @@ async function refresh() {
     here.data = data;
     here.failedAt = null;
     here.error = null;
+    here.refusals = 0;
     here.freshAt = performance.now();
     show();
   } catch (error) {
     if (here !== current || here.stop.signal.aborted) return;
     here.error = error;
     here.failedAt ??= performance.now();
+    here.refusals = lasting(error) ? here.refusals + 1 : 0;
     if (error instanceof api.Refused && error.status === 401) return askKey(api.hasKey() ? error.message : null);
     show();
     if (!(error instanceof api.Refused)) console.error(error);
   } finally {
     here.loading = false;
     if (here === current && here.page.every && !document.hidden)
-      here.timer = setTimeout(refresh, here.unsettled ? 0 : interval(here));
+      here.timer = setTimeout(refresh, here.unsettled ? 0 : pause(interval(here), here.error, here.refusals));
     fresh();
   }
+}
+
+// What is refused for what it asks, and not for the moment, is seldom answered a moment later.
+const lasting = ({ status }) => status >= 400 && status < 500 && ![401, 408, 429].includes(status);
+
+// Time (ms) until it is asked again: twice as long after each such refusal, and no sooner than the gateway says.
+function pause(usual, error, refusals) {
+  const asked = refusals ? usual * 2 ** refusals : 1000 * (error?.retryAfter ?? 0);
+  return Math.max(usual, Math.min(asked, SELDOM_MS));
 }
 
 const interval = ({ page, data }) => (typeof page.every === "function" ? page.every(data, ctx) : page.every);
@@ -194,8 +206,9 @@ function show() {
   const nodes = data === null ? [h("h1", { "data-key": "h1" }, page.title)] : page.draw(data, ctx).filter(Boolean);
   if (error) {
     const gone = data === null;
+    const again = here.refusals ? " Asked again after longer and longer pauses, up to a minute." : " Asked again every few seconds.";
     const old = here.freshAt === null ? "" : ` What is below was read ${seconds((performance.now() - here.freshAt) / 1000)} ago.`;
-    nodes.splice(1, 0, h("p", { class: "note bad", "data-key": "stale", role: gone ? "alert" : null }, h("b", null, gone ? "This cannot be shown. " : "Not up to date. "), plain(error.message), /[.!?]$/.test(error.message) ? "" : ".", old, page.every ? " Asked again every few seconds." : ""));
+    nodes.splice(1, 0, h("p", { class: "note bad", "data-key": "stale", role: gone ? "alert" : null }, h("b", null, gone ? "This cannot be shown. " : "Not up to date. "), plain(error.message), /[.!?]$/.test(error.message) ? "" : ".", old, page.every ? again : ""));
   }
   patch(main, nodes);
 }
@@ -300,15 +313,18 @@ function idle() {
 
 // ---- start ----
 
+let refusals = 0;
 async function begin() {
   try {
     caller = await api.get("v1/whoami");
+    refusals = 0;
   } catch (error) {
     caller = null;
     if (error.status === 401) return askKey(api.hasKey() ? error.message : null);
     const again = h("button", { type: "button", on: { click: begin } }, "Ask again");
     patch(main, [h("h1", null, "Penstock"), h("p", { class: "note bad", role: "alert" }, plain(error.message), " ", again)]);
-    setTimeout(() => caller === null && !asking && begin(), 5000);
+    refusals = lasting(error) ? refusals + 1 : 0;
+    setTimeout(() => caller === null && !asking && begin(), pause(5000, error, refusals));
     return;
   }
   const button = $("key");

@@ -35,7 +35,7 @@ export const task = {
         why && !final ? card("What keeps it", { class: why.attempts.length ? "half" : "", key: "why" }, blockers(why)) : null,
         why && (final || why.attempts.length) ? card("Starts", { class: final && record.error ? "two-thirds" : final ? "" : "half", key: "attempts" }, attempts(why, ctx)) : null,
         record.error ? card("Error", { class: "third", key: "error" }, facts([["Code", h("code", null, plain(record.error.code ?? "–"))], ["Message", plain(record.error.message ?? "–")]])) : null,
-        card(final ? "Output" : "Output, as it is made", { key: "output" }, output(record, final)),
+        card(final ? "Output" : "Output, as it is made", { key: "output" }, output(record, why, final)),
         Object.keys(record.metadata ?? {}).length ? card("Metadata", { key: "metadata" }, facts(Object.entries(record.metadata).map(([key, value]) => [plain(key), plain(value)]))) : null,
         card("From a shell", { key: "shell" }, copyable(`curl ${ctx.caller.keys ? '-H "Authorization: Bearer $PENSTOCK_API_KEY" ' : ""}${ctx.api.url(`v1/tasks/${encodeURIComponent(record.id)}/explain`)}`))),
     ];
@@ -126,7 +126,10 @@ function attempts(why, ctx) {
     { label: "Starts", none: "No worker has started it." });
 }
 
-function output(record, final) {
+// Why there is nothing to read yet.
+const unread = (why) => h("p", { class: "dim" }, why?.output_at_end ? `Nothing yet: ${plain(why.output_at_end)}.` : live?.comment ? plain(live.comment) : "No token yet.");
+
+function output(record, why, final) {
   if (final) {
     stopFollowing();
     if (record.rows) return long(JSON.stringify(record.rows));
@@ -134,10 +137,10 @@ function output(record, final) {
     return record.choices.map((choice) => [
       h("h3", null, record.choices.length > 1 ? `Choice ${choice.index}` : "Text", h("span", { class: "dim" }, ` ${plural(choice.token_ids?.length ?? 0, "token")}, ended by ${plain(choice.finish_reason ?? "nothing")}`)), long(choice.text)]);
   }
-  if (!live) return h("p", { class: "dim" }, "No token yet.");
+  if (!live) return unread(why);
   return [
     live.problem ? note("bad", plain(live.problem)) : null,
-    live.text.length ? live.text.map((text, i) => [live.text.length > 1 ? h("h3", null, `Choice ${i}`) : null, h("pre", { class: "text caret", dir: "auto", "aria-label": "Output so far" }, plain(text ?? ""))]) : h("p", { class: "dim" }, live.comment ? plain(live.comment) : "No token yet."),
+    live.text.length ? live.text.map((text, i) => [live.text.length > 1 ? h("h3", null, `Choice ${i}`) : null, h("pre", { class: "text caret", dir: "auto", "aria-label": "Output so far" }, plain(text ?? ""))]) : unread(why),
     live.text.length ? h("p", { class: "dim empty" }, plural(live.tokens, "token"), " so far") : null,
   ];
 }
@@ -171,8 +174,10 @@ async function follow(id, ctx) {
       if (position === 0) return;
     } catch (error) {
       if (stop.signal.aborted) return;
-      mine.problem = `${error.message} It is taken up again.`;
+      const lasting = error.status === 403 || error.status === 404; // it was deleted, or an older gateway answers
+      mine.problem = lasting ? error.message : `${error.message} It is taken up again.`;
       redraw();
+      if (lasting) return;
     }
     await new Promise((resolve) => setTimeout(resolve, Math.min(1000 * 2 ** tries, 15000)));
   }

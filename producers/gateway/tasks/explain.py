@@ -71,6 +71,10 @@ class ExplanationView(BaseModel):
     starts: int = Field(description="how often it was started")
     attempts: list[AttemptView] = Field(description="its starts, as far as they are kept")
     phases: dict[str, float] = Field(description="how long each phase took so far")
+    output_at_end: str | None = Field(
+        description="why nothing of its output can be read before its end; null if it has ended, or its tokens can be "
+        "read as they are made"
+    )
 
     @classmethod
     def of(cls, explanation: Explanation) -> Self:

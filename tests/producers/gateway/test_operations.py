@@ -242,6 +242,12 @@ def test_schedules_and_waiting_replies_are_told(http: httpx.Client, valkey: Redi
     (replies,) = answer["replies"]
     assert (replies["source"], replies["due"]) == ("orders", 1)
     assert replies["oldest_due_s"] >= 0
+    assert answer["items"] == []
+    valkey.hset(keys.METRICS_SOURCES, mapping={"source_items orders done n": 7, "source_items files missed n": 2})
+    assert http.get("/v1/sources").json()["items"] == [
+        {"source": "files", "done": 0, "refused": 0, "missed": 2},
+        {"source": "orders", "done": 7, "refused": 0, "missed": 0},
+    ]
 
 
 # ---- deliveries -----------------------------------------------------------------------------------------------------

@@ -159,6 +159,55 @@ async def test_a_task_is_followed_from_its_wait_to_its_last_token(
     await expect(page.get_by_role("button", name="Run again")).to_be_visible()
 
 
+async def test_a_search_says_why_it_shows_no_token(look: Look, door: Door, valkey: Redis, submit: Submit) -> None:
+    task_id = submit(beam_width=3)
+    page = await look(door, f"tasks/{task_id}")
+    output = page.locator(".card").filter(has=page.get_by_role("heading", name="Output, as it is made"))
+    await expect(output).to_contain_text("Nothing yet: a beam search compares its 3 beams to the end")
+    worker = FakeWorker(valkey)
+    assert worker.take(QUEUE) == task_id
+    worker.claim(task_id)
+    await expect(page.locator("main .note")).to_contain_text("It runs on fake; a beam search compares", timeout=20_000)
+    await expect(output).to_contain_text("Nothing yet: a beam search")
+    worker.append(task_id, 0, ["the", " best"])
+    worker.finish(task_id, [2])
+    worker.settle(task_id)
+    await expect(page.locator("pre.text")).to_have_text("the best")
+
+
+async def test_what_became_of_what_sources_took_stands_with_batches(look: Look, door: Door, valkey: Redis) -> None:
+    page = await look(door, "batches")
+    await expect(page.get_by_role("region", name="What sources took")).to_have_count(0)
+    valkey.hset(keys.METRICS_SOURCES, mapping={f"source_items {HOSTILE.split()[0]} refused n": 3})
+    await page.reload()
+    row = page.get_by_role("region", name="What sources took").locator("tbody tr")
+    await expect(row).to_have_text("<img030")
+
+
+async def test_what_is_refused_is_asked_for_less_and_less_often(
+    look: Look, door: Door, submit: Submit, complaints: Complaints
+) -> None:
+    """Its pauses are noted, and a hundredth as long here."""
+    page = await look(door, "tasks")
+    await page.add_init_script(
+        "const pauses = [], later = setTimeout;"
+        "window.setTimeout = (act, ms) => {"
+        "  if (ms >= 4000) document.documentElement.dataset.pauses = (pauses.push(ms), pauses.join(' '));"
+        "  return later(act, ms / 100);"
+        "};"
+    )
+    await page.goto(f"{door.url}/console#/tasks/none")
+    await page.reload()
+    await expect(page.get_by_role("alert")).to_contain_text("Asked again after longer and longer pauses")
+    pauses = re.compile(r"^4000 8000 16000 32000 60000 60000\b")
+    await expect(page.locator("html")).to_have_attribute("data-pauses", pauses, timeout=20_000)
+    answered = door.http.get(f"/v1/tasks/{submit()}").json()
+    await page.route(re.compile("/v1/tasks/none$"), lambda route: route.fulfill(json=answered))
+    await expect(page.locator("#live")).to_have_text("Live")
+    await expect(page.get_by_role("alert")).to_have_count(0)
+    complaints.clear()  # Chromium tells of each 404
+
+
 async def test_what_changes_something_asks_once_says_what_and_is_audited(
     look: Look, door: Door, valkey: Redis, submit: Submit
 ) -> None:

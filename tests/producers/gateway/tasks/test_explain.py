@@ -289,6 +289,28 @@ def test_a_task_that_runs_lost_a_worker_and_ends(
     assert said["attempts"][-1]["why"] == "ended"
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"beam_width": 3, "n": 2}, "a beam search compares its 3 beams to the end"),
+        ({"best_of": 4}, "the best of 4 outputs are chosen"),
+        ({"n": 2}, None),
+    ],
+)
+def test_what_publishes_nothing_before_its_end_says_why(
+    submit: Submit, explain: Explain, worker: FakeWorker, fields: dict[str, Any], reason: str | None
+) -> None:
+    task_id = submit(**fields)
+    assert worker.take(QUEUE) == task_id
+    worker.claim(task_id)
+    said = explain(task_id)
+    assert (said["output_at_end"] or "").startswith(reason or "")
+    assert (said["output_at_end"] is None) == (reason is None)
+    assert f"It runs on fake; {reason or 'tokens so far: 0'}" in said["summary"]
+    worker.finish(task_id, [0], status="failed", reasons=[], error={"code": "engine_error", "message": "It broke."})
+    assert explain(task_id)["output_at_end"] is None
+
+
 def test_a_task_whose_worker_is_dead_waits_for_another_one(
     submit: Submit, explain: Explain, valkey: Redis, valkey_url: str, worker: FakeWorker
 ) -> None:
