@@ -254,7 +254,7 @@ class Engine(StepLoop):
             adapter = load_adapter(path, self._model, max_bytes=room)
             if self._group is not None and isinstance(self._model, LeadModel):
                 self._model.number(adapter, number := next(self._ids))
-                self._group.load_adapter(Path(path), number)
+                self._group.load_adapter(Path(path), adapter.version, number)
             self._adapters.add(name, adapter)
             return adapter
 

@@ -62,6 +62,7 @@ def main() -> None:
         from engine.models import load_model
         from engine.models.shares import files_of
 
+        _say(lead, imported=True)  # of a machine that is busy this may have taken a minute
         folder = Path(local["folder"])
         if files_of(folder) != local["files"]:
             raise ModelError(f"{folder}: its files have changed since the lead looked; start again")
@@ -117,7 +118,10 @@ def main() -> None:
             else:
                 follow(model, exchange, listener.adapters)
     except BaseException as error:
-        _say(lead, error=f"{type(error).__name__}: {error}")
+        from engine.errors import DeviceLostError
+
+        # Of a loss among the others the lead has a cause of its own, or will have.
+        _say(lead, **{"lost" if isinstance(error, DeviceLostError) else "error": f"{type(error).__name__}: {error}"})
         for each in ends:
             each.fail()
         raise
@@ -158,18 +162,21 @@ class _Listener(threading.Thread):
         try:
             for line in self._told:
                 asked = json.loads(line)
-                self._load(asked["adapter"], asked["folder"])
+                self._load(asked["adapter"], asked["folder"], asked["version"])
         finally:
             os._exit(os.EX_OK)
 
-    def _load(self, number: int, folder: str) -> None:
+    def _load(self, number: int, folder: str, version: str) -> None:
         from engine.adapters import load_adapter
         from engine.errors import EngineError
 
         wrong = ""
         try:
             assert self.share is not None
-            self.adapters[number] = load_adapter(folder, self.share)
+            adapter = load_adapter(folder, self.share)
+            if adapter.version != version:
+                raise EngineError(f"its files are version {adapter.version}, and the lead's {version}")
+            self.adapters[number] = adapter
         except (EngineError, OSError, RuntimeError, ValueError, MemoryError) as error:
             wrong = f"{type(error).__name__}: {error}"
         _say(self._lead, adapter=number, wrong=wrong)

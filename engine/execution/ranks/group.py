@@ -50,6 +50,8 @@ COMPILE_S: Final = 600.0
 _END_S: Final = 5.0
 #: Seconds that the reason of a failure may take to arrive after the failure.
 _REASON_S: Final = 5.0
+#: Seconds that the loss of a rank may take to be noticed after another has noticed it.
+_CAUSE_S: Final = 8.0
 #: Seconds between two looks at how far the ranks have come, and the weight of a look among all.
 _LOOK_S: Final = 0.05
 _LOOK_WEIGHT: Final = 0.02
@@ -70,6 +72,8 @@ class _Follower:
     types: str = ""
     """Its data types, once it is ready."""
     error: str = ""
+    lost: str = ""
+    """How it says that others are lost."""
     unread: bytes = b""
     adapters: dict[int, str] = field(default_factory=dict)
     """The numbers of adapters that it was to load, with what went wrong."""
@@ -138,6 +142,8 @@ class Group:
         #: By rank: the share of looks at which others waited for it.
         self._waits = dict.fromkeys(range(1, self._own if stages > 1 else self._ranks), 0.0)
         self._mirrors: list[Mirror] = []
+        #: What the first rank says that was not lost itself, and when.
+        self._second_hand: tuple[str, float] | None = None
         self._meeting = None
         if self._nodes > 1:
             self._meeting = Meeting(config.ranks_address, read_secret(str(config.ranks_secret)))
@@ -189,9 +195,10 @@ class Group:
         self._chain = Chain(after, back, self.check)
         return StagedModel(share, self.exchange, self._chain)
 
-    def load_adapter(self, folder: Path, number: int) -> None:
-        """Have all followers load the adapter in `folder`, as `number`. Raises EngineError."""
-        message = json.dumps({"adapter": number, "folder": str(folder.resolve())}).encode() + b"\n"
+    def load_adapter(self, folder: Path, version: str, number: int) -> None:
+        """Have all followers load the adapter in `folder`, of this version, as `number`. Raises EngineError."""
+        told = {"adapter": number, "folder": str(folder.resolve()), "version": version}
+        message = json.dumps(told).encode() + b"\n"
         with self._changed:
             for each in self._followers:
                 with suppress(OSError):  # it has ended, and then they are lost
@@ -261,7 +268,7 @@ class Group:
         """Raise DeviceLostError if a rank has failed."""
         if any(each.failed for each in self._exchanges):
             with self._changed:
-                self._changed.wait_for(lambda: self._lost, _REASON_S)
+                self._changed.wait_for(lambda: self._lost, _REASON_S + _CAUSE_S)
             raise DeviceLostError(self._lost or "a rank failed")
 
     def close(self) -> None:
@@ -318,6 +325,8 @@ class Group:
                         selector.unregister(key.fileobj)
                         self._ended(key.data)
                 self._refuse_silence()
+                self._take_second_hand(_CAUSE_S)
+        self._take_second_hand(0.0)
         for each in self._followers:
             if each.process is not None:
                 each.process.wait()
@@ -396,10 +405,20 @@ class Group:
                 if "adapter" in said:
                     follower.adapters[said["adapter"]] = said["wrong"]
                 follower.error = said.get("error", follower.error)
+                follower.lost = said.get("lost", follower.lost)
             self._changed.notify_all()
         if follower.error and not self._closing:  # its process may take long to end
             self._lose(f"{self._named(follower)}: {follower.error}")
+        if follower.lost and self._second_hand is None:
+            self._second_hand = f"{self._named(follower)}: {follower.lost}", time.monotonic()
         return bool(data)
+
+    def _take_second_hand(self, after: float) -> None:
+        """Lose the group for what a rank says of others, once it was said `after` seconds ago."""
+        if self._second_hand is not None and not self._lost and not self._closing:
+            why, since = self._second_hand
+            if time.monotonic() - since >= after:
+                self._lose(why)
 
     def _named(self, follower: _Follower) -> str:
         whose = f"on node {follower.rank // self._own}"
@@ -413,7 +432,7 @@ class Group:
                 self._lost = self._lost or "the engine is closed"
                 self._changed.notify_all()
             return
-        if self._lost:
+        if self._lost or follower.lost:
             return
         if follower.process is None:
             why = self._told_by(follower.rank // self._own, follower.rank)

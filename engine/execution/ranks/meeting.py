@@ -99,15 +99,16 @@ class Meeting:
         """The next caller who knows the secret, and what it says. None if there is none for half a second."""
         until = time.monotonic() + _LOOK_S
         while True:
-            now = time.monotonic()
-            for caller in [each for each in self._callers.values() if now > each.until]:
-                self._turn_away(caller, "it says nothing, or too little")
-            for key, _ in self._selector.select(max(0.0, until - now)):
+            for key, _ in self._selector.select(max(0.0, until - time.monotonic())):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif (caller := key.data) in self._callers.values() and (said := self._heard(caller)) is not None:
                     return caller.end, said
-            if time.monotonic() >= until:
+            # After what they have said was read: this thread may have had to wait longer than they may.
+            now = time.monotonic()
+            for caller in [each for each in self._callers.values() if now > each.until]:
+                self._turn_away(caller, "it says nothing, or too little")
+            if now >= until:
                 return None
 
     def _accept(self) -> None:
@@ -130,23 +131,24 @@ class Meeting:
         """What a caller says who has now said all of it and knows the secret."""
         end = caller.end
         try:
-            more = end.recv(caller.lacking)
-            if not more:
-                raise OSError("the connection is closed")
-            caller.content += more
-            if caller.size > MOST_SAID:
-                raise OSError(f"it says {caller.size} bytes")
-            if caller.lacking:
-                return None
+            while caller.lacking:
+                more = end.recv(caller.lacking)
+                if not more:
+                    raise OSError("the connection is closed")
+                caller.content += more
+                if caller.size > MOST_SAID:
+                    raise OSError(f"it says {caller.size} bytes")
             theirs, proof, said = caller.parts()
             if not hmac.compare_digest(proof, _proof(self._secret, b"node", caller.nonce, theirs, said)):
                 raise OSError("it does not know the secret")
             end.sendall(_proof(self._secret, b"lead", theirs, caller.nonce, said))
             _keep_alive(end)
-            told: dict[str, Any] = json.loads(said)
+            told = json.loads(said)
+            if not isinstance(told, dict):
+                raise OSError(f"it says {told!r:.100}")
         except BlockingIOError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             self._turn_away(caller, str(error))
             return None
         self._forget(caller)

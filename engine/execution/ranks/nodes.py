@@ -255,13 +255,13 @@ def gather(
                     f"{', '.join(lacks)}: not connected in {CONNECT_S + GREET_S:.0f} s though its machine has come"
                 )
             end, said = arrived
-            purpose, rank = said.get("purpose"), said.get("rank")
-            if purpose == "rank" and rank in wanted:
+            purpose, node, rank = said.get("purpose"), said.get("node"), said.get("rank")
+            if purpose == "rank" and isinstance(rank, int) and rank in wanted:
                 wanted.discard(rank)
                 joined.ranks[rank] = end
-            elif purpose == "sums" and (said["node"], rank) in sums:
-                sums.discard((said["node"], rank))
-                joined.sums.setdefault(said["node"], {})[said["rank"]] = end
+            elif purpose == "sums" and isinstance(node, int) and isinstance(rank, int) and (node, rank) in sums:
+                sums.discard((node, rank))
+                joined.sums.setdefault(node, {})[rank] = end
             elif purpose == "link" and joined.after is None:
                 joined.after = end
             elif purpose == "back" and joined.back is None:

@@ -17,13 +17,14 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig, SamplingParams
+from engine.adapters import Adapter, load_adapter
 from engine.engine import fingerprint_of
 from engine.errors import EngineError
 from engine.execution.ranks import group
 from engine.execution.ranks.group import Group
 from engine.kernels.native import load_library
 from engine.request import Request
-from tests.engine.adapters.folders import write_adapter
+from tests.engine.adapters.folders import tensors, write_adapter
 from tests.engine.random_models import VARIANTS, write_model
 from tests.waiting import gone, until
 
@@ -47,7 +48,9 @@ def followers(engine: Engine) -> list[int]:
     return [each.process.pid for each in engine._group._followers if each.process is not None]
 
 
-def test_a_group_is_one_engine_and_a_dead_rank_is_a_lost_device(folder: Path, tmp_path: Path) -> None:
+def test_a_group_is_one_engine_and_a_dead_rank_is_a_lost_device(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapter = write_adapter(tmp_path / "adapter")
     prompts = [[1, 2, 3, 4], [5, 6, 7] * 20]
     with Engine.load(folder, config(1)) as alone:
@@ -66,6 +69,17 @@ def test_a_group_is_one_engine_and_a_dead_rank_is_a_lost_device(folder: Path, tm
             output.token_ids for output in adapted
         ]
         assert engine.unload_adapter("a")
+
+        def load(path: Path, model: Any, max_bytes: int) -> Adapter:
+            loaded = load_adapter(path, model, max_bytes)
+            write_adapter(path, tensors(seed=9))  # as on a machine that has another one there
+            return loaded
+
+        with monkeypatch.context() as patched:
+            patched.setattr("engine.engine.load_adapter", load)
+            with pytest.raises(EngineError, match=r"rank 1: EngineError: its files are version \w+, and the lead's"):
+                engine.load_adapter("other", tmp_path / "adapter")
+        assert not engine.adapters
         lost: queue.SimpleQueue[tuple[str, set[str]]] = queue.SimpleQueue()
         engine.on_lost = lambda why, suspects: lost.put((why, suspects))
         events: queue.SimpleQueue[Any] = queue.SimpleQueue()

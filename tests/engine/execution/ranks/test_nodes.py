@@ -21,6 +21,7 @@ import pytest
 from engine import Engine, EngineConfig, SamplingParams
 from engine.errors import DeviceLostError, EngineError
 from engine.execution.ranks import group, meeting, nodes
+from engine.execution.ranks.group import Group
 from engine.execution.ranks.meeting import Meeting, join, read_secret
 from engine.execution.ranks.nodes import Node, SocketLink, differing, gather, traits_of
 from engine.kernels.native import load_library
@@ -111,6 +112,42 @@ def test_two_machines_are_one_engine_and_a_lost_rank_is_named(
             os.kill(process.pid, signal.SIGKILL)
             assert lost.get(timeout=60).endswith("rank 1 of 2 (on node 1): it was killed by SIGKILL")
         assert running.result(timeout=60) is False
+
+
+@pytest.mark.exhaustive
+def test_the_rank_that_is_lost_is_named_and_not_who_says_that_one_is(
+    folder: Path, secret: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_REASON_S", 60.0)
+    monkeypatch.setattr(group, "_CAUSE_S", 60.0)
+    changes = VARIANTS["gqa"] | {"num_hidden_layers": 3}
+    folder = write_model(folder.parent / "three", seed=5, tokenizer=False, **changes)
+    read, reported = Group._read, threading.Event()
+
+    def later(own: Group, follower: group._Follower) -> bool:
+        """The end of rank 1 is read once rank 2 has said that its link to rank 1 is lost."""
+        if follower.rank == 1 and follower.ready and not reported.is_set():
+            return True
+        more = read(own, follower)
+        if follower.rank == 2 and follower.lost:
+            reported.set()
+        return more
+
+    port, address = free_port(), f"127.0.0.1:{free_port()}"
+    others = [
+        Node(folder, ("127.0.0.1", port), 1, SECRET, listen=address, threads=1),
+        Node(folder, ("127.0.0.1", port), 2, SECRET, threads=1),
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        running = [started(pool, each) for each in others]
+        with Engine.load(folder, config(secret, port, nodes=3, pipeline_parallel=3)) as engine:
+            lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+            engine.on_lost = lambda why, suspects: lost.put(why)
+            monkeypatch.setattr(Group, "_read", later)
+            (process,) = others[0]._processes.values()
+            os.kill(process.pid, signal.SIGKILL)
+            assert lost.get(timeout=60).endswith("rank 1 of 3 (on node 1): it was killed by SIGKILL")
+        assert [each.result(timeout=60) for each in running] == [False, False]
 
 
 @pytest.mark.exhaustive
@@ -283,6 +320,34 @@ def test_strangers_who_say_nothing_keep_nobody_waiting(port_of_lead: Meeting, mo
             silent[0].settimeout(60)
             told = silent[0].recv(64)
         assert told == b""
+
+
+def test_a_machine_whose_message_has_come_is_not_turned_away_by_a_lead_that_was_busy(
+    port_of_lead: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "_LOOK_S", 0.0)
+    said = b'{"purpose": "node"}'
+    with socket.create_connection(("127.0.0.1", port_of_lead.port)) as end:
+        assert until(lambda: port_of_lead.next() is None and port_of_lead._callers)
+        nonce = end.recv(32)
+        proof = meeting._proof(SECRET, b"node", nonce, bytes(32), said)
+        end.sendall(bytes(32) + proof + len(said).to_bytes(4, "big") + said)
+        clock = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + 60)
+        arrived = port_of_lead.next()
+        assert arrived is not None
+        assert arrived[1] == {"purpose": "node"}
+        arrived[0].close()
+
+
+def test_a_machine_that_says_no_object_is_turned_away(port_of_lead: Meeting) -> None:
+    messages: tuple[Any, ...] = ([1], "node", 7)
+    with ThreadPoolExecutor(1) as pool:
+        for message in messages:
+            coming = pool.submit(join, ("127.0.0.1", port_of_lead.port), SECRET, message, 5.0, "the lead")
+            while not coming.done():
+                assert port_of_lead.next() is None
+            assert coming.result().recv(1) == b""
 
 
 def test_a_lead_that_is_busy_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
