@@ -297,7 +297,7 @@ class _Loading:
         for part, outputs in parts.items():
             if (pair := pairs.get(part)) is not None:
                 downs.append(self._read(pair.a))
-                up = self._weight(self._read(pair.b).float() * pair.scale)
+                up = self._weight(self._scaled(pair.b, pair.scale))
                 ups.append((slice(output, output + outputs), slice(rank, rank + pair.rank), up))
                 rank += pair.rank
             output += outputs
@@ -306,7 +306,7 @@ class _Loading:
     def _of_experts(self, stack: _Stack) -> dict[Linear, LowRankChange]:
         inputs, count = stack.inputs, len(stack.linears)
         a = self._read(stack.tensors.a).clone().view(count, stack.rank, -1)[..., inputs.start : inputs.stop]
-        b = self._read(stack.tensors.b).float().view(-1, stack.rank, count) * stack.scale
+        b = self._scaled(stack.tensors.b, stack.scale).view(-1, stack.rank, count)
         b = torch.cat([b[rows.start : rows.stop] for rows in stack.outputs])
         ups = (slice(0, len(b)), slice(0, stack.rank))
         return {
@@ -321,19 +321,32 @@ class _Loading:
             return self._read(entry).to(self._device, self._model.dtype, copy=True)
         columns = self._read(entry.a).T.to(self._device, self._kernels.weight_dtype, copy=True).contiguous()
         return LowRankEmbedding(
-            columns.to(self._kernels.compute_dtype), self._prepared(self._read(entry.b).float() * entry.scale)
+            columns.to(self._kernels.compute_dtype), self._prepared(self._scaled(entry.b, entry.scale))
         )
 
     def _head_change(self, pair: LowRankTensors) -> LowRankChange:
         return self._low_rank({_HEAD: self._head_shape[0]}, {_HEAD: pair})
 
-    def _read(self, tensor: LocatedTensor) -> Tensor:
+    def _scaled(self, tensor: LocatedTensor, scale: float) -> Tensor:
+        """A copy of a tensor's values times a factor, in fp32. Raises as `_read`."""
+        return self._read(tensor, scale).float() * scale
+
+    def _read(self, tensor: LocatedTensor, scale: float = 1.0) -> Tensor:
         """A tensor's values as they are stored, on the host, maybe in the file's own memory: to be copied, because the
-        file may change, or shrink, once the adapter is loaded. Raises ModelError if they are not finite."""
+        file may change, or shrink, once the adapter is loaded. Raises ModelError if they are not finite, or would not
+        be in the base's data type, times `scale`."""
         values = read(self._open[tensor.path], tensor)
-        least, most = values.aminmax()  # NaN if one is
+        least, most = map(float, values.aminmax())  # NaN if one is
         if not math.isfinite(least) or not math.isfinite(most):
             raise ModelError(f"{tensor.path}: {tensor.name} has values that are not finite (NaN or infinity)")
+        dtype = self._kernels.weight_dtype
+        largest = max(-least, most)
+        if largest * abs(scale) > torch.finfo(dtype).max:
+            times = "" if scale == 1 else f", {scale:g} times as large when applied"
+            raise ModelError(
+                f"{tensor.path}: {tensor.name} has values up to {largest:g}{times}; the base's data type, "
+                f"{str(dtype).removeprefix('torch.')}, holds none so large"
+            )
         return values
 
     def _prepared(self, weight: Tensor) -> PreparedLinear:

@@ -145,7 +145,7 @@ class Batch:
             if event.refused:
                 error = refusal(delivery, RequestError(event.error, param=event.param, code=event.code))
             else:
-                error = error_json("engine_error", event.error, event.param)
+                error = error_json("engine_error", _blamed(event.error, delivery), event.param)
             fault = not event.refused and event.error != NOT_FINITE
             failed = Conclusion(delivery, "failed", error, retry=not event.refused, fault=fault)
             (self.doubted if event.error == NOT_FINITE else self.ends)[delivery.uuid] = failed
@@ -163,6 +163,14 @@ class Batch:
         append.scored = delivery.scored
         append.run = append.run or delivery.run_update(self.at)
         return append
+
+
+def _blamed(error: str, delivery: Delivery) -> str:
+    """The engine's error; that of a task with an adapter whose outputs are not finite says which."""
+    record = delivery.record
+    if error != NOT_FINITE or record is None or not (version := record.fields.get("adapter")):
+        return error
+    return f"{error} with the adapter {record.model} (version {version}), whose values may be too large for its base"
 
 
 def _note_prompt(delivery: Delivery, logprobs: list[TokenLogprobs | None]) -> None:
@@ -448,7 +456,10 @@ class Publisher(threading.Thread):
             ends[delivery.uuid] = Conclusion(delivery, "cancelled")
             return
         ends.pop(delivery.uuid, None)
-        if answer == "error":
+        if answer == "denied":
+            warn_throttled(logger, "Task %s waits for the store's user to get its rights", delivery.task_id)
+            self._finisher.let_go(delivery, self._retry_after)
+        elif answer == "error":
             self._bury(delivery, "its stream takes no more tokens: what it has is not what the record says")
         else:
             self._lost(delivery, answer)

@@ -14,7 +14,8 @@
 --       entries, JSON arrays). more: empty, or: scored (1: PROMPT came before), discarded (tokens of best_of's
 --       candidates and of beams that are not among its choices, 0: no news), prompt (its length in tokens, 0: no
 --       news), run (_run.lua)
--- Answers: for each sequence: ok | gone | other | cancel | resend | full | error, and a number: the choice's next index
+-- Answers: for each sequence: ok | gone | other | cancel | resend | full | denied (an ACL forbids it) | error, and a
+--       number: the choice's next index
 -- include: producers.connection/_now.lua
 -- include: _run.lua
 -- include: _memory.lua
@@ -116,7 +117,11 @@ for s = 1, #KEYS / 2 do
   local count = tonumber(ARGV[a + 6])
   local fine, answer, next = pcall(append, KEYS[2 * s - 1], KEYS[2 * s], ARGV[a], ARGV[a + 1], ARGV[a + 2], ARGV[a + 3],
     ARGV[a + 4], ARGV[a + 5], a + 7, a + 6 + count)
-  out[2 * s - 1] = fine and answer or 'error'
+  if not fine then -- an error is a table, or text
+    local denied = string.find(type(answer) == 'table' and answer.err or tostring(answer), 'ACL failure', 1, true)
+    answer = denied and 'denied' or 'error'
+  end
+  out[2 * s - 1] = answer
   out[2 * s] = fine and next or 0
   a = a + 7 + count
 end

@@ -67,6 +67,10 @@ def changed(**changes: Tensor | None) -> dict[str, Tensor]:
         (lambda: changed(A=torch.zeros(2, 48)), r"lora_A.weight has shape \[2, 48\]; the model asks for \[2, 64\]"),
         (lambda: changed(B=torch.zeros(48, 2)), r"lora_B.weight has shape \[48, 2\]; the model asks for \[64, 2\]"),
         (lambda: changed(A=torch.full((2, 64), math.nan)), "lora_A.weight has values that are not finite"),
+        (
+            lambda: changed(B=torch.full((64, 2), -1e38)),
+            r"lora_B.weight has values up to 1e\+38, 4 times as large when applied; .*, float32, holds none so large",
+        ),
         (lambda: changed(A=torch.zeros(2, 64, dtype=torch.int8)), "is stored as I8; one of F32, F16, BF16"),
         (lambda: changed(A=torch.zeros(2, 8, 8)), r"has shape \[2, 8, 8\]; a matrix is expected"),
         (lambda: {"model.layers.0.x.lora_A.weight": torch.zeros(2, 2)}, "does not begin with 'base_model.model.'"),

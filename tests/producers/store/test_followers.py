@@ -133,3 +133,12 @@ def test_a_user_who_may_not_ask_who_listens_publishes_all(valkey: Redis) -> None
         step(narrow, 0, "t1")
         assert sorted(channel for channel, _ in heard(ears)) == ["@p", "t1"]
     valkey.acl_deluser("narrow")
+
+
+def test_a_user_who_may_not_publish_is_told_from_a_broken_stream(valkey: Redis) -> None:
+    valkey.acl_setuser("mute", enabled=True, nopass=True, commands=["+@all", "-publish"], keys=["*"])
+    with Redis(port=valkey.connection_pool.connection_kwargs["port"], username="mute", password="") as mute:
+        calls = [Append(task_id, CLAIM, 0, 0, ["[0,0,7,1]"]) for task_id in ("t1", "t2")]
+        valkey.xadd(keys.stream("t2"), {"e": "[0,7,5]"}, id="1000000-0")
+        assert [answer for answer, _ in read_append(run(mute, append(calls)))] == ["denied", "error"]
+    valkey.acl_deluser("mute")

@@ -74,6 +74,15 @@ def test_a_cut_counts_what_was_made_for_choices_that_nobody_will_see(status: str
     assert [search.generated, best_of.generated] == [40, 3]
 
 
+def test_an_end_in_nan_names_the_adapter_of_its_task() -> None:
+    batch, delivery = Batch(), taken()
+    fields = {"status": "in_progress", "model": "mine", "adapter": "0123456789ab"}
+    delivery.begin(Record(delivery.task_id, fields), [0])
+    batch.add(delivery, event(tokens=0, done=True, finish_reason="error", error=NOT_FINITE))
+    message = json.loads(batch.doubted["a"].error)["message"]
+    assert message.startswith(f"{NOT_FINITE} with the adapter mine (version 0123456789ab)")
+
+
 @pytest.mark.parametrize(("error", "asked"), [(NOT_FINITE, True), ("broken", False)])
 def test_an_end_in_nan_waits_for_the_question_who_is_to_blame(error: str, asked: bool) -> None:
     batch, delivery = Batch(), taken()
