@@ -91,6 +91,10 @@ def set_stages(store: Redis, model: str, stages: Mapping[str, str], reason: str 
                 raise RoutingError(unknown_version(store, model, version))
         kept = {version: stage for version, stage in before.stages.items() if version in known}
         after = {version: stage for version, stage in {**kept, **new}.items() if stage != NO_STAGE}
+        for target, (what, end) in routing.leads(before).items():
+            if new.get(version := before.version_at(target)) == "archived":
+                end = f"penstock rollout abort {model}" if target == canaries.ALIAS else end
+                raise RoutingError(f"{what} leads to {version} of {model}: end that first (`{end}`), then archive it")
         return replace(before, stages=after)
 
     summary = ", ".join(f"{version} {stage}" for version, stage in stages.items())
@@ -175,6 +179,12 @@ def remove_version(store: Redis, model: str, version: str) -> None:
     if uses(store, model).get(version):  # somebody let something lead to it meanwhile
         run(store, swap(keys.VERSIONS, field, "", text(raw)))
         raise RoutingError(f"{version} of {model} has just come into use; it is kept")
+
+
+def models_of(store: Redis) -> set[str]:
+    """The names of all models that the store knows. Raises redis.RedisError or OSError."""
+    names = {text(field).rpartition("@")[0] for field in store.hkeys(keys.VERSIONS)}
+    return names | set(map(text, store.hkeys(keys.MODELS)))  # an earlier release wrote no card of a version
 
 
 def unused_versions(store: Redis) -> list[tuple[str, str]]:

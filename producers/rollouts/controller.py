@@ -22,7 +22,7 @@ from producers.admin import routes
 from producers.admin.fleet import Fleet, read_fleet
 from producers.client.aio import AsyncClient
 from producers.connection.connect import connect
-from producers.connection.script import text
+from producers.connection.script import parsed, text
 from producers.contract import keys
 from producers.contract.levels import split
 from producers.contract.profile import sane
@@ -250,10 +250,18 @@ def next_step(state: Canary, reason: str) -> Decision:
     return Decision("promote", "promoted", reason)
 
 
-def waits_for(state: Canary, found: list[Finding], compared: int, now: int) -> str:
-    """What keeps a rollout at its step, for a person."""
+def start_trouble(store: Redis, state: Canary) -> str:
+    """What keeps a candidate's workers from coming up, as an autoscaler knows it; "" if nothing does, or none scales
+    them. Raises redis.RedisError or OSError."""
+    scaling = parsed(store.hget(keys.SCALE_POOLS, f"{state.model}@{state.version}"))
+    decided = (sane(scaling.get("at")) or 0.0) * 1000 >= state.begun
+    return str(scaling.get("trouble") or "") if decided else ""
+
+
+def waits_for(state: Canary, found: list[Finding], compared: int, now: int, trouble: str = "") -> str:
+    """What keeps a rollout at its step, for a person. `trouble`: as of `start_trouble`."""
     if state.phase == "preparing":
-        return f"for {state.plan.workers} ready workers of {state.version}"
+        return f"for {state.plan.workers} ready workers of {state.version}" + (f"; {trouble}" if trouble else "")
     if state.phase == "paused":
         return "for `resume`, `promote` or `abort`"
     suspects = [finding.text() for finding in found if finding.suspect]

@@ -71,6 +71,14 @@ def start(store: Redis, model: str, to: str, plan: Plan, reference: str = "", by
         )
     if version == current.default:
         raise RolloutError(f"{version} is the default of {model} already")
+    stage = current.stage(version)
+    if stage == "archived" or (current.approval and stage != "approved"):
+        demanded = "gets no new tasks" if stage == "archived" else f"{model} demands approval before traffic"
+        better = "approved" if current.approval else "staging"
+        raise RolloutError(
+            f"{version} of {model} is {stage if stage == 'archived' else f'not approved (its stage is {stage})'}, and "
+            f"{demanded}: roll another version out, or `penstock models stage {model} {version}={better}` first"
+        )
     _check(card, cards.read(store, model) or {}, version)
     shadow = current.copied_to()
     if shadow is None or shadow.to != version:

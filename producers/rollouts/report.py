@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from redis import Redis
 
-from producers.rollouts.controller import waits_for
+from producers.rollouts.controller import start_trouble, waits_for
 from producers.rollouts.metrics import Arm, Evidence, Finding, findings
 from producers.store.fleet import canaries
 from producers.store.fleet.canaries import Canary
@@ -46,7 +46,10 @@ def report(store: Redis, state: Canary) -> dict[str, Any]:
     evidence = Evidence.of(canaries.read_evidence(store, state.model), state)
     rows = canaries.rows(store, state.model, state.id)
     found = findings(state, evidence)
-    waits = waits_for(state, found, evidence.samples(state), canaries.now_ms(store)) if state.under_way else ""
+    waits = ""
+    if state.under_way:
+        compared, now = evidence.samples(state), canaries.now_ms(store)
+        waits = waits_for(state, found, compared, now, start_trouble(store, state))
     return {
         **asdict(state),
         "waits": waits,

@@ -311,14 +311,16 @@ def _warn_unled(store: Redis) -> None:
 
 
 def _show(store: Redis, state: Canary, as_json: bool) -> None:
-    from producers.rollouts.controller import waits_for
+    from producers.rollouts.controller import start_trouble, waits_for
     from producers.rollouts.metrics import Evidence, findings
     from producers.store.fleet import canaries
 
     evidence = Evidence.of(canaries.read_evidence(store, state.model), state)
     found = findings(state, evidence)
     compared = evidence.compared(state.step, copies=not state.percent)
-    waits = waits_for(state, found, compared, canaries.now_ms(store)) if state.under_way else ""
+    waits = ""
+    if state.under_way:
+        waits = waits_for(state, found, compared, canaries.now_ms(store), start_trouble(store, state))
     if as_json:
         metrics = {finding.settings.metric.name: finding.figures() for finding in found}
         typer.echo(json.dumps({**asdict(state), "waits": waits, "metrics": metrics}))

@@ -351,14 +351,25 @@ def checked(routing: Routing) -> Routing:
     return staged(routing)
 
 
+def leads(routing: Routing) -> dict[str, tuple[str, str]]:
+    """Each target that the routing names -> what leads there, in words, and the command that ends it."""
+    model, leading = routing.model, {}
+    for name in routing.aliases:
+        leading[name] = f"the alias {name!r}", f"penstock models alias {model} --rm {name}"
+    if routing.shadow is not None:
+        leading.setdefault(routing.shadow.to, ("its shadow", f"penstock models shadow {model} --off"))
+    for rule in routing.rules:
+        leading[rule.to] = "a rule", f"penstock models rule {model} --clear"
+    for target in routing.split:
+        leading[target] = "the split", f"penstock models split {model} --off"
+    leading[DEFAULT] = "the default", f"penstock models alias {model} default=VERSION"
+    return leading
+
+
 def staged(routing: Routing) -> Routing:
     """The routing, if the stages of the versions that it leads to allow it. Raises RoutingError."""
-    deciding = {DEFAULT: "the default", **dict.fromkeys(routing.split, "the split")}
-    deciding |= {rule.to: "a rule" for rule in routing.rules if rule.to not in deciding}
-    leads = {**{name: f"the alias {name!r}" for name in routing.aliases}, **deciding}
-    if routing.shadow is not None:
-        leads.setdefault(routing.shadow.to, "its shadow")
-    for target, what in leads.items():
+    deciding = {DEFAULT, *routing.split, *(rule.to for rule in routing.rules)}
+    for target, (what, _) in leads(routing).items():
         version = routing.version_at(target)
         stage = routing.stage(version)
         if stage == "archived":

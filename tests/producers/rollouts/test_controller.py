@@ -540,11 +540,16 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(store: Redis, to: st
 def test_a_version_that_may_not_become_the_default_gets_no_part(store: Redis) -> None:
     routes.set_stages(store, "m", {"a": "approved"})
     routes.set_approval(store, "m", required=True)
-    with pytest.raises(routing.RoutingError, match="approved"):
+    with pytest.raises(RolloutError, match=r"b of m is not approved.* `penstock models stage m b=approved` first"):
+        started(store)
+    routes.set_stages(store, "m", {"b": "archived"})
+    with pytest.raises(RolloutError, match="b of m is archived, and gets no new tasks"):
         started(store)
     assert canaries.read(store, "m") is None
     routes.set_stages(store, "m", {"b": "approved"})
     assert started(store).phase == "preparing"
+    with pytest.raises(routing.RoutingError, match=r"leads to b of m: .*`penstock rollout abort m`"):
+        routes.set_stages(store, "m", {"b": "archived"})
 
 
 async def test_the_sweepers_duty_needs_no_more_than_a_sweepers_rights(

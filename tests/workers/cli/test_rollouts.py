@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from redis import Redis
 
+from producers.contract import keys
 from tests.workers.cli.conftest import Run
 
 
@@ -43,6 +45,14 @@ def test_a_rollout_is_started_shown_paused_promoted_reported_and_aborted(
     assert page.read_text("utf-8").startswith("<!doctype html>")
     decisions = json.loads(operate("rollout", "report", "tiny").out)["decisions"]
     assert [row["what"] for row in decisions] == ["start", "raise", "pause", "resume", "abort"]
+
+
+def test_status_says_why_workers_do_not_come_up(operate: Run, candidate: str, valkey: Redis) -> None:
+    operate("rollout", "start", "tiny", "--to", "candidate")
+    state = {"at": valkey.time()[0] + 1, "trouble": "2 tries in a row failed: cannot get object config.json"}
+    valkey.hset(keys.SCALE_POOLS, f"tiny@{candidate}", json.dumps(state))
+    assert f"ready workers of {candidate}; 2 tries in a row" in operate("rollout", "status", "tiny").out
+    assert "cannot get object" in json.loads(operate("rollout", "report", "tiny").out)["waits"]
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_what_is_replaced_is_replaced_at_once_or_not_at_all(operate: Run, routed
         (("split", "tiny", "candidate=5", "--off"), "give no parts with it"),
         (("alias", "tiny", "x=nowhere"), "publish FOLDER --as tiny@ALIAS"),
         (("rule", "tiny", "--tenant", "acme"), "a rule needs --to TARGET"),
-        (("stage", "tiny", "candidate=archived"), "the alias 'candidate' leads to it"),
+        (("stage", "tiny", "candidate=archived"), "end that first (`penstock models alias tiny --rm candidate`)"),
         (("stage", "tiny", "--require-approval"), "is not approved"),
         (("shadow", "tiny", "--to", "candidate"), "give --to TARGET and --percent together"),
         (("shadow", "tiny", "--to", "candidate", "--percent", "200"), "200 percent are copied"),

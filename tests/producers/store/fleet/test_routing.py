@@ -234,7 +234,7 @@ class TestStages:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            (lambda store: routes.set_stages(store, "m", {"a": "archived"}), "the default leads to it"),
+            (lambda store: routes.set_stages(store, "m", {"a": "archived"}), "the default leads to a of m"),
             (lambda store: routes.set_stages(store, "m", {"b": "done"}), "'done' is no stage"),
             (lambda store: routes.set_stages(store, "m", {"zzz": "staging"}), "'zzz' is no alias of m"),
             (lambda store: routes.set_aliases(store, "m", {"old": "x"}), "x of m is archived, and the alias 'old'"),
