@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from engine.text import ModelCard
     from producers.client.aio import AsyncClient
+    from producers.store.blobs.bucket import Bucket
     from producers.store.fleet.rollouts import Rollout
     from workers.library import ResolvedModel
     from workers.rollout import New
@@ -70,8 +71,21 @@ app = Commands("Models", PROCESS_STATUS, "models", "List, show, pull, publish an
 
 
 @app.shown("penstock models ls --json", "ls")
-def listed(context: typer.Context, as_json: JsonOutput = False, url: Url = DEFAULT_URL) -> None:
-    """List bundled and pulled models, and those that a gateway serves: of the default URL only if it answers."""
+def listed(
+    context: typer.Context,
+    place: Annotated[
+        str | None, typer.Argument(metavar="[s3://BUCKET/PREFIX]", help="List the versions in a bucket instead.")
+    ] = None,
+    as_json: JsonOutput = False,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """List bundled and pulled models, and those that a gateway serves: of the default URL only if it answers.
+
+    Or the versions in a bucket: one without its manifest is incomplete, and nobody pulls it.
+    """
+    if place is not None:
+        _list_bucket(place, as_json)
+        return
     rows = [*_here(), *_served(url, named=is_set(context, "url"))]
     if as_json:
         typer.echo(json.dumps(rows))
@@ -85,6 +99,31 @@ def listed(context: typer.Context, as_json: JsonOutput = False, url: Url = DEFAU
         table.append((row["name"], row["where"], row["version"], count, size, str(row["context_length"]), chat))
     for line in aligned(table, len(columns)):
         typer.echo(line)
+
+
+def _list_bucket(place: str, as_json: bool) -> None:
+    from workers.library import bucket
+
+    table = [("name", "version", "files", "size", "written", "")]
+    for stored in bucket.stored(bucket_at(place)):
+        when = datetime.fromtimestamp(stored.at, UTC).isoformat(timespec="seconds")
+        model = stored.model
+        if as_json:
+            row = {"name": model.name, "version": model.version, "url": model.bucket.url, "files": stored.files}
+            typer.echo(json.dumps({**row, "bytes": stored.size, "written": when, "whole": stored.whole}))
+            continue
+        incomplete = "" if stored.whole else "incomplete"
+        table.append((model.name, model.version, str(stored.files), _megabytes(stored.size), when, incomplete))
+    for line in aligned(table, 6) if not as_json else ():
+        typer.echo(line)
+
+
+def bucket_at(place: str) -> Bucket:
+    """The bucket that a URL names. Raises Failure."""
+    from producers.store.blobs.bucket import read
+
+    with refusing(ValueError):
+        return read(place)
 
 
 def _shown(path: Path) -> bool:
@@ -322,10 +361,24 @@ def sign(
 
 @app.shown("penstock models verify tiny-v2 --require-signature signing.pub")
 def verify(model: Model, require_signature: RequireSignature = None) -> None:
-    """Compare a model's files with its manifest.json, and check its signature. Exit status 2: they differ."""
+    """Compare a model's files with its manifest.json, and check its signature. Exit status 2: they differ.
+
+    Of s3://BUCKET/PREFIX/NAME/VERSION the files in the bucket are read, and nothing is written here.
+    """
     from workers.library import verify
     from workers.library.local_models import MANIFEST
+    from workers.library.reference import S3
 
+    if model.startswith(S3):
+        from workers.library import bucket
+
+        if require_signature:
+            check_signing()
+        stored = bucket.check(bucket.BucketModel.parse(model), require_signature or ())
+        signed = ", which is signed" if require_signature else ""
+        size = _megabytes(stored.size)
+        say(f"{stored.files} files of {stored.model.bucket} are as its {MANIFEST} says ({size}){signed}")
+        return
     (resolved,) = find_models([model])
     folder = resolved.folder
     if require_signature:
@@ -350,6 +403,15 @@ def publish(
             "tasks of the model go on as before.",
         ),
     ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="s3://BUCKET/PREFIX",
+            help="Write the files into a bucket instead, at PREFIX/NAME/VERSION: workers take them from there. What is "
+            "there already is not sent again. No card is written.",
+        ),
+    ] = None,
     broker: Broker = None,
     store: Store = None,
     data_dir: DataDir = None,
@@ -361,13 +423,20 @@ def publish(
     ends. Workers of other versions take up only what was queued for these. On SQS, missing queues are made.
     """
     from workers.cli.servers import addresses
+    from workers.library.reference import split_reference
 
     name, _, alias = (called or "").partition("@")
+    if to is not None and alias:
+        raise Failure("an alias is in the store, and --to writes into a bucket: publish to the bucket without an alias")
     if called is not None:
         if len(references) > 1:
             raise Failure("--as names one model: publish the others apart")
-        references = [f"{name}={references[0].partition('=')[2] or references[0]}"]
+        references = [f"{name}={split_reference(references[0])[1]}"]
+    place = None if to is None else bucket_at(to)
     models = find_models(references)
+    if place is not None:
+        _publish_to_bucket(place, models, as_json)
+        return
     with refusing(ValueError):
         urls = addresses(broker, store, data_dir)
         for model in models:
@@ -379,9 +448,23 @@ def publish(
             typer.echo(json.dumps(published) if as_json else text)
 
 
+def _publish_to_bucket(place: Bucket, models: Iterable[ResolvedModel], as_json: bool) -> None:
+    from workers.library import bucket
+
+    for model in models:
+        stored = bucket.publish(model.folder, model.name, place, note, quiet=as_json)
+        row = {"name": model.name, "version": stored.model.version, "url": stored.model.bucket.url}
+        typer.echo(json.dumps(row) if as_json else f"{model.name} {stored.model.version} {stored.model.bucket.url}")
+
+
 @app.shown("penstock models rm tiny-v2 --broker redis://10.0.0.5:6379/0", "rm", status=OPERATOR_STATUS)
 def remove(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Models in the store, or NAME@VERSION.")],
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME...", help="Models in the store, or NAME@VERSION, or s3://BUCKET/PREFIX/NAME/VERSION."
+        ),
+    ],
     broker: Broker = None,
     store: Store = None,
     data_dir: DataDir = None,
@@ -390,15 +473,20 @@ def remove(
     """Remove models' cards from the store, so that clients know them no more. No file on this machine is removed.
 
     A model that workers serve, an autoscaler scales, or aliases name, is refused: end these first. Tasks that wait for
-    it stay until it is served again. NAME@VERSION removes a version that nothing uses.
+    it stay until it is served again. NAME@VERSION removes a version that nothing uses. s3://... removes the files of a
+    version in a bucket, unless a model in the store uses the version.
     """
     from producers.admin import routes
     from producers.store.fleet.routing import RoutingError
     from workers.cli.servers import addresses, system
     from workers.connect import connect
+    from workers.library.reference import S3
 
     with system(broker, store, data_dir) as (client, loop), connect(addresses(broker, store, data_dir)[1]) as records:
         for name in names:
+            if name.startswith(S3):
+                _remove_from_bucket(records, name, as_json)
+                continue
             model, _, version = name.partition("@")
             if version:
                 with refusing(RoutingError):
@@ -409,6 +497,20 @@ def remove(
             removed = loop.run(_removed(client, records, name))
             waiting = f"; {removed['waiting']} tasks still wait for it" if removed["waiting"] else ""
             typer.echo(json.dumps(removed) if as_json else f"{name} {removed['version']} removed{waiting}")
+
+
+def _remove_from_bucket(store: Redis, place: str, as_json: bool) -> None:
+    """Remove a version's files from a bucket. Raises Failure where a model in the store uses it."""
+    from producers.admin import routes
+    from workers.library import bucket
+
+    stored = bucket.BucketModel.parse(place)
+    for model in sorted(routes.models_of(store)):
+        if using := routes.uses(store, model).get(stored.version):
+            raise Failure(f"{stored.version} of {model} is in use: {'; '.join(dict.fromkeys(using))}")
+    count = bucket.remove(stored)
+    row = {"name": stored.name, "version": stored.version, "objects": count}
+    typer.echo(json.dumps(row) if as_json else f"{stored.bucket} removed, with {count} objects")
 
 
 async def _removed(client: AsyncClient, store: Redis, name: str) -> dict[str, Any]:

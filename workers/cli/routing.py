@@ -312,6 +312,14 @@ def gc(
         bool,
         typer.Option("--local", help="Also those of the local model folder, but for the last pulled of each model."),
     ] = False,
+    place: Annotated[
+        str | None,
+        typer.Option(
+            "--bucket",
+            metavar="s3://BUCKET/PREFIX",
+            help="Also what broken publishes have left there a day ago: versions without a manifest, and uploads.",
+        ),
+    ] = None,
     broker: Broker = None,
     store: Store = None,
     data_dir: DataDir = None,
@@ -325,17 +333,14 @@ def gc(
     import shutil
 
     from producers.admin import routes
-    from producers.connection.script import text
-    from producers.contract import keys
     from producers.store.fleet.cards import profile_field
     from producers.store.fleet.routing import RoutingError
-    from workers.library import LocalModels
+    from workers.library import LocalModels, bucket
 
+    uploads_to = None if place is None else models.bucket_at(place)
     with _records(broker, store, data_dir) as records:
         unused = routes.unused_versions(records)
-        names = {text(field).rpartition("@")[0] for field in records.hkeys(keys.VERSIONS)}
-        names |= set(map(text, records.hkeys(keys.MODELS)))  # an earlier release wrote no card of a version
-        used = {version for name in names for version in routes.uses(records, name)}
+        used = {version for name in routes.models_of(records) for version in routes.uses(records, name)}
         for name, version in unused:
             if yes:
                 try:
@@ -348,6 +353,12 @@ def gc(
             if yes:
                 shutil.rmtree(folder)
             _show_removed({"folder": str(folder)}, yes, as_json)
+        for stored in bucket.abandoned(uploads_to) if uploads_to is not None else ():
+            if yes:
+                bucket.remove(stored.model)
+            _show_removed({"bucket": str(stored.model.bucket)}, yes, as_json)
+        if yes and uploads_to is not None and (count := bucket.end_uploads(uploads_to)):
+            note(f"ended {count} uploads to {uploads_to} that got nothing for a day")
 
 
 def _unused_folders(models: LocalModels, used: set[str]) -> list[Path]:

@@ -1,8 +1,13 @@
-"""Pulls models from a bucket: `s3://BUCKET/PREFIX/NAME/VERSION`, a version's folder as the local model folder has it.
+"""Models in a bucket: `s3://BUCKET/PREFIX/NAME/VERSION`, a version's folder as the local model folder has it.
 
-The folder has a manifest.json, which was written last and names all files; the version follows from it. So what is here
-already is never asked for, also while the bucket is away. A broken download goes on where it was, also in another
-process; each file is compared with the manifest's SHA-256. Files that other versions here have are linked.
+    publish   files that are not there yet, then manifest.sig, then manifest.json: only then the version is there
+    pull      manifest.json, then the files that are not here yet
+    check     reads all files in the bucket;  remove: manifest.json first;  stored: lists;  abandoned: broken publishes
+
+The version follows from the manifest, which names all files. So what is here already is never asked for, also while
+the bucket is away. A broken download goes on where it was, also in another process, and a broken publish with the files
+that are not there yet; each file is compared with the manifest's SHA-256, which S3 keeps beside its content. Files that
+other versions here have are linked.
 """
 
 from __future__ import annotations
@@ -11,19 +16,24 @@ import errno
 import json
 import re
 import shutil
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self, TypeVar
 
-from producers.connection.aws import AwsError, AwsNotInstalled
+from producers.connection.aws import AwsError, AwsMissing, AwsNotInstalled
 from producers.connection.trouble import Trouble
 from producers.store.blobs import bucket as urls
 from producers.store.blobs.base import PIECE, BlobNotFound
-from producers.store.blobs.s3 import Objects
+from producers.store.blobs.s3 import Objects, S3Writer
 from workers.errors import Refused
 from workers.library.local_models import (
     KEPT,
@@ -32,10 +42,13 @@ from workers.library.local_models import (
     SHARD,
     LocalModels,
     Pulled,
+    hashed,
     manifest_content,
+    manifest_of,
     sha256_of,
+    verify,
 )
-from workers.library.signatures import SIGNATURES
+from workers.library.signatures import SIGNATURES, check_signature, signatures_of
 from workers.progress import Progress, bytes_bar
 
 VERSION: Final = re.compile(r"[0-9a-f]{12}")
@@ -47,7 +60,20 @@ MOST_BYTES: Final = 50 << 40
 #: itself tries each request twice.
 TRIES: Final = 5
 LONGEST_PAUSE_S: Final = 8.0
+#: Files that are sent, or read and hashed, at a time. Each that is sent holds two parts in memory
+#: (`producers.store.blobs.s3`).
+AT_ONCE: Final = 4
+#: Age (s) of a version without a manifest from which on nobody is taken to be publishing it.
+ABANDONED_S: Final = 24 * 3600.0
 _GGUF: Final = re.compile(r"[\w][\w.\-]*\.gguf", re.ASCII)
+#: A key in a version's folder.
+_KEY: Final = re.compile(
+    r"(?P<folder>(?:.*?/)?(?P<name>[A-Za-z0-9][\w.-]*)/(?P<version>[0-9a-f]{12}))/(?P<file>.+)", re.A
+)
+#: The SHA-256 of a file, in what S3 keeps beside it.
+_SHA256: Final = "sha256"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +104,216 @@ class _File:
     name: str
     size: int
     sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a bucket has of a version. `size`: in bytes; `at`: when the last file was written (unix s); `whole`: whether
+    its manifest is there."""
+
+    model: BucketModel
+    files: int
+    size: int
+    at: float
+    whole: bool
+
+
+class _Steady(Objects):
+    """Tries each request again while the bucket does not answer."""
+
+    def request(self, call: str, permission: str, name: str, **more: Any) -> dict[str, Any]:
+        return _again(partial(super().request, call, permission, name, **more))
+
+
+def publish(folder: Path, name: str, place: urls.Bucket, say: Callable[[str], None], *, quiet: bool = False) -> Stored:
+    """Write a model of this machine into `place`/`name`/VERSION, its manifest last. What is there already with the same
+    size and SHA-256 is not sent again, so a broken publish goes on. `quiet`: show no progress.
+
+    Raises Refused: no model, damaged files, no access, or bucket unreachable.
+    """
+    folder, files = _own_files(folder)
+    content = manifest_content({file.name: (file.size, file.sha256) for file in files})
+    version = sha256(content).hexdigest()[:12]
+    url = replace(place, prefix="/".join(filter(None, (place.prefix, name, version)))).url
+    model = BucketModel.parse(url)
+    with _refusals(model, "publish to"):
+        objects = _Steady(model.bucket)
+        there = {entry.name: entry.size for entry in _again(lambda: objects.listed(""))}
+        _send_all(objects, folder, files, there, quiet)
+        sent = {entry.name: entry.size for entry in _again(lambda: objects.listed(""))}
+        if gone := [file.name for file in files if sent.get(file.name) != file.size]:
+            raise Refused(f"{gone[0]} has gone from {model.bucket} meanwhile: run this again")
+        _merge_signatures(objects, model, folder)
+        if MANIFEST not in there or _small(objects, model, MANIFEST) != content:
+            _put(objects, MANIFEST, content)
+    say(f"{name} {version} is in {model.bucket}")
+    return Stored(model, len(files), sum(file.size for file in files), time.time(), whole=True)
+
+
+def _own_files(folder: Path) -> tuple[Path, list[_File]]:
+    """The folder of a model's files, and those of its manifest, or those that serving needs. Raises Refused."""
+    if (folder / MANIFEST).is_file():
+        verify(folder)
+        digests = manifest_of(folder)
+    else:
+        folder, digests = hashed(folder)
+    files = [_File(name, (folder / name).stat().st_size, digest) for name, digest in digests.items()]
+    content = manifest_content({file.name: (file.size, file.sha256) for file in files})
+    odd = next((file.name for file in files if not _is_model_file(file.name)), None)
+    if odd is None and (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() != content:
+        odd = MANIFEST
+    if odd is not None:
+        raise Refused(
+            f"{folder / odd} is nothing that workers pull: `penstock models pull {folder} --name NAME` makes a version "
+            "without it; sign and publish that"
+        )
+    return folder, files
+
+
+def _send_all(objects: Objects, folder: Path, files: list[_File], there: dict[str, int], quiet: bool) -> None:
+    """Send the files that are not there yet, several at a time. `there`: size by name."""
+    done, stopped = dict.fromkeys((file.name for file in files), 0), threading.Event()
+    total = sum(file.size for file in files)
+
+    def send(file: _File) -> None:
+        for last in (False, True):
+            if there.get(file.name) == file.size and _is_same(objects, file):
+                done[file.name] = file.size
+                return
+            try:
+                _send(objects, folder, file, done, stopped)
+                return
+            except AwsMissing as error:  # the answer to the upload's end was lost: it has ended, and is unknown since
+                if last or error.code != "NoSuchUpload":
+                    raise
+                there[file.name] = file.size
+
+    largest_first = sorted(files, key=lambda file: file.size, reverse=True)
+    with Progress(quiet=quiet) as progress, ThreadPoolExecutor(AT_ONCE, thread_name_prefix="publish") as pool:
+        progress.show(lambda: bytes_bar(sum(done.values()), total))
+        try:
+            for _ in pool.map(send, largest_first):
+                pass
+        except BaseException:
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _is_same(objects: Objects, file: _File) -> bool:
+    """Whether S3 keeps the file's SHA-256 beside what it has."""
+    answer = objects.request("head_object", "s3:GetObject", file.name)
+    return bool(answer["ContentLength"] == file.size and answer.get("Metadata", {}).get(_SHA256) == file.sha256)
+
+
+def _send(objects: Objects, folder: Path, file: _File, done: dict[str, int], stopped: threading.Event) -> None:
+    digest = sha256()
+    with S3Writer(objects, file.name, {_SHA256: file.sha256}) as writer, (folder / file.name).open("rb") as opened:
+        while piece := opened.read(PIECE):
+            if stopped.is_set():
+                return
+            digest.update(piece)
+            writer.write(piece)
+            done[file.name] = writer.size
+        if digest.hexdigest() != file.sha256:
+            raise Refused(f"{folder / file.name} changed while it was sent, or a disk fails; run this again")
+        writer.commit()
+
+
+def _merge_signatures(objects: Objects, model: BucketModel, folder: Path) -> None:
+    """Write the folder's signatures, beside those of other keys that are there."""
+    own = signatures_of((folder / SIGNATURES).read_bytes()) if (folder / SIGNATURES).is_file() else {}
+    if not own:
+        return
+    theirs: dict[str, str] = {}
+    with suppress(BlobNotFound, ValueError):
+        theirs = signatures_of(_small(objects, model, SIGNATURES))
+    if (both := {**theirs, **own}) != theirs:
+        _put(objects, SIGNATURES, (json.dumps({"v": 1, "signatures": both}, indent=1) + "\n").encode())
+
+
+def _put(objects: Objects, name: str, content: bytes) -> None:
+    with S3Writer(objects, name) as writer:
+        writer.write(content)
+        writer.commit()
+
+
+def stored(place: urls.Bucket) -> list[Stored]:
+    """The versions under a place, by name and time. Raises Refused."""
+    with _refusals(BucketModel(place, "", ""), "list"):
+        objects = _Steady(place)
+        entries = _again(lambda: objects.listed(""))
+    versions: dict[str, Stored] = {}
+    for entry in entries:
+        if (key := _KEY.fullmatch(place.key(entry.name))) is None:
+            continue
+        model = BucketModel(replace(place, prefix=key["folder"]), key["name"], key["version"])
+        old = versions.get(key["folder"], Stored(model, 0, 0, 0.0, whole=False))
+        whole, more = old.whole or key["file"] == MANIFEST, key["file"] not in (MANIFEST, SIGNATURES)
+        versions[key["folder"]] = Stored(
+            model, old.files + more, old.size + entry.size * more, max(old.at, entry.at), whole
+        )
+    return sorted(versions.values(), key=lambda version: (version.model.name, version.at))
+
+
+def check(model: BucketModel, key_files: Sequence[Path] = ()) -> Stored:
+    """Read all files of a version in its bucket, and compare them with its manifest, and that with the version; with
+    `key_files` also its signature (`check_signature`). Raises Refused, which names the file."""
+    with _refusals(model, "read"), tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        objects = Objects(model.bucket)
+        manifest = _small(objects, model, MANIFEST)
+        files = _files(model, manifest)
+        version = sha256(manifest).hexdigest()[:12]
+        if model.version not in ("", version):
+            raise Refused(f"{model.bucket} is damaged: its {MANIFEST} is of version {version}")
+        if key_files:
+            Path(folder, MANIFEST).write_bytes(manifest)
+            with suppress(BlobNotFound):  # nobody has signed it
+                Path(folder, SIGNATURES).write_bytes(_small(objects, model, SIGNATURES))
+            check_signature(Path(folder), key_files)
+        largest_first = sorted(files, key=lambda file: file.size, reverse=True)
+        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="check") as pool:
+            sound = pool.map(partial(_is_sound, objects), largest_first)
+            damaged = [file.name for file, well in zip(largest_first, sound, strict=True) if not well]
+    if damaged:
+        raise Refused(f"{model.bucket} is damaged: {', '.join(sorted(damaged)[:3])} is not what its {MANIFEST} says")
+    return Stored(replace(model, version=version), len(files), sum(file.size for file in files), 0.0, whole=True)
+
+
+def _is_sound(objects: Objects, file: _File) -> bool:
+    digest, at = sha256(), 0
+    while at <= file.size and (data := _read(objects, file.name, at, PIECE)):
+        digest.update(data)
+        at += len(data)
+    return at == file.size and digest.hexdigest() == file.sha256
+
+
+def remove(model: BucketModel) -> int:
+    """Remove a version, its manifest first, so that nobody pulls a part of it. Returns how many objects went. Raises
+    Refused, also where nothing is there."""
+    if not model.version:
+        raise Refused(f"{model.bucket} names no version; it must be s3://BUCKET/PREFIX/NAME/VERSION")
+    with _refusals(model, "remove"):
+        objects = _Steady(model.bucket)
+        names = [entry.name for entry in _again(lambda: objects.listed(""))]
+        if not names:
+            raise Refused(f"there is nothing in {model.bucket}")
+        for name in sorted(names, key=lambda name: name != MANIFEST):
+            objects.request("delete_object", "s3:DeleteObject", name)
+    return len(names)
+
+
+def abandoned(place: urls.Bucket) -> list[Stored]:
+    """Versions under a place that have no manifest, and got no file for a day. Raises Refused."""
+    return [version for version in stored(place) if not version.whole and time.time() - version.at > ABANDONED_S]
+
+
+def end_uploads(place: urls.Bucket) -> int:
+    """End uploads under a place that got nothing for a day: S3 bills their parts. Returns how many. Raises Refused."""
+    with _refusals(BucketModel(place, "", ""), "end uploads to"):
+        objects = _Steady(place)
+        before = datetime.now(UTC) - timedelta(seconds=ABANDONED_S)
+        return _again(lambda: objects.abort_untouched(before))
 
 
 def pull(
@@ -183,9 +419,14 @@ def _fetch(objects: Objects, model: BucketModel, models: LocalModels, file: _Fil
 
 
 def _read(objects: Objects, name: str, start: int, size: int) -> bytes:
+    return _again(lambda: objects.read(name, start, size))
+
+
+def _again(call: Callable[[], T]) -> T:
+    """The call's answer; it is tried again while the bucket does not answer."""
     for attempt in range(TRIES):
         try:
-            return objects.read(name, start, size)
+            return call()
         except AwsError as error:
             if error.trouble is not Trouble.AWAY or attempt == TRIES - 1:
                 raise
@@ -207,7 +448,7 @@ def _check_room(model: BucketModel, files: list[_File], folder: Path) -> None:
 
 
 @contextmanager
-def _refusals(model: BucketModel) -> Iterator[None]:
+def _refusals(model: BucketModel, doing: str = "download") -> Iterator[None]:
     """Turns errors of the bucket and the disk into Refused, with what to do about them."""
     try:
         yield
@@ -218,9 +459,10 @@ def _refusals(model: BucketModel) -> Iterator[None]:
             f"{error}: a version's folder has its {MANIFEST}, which is written last, and all files that it names"
         ) from error
     except AwsError as error:
-        later = "; what came so far is kept: run this again later" if error.trouble is Trouble.AWAY else ""
+        kept = "what came so far is kept: " if doing in ("download", "publish to") else ""
+        later = f"; {kept}run this again later" if error.trouble is Trouble.AWAY else ""
         raise Refused(f"{error}{later}") from error
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise Refused("the disk is full; what came so far is kept: make room and run this again") from error
-        raise Refused(f"cannot download {model.bucket}: {error}") from error
+        raise Refused(f"cannot {doing} {model.bucket}: {error}") from error

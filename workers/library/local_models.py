@@ -160,19 +160,10 @@ class LocalModels:
         Raises Refused if the folder holds no model, lacks a file, differs from its own manifest.json, or the disk is
         full.
         """
-        try:
-            files = _files_to_copy(folder)
-            folder = folder if folder.is_dir() else folder.parent
-            digests = {file: sha256_of(own_file(folder, file)) for file in files}
-        except OSError as error:
-            raise Refused(f"cannot read {error.filename or folder}: {error.strerror or error}") from error
-        for file, digest in manifest_of(folder).items():
-            if digests.get(file, digest) != digest:
-                raise Refused(f"{folder / file} is damaged: its SHA-256 is not the one in {MANIFEST}")
-        _check_weights(folder, files)
+        folder, digests = hashed(folder)
         with self.workplace(name, secrets.token_hex(8)) as workplace:
             try:
-                for file in files:
+                for file in digests:
                     (workplace / file).parent.mkdir(exist_ok=True)
                     if not self.link(digests[file], workplace / file):
                         shutil.copyfile(folder / file, workplace / file)
@@ -184,6 +175,22 @@ class LocalModels:
             finally:
                 shutil.rmtree(workplace, ignore_errors=True)
                 workplace.with_suffix(".lock").unlink(missing_ok=True)
+
+
+def hashed(folder: Path) -> tuple[Path, dict[str, str]]:
+    """The folder of a model's files (of a GGUF file, the one that it lies in), and by file that serving needs its
+    SHA-256 in hex. Raises Refused if it holds no model, lacks a file, or differs from its own manifest.json."""
+    try:
+        files = _files_to_copy(folder)
+        folder = folder if folder.is_dir() else folder.parent
+        digests = {file: sha256_of(own_file(folder, file)) for file in files}
+    except OSError as error:
+        raise Refused(f"cannot read {error.filename or folder}: {error.strerror or error}") from error
+    for file, digest in manifest_of(folder).items():
+        if digests.get(file, digest) != digest:
+            raise Refused(f"{folder / file} is damaged: its SHA-256 is not the one in {MANIFEST}")
+    _check_weights(folder, files)
+    return folder, digests
 
 
 def _files_to_copy(folder: Path) -> list[str]:

@@ -117,7 +117,7 @@ def find_model(reference: str, say: Callable[[str], None] = lambda line: None, *
     gives the model another name.
     smollm2 is the file of an installed package, or else pulled. Raises Refused.
     """
-    name, location = _split(reference)
+    name, location = split_reference(reference)
     if location in PACKAGED and _installed(location) is None:
         return _pull_packaged(PACKAGED[location], checked_name(name or location, reference), say, quiet)
     if location.startswith(HUB):
@@ -158,7 +158,7 @@ def _pull_packaged(model: PackagedModel, name: str, say: Callable[[str], None], 
 
 def name_of(reference: str) -> str:
     """The name that a referenced model will have, without looking for the model."""
-    name, location = _split(reference)
+    name, location = split_reference(reference)
     if not name and location.startswith(HUB):
         from workers.library.hub import HubModel
 
@@ -172,7 +172,7 @@ def name_of(reference: str) -> str:
 
 def version_of(reference: str) -> str:
     """The version that the path of a bucket's model says; empty for other references, and where it says none."""
-    _, location = _split(reference)
+    _, location = split_reference(reference)
     if not location.startswith(S3):
         return ""
     from workers.library.bucket import BucketModel
@@ -219,7 +219,8 @@ def bundled() -> dict[str, Path]:
     return {path.parent.name: path.parent for path in sorted(BUNDLED.glob("*/config.json"))}
 
 
-def _split(reference: str) -> tuple[str, str]:
+def split_reference(reference: str) -> tuple[str, str]:
+    """The name that a reference gives its model, empty where it gives none, and what is behind it."""
     name, equals, location = reference.partition("=")
     if equals and NAME.fullmatch(name) and not os.path.exists(reference):
         return name, location

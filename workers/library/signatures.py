@@ -99,12 +99,19 @@ def _signatures(folder: Path) -> dict[str, str]:
     path = folder / SIGNATURES
     try:
         with path.open("rb") as file:
-            fields = json.loads(file.read(_MAX_SIGNATURES))
-        return {str(key): str(signature) for key, signature in fields["signatures"].items()}
+            return signatures_of(file.read(_MAX_SIGNATURES))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise Refused(f"{path} cannot be read: {error!r}") from error
+
+
+def signatures_of(content: bytes) -> dict[str, str]:
+    """Key -> signature, in base64, of a manifest.sig. Raises ValueError."""
+    try:
+        return {str(key): str(signature) for key, signature in json.loads(content)["signatures"].items()}
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(repr(error)) from error
 
 
 def _text(key: Ed25519PublicKey) -> str:

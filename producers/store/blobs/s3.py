@@ -18,7 +18,7 @@ import base64
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -131,6 +131,15 @@ class Content:
 ANY: Final = Content()
 
 
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An object as a bucket lists it. `size`: in bytes; `at`: when it was written (unix s)."""
+
+    name: str
+    size: int
+    at: float
+
+
 class Objects:
     """Requests to one bucket, whose errors name it. Threads may share it."""
 
@@ -189,13 +198,14 @@ class Objects:
             text = f"there is no bucket {self.bucket.name} for {self.bucket}; check its name, region and endpoint_url"
             raise AwsMissing(text, "NoSuchBucket", None) from error
 
-    def names(self, prefix: str) -> list[str]:
-        """The names of all objects that begin so."""
+    def listed(self, prefix: str) -> list[Listed]:
+        """All objects whose names begin so."""
         whole = self.bucket.key(prefix)
         with aws_errors(f"list objects in {self.bucket}", "s3:ListBucket"):
             pages = self._s3.get_paginator("list_objects_v2").paginate(Bucket=self.bucket.name, Prefix=whole)
-            names = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
-        return [name[len(whole) - len(prefix) :] for name in names]
+            entries = [entry for page in pages for entry in page.get("Contents", ())]
+        skipped = len(whole) - len(prefix)
+        return [Listed(entry["Key"][skipped:], entry["Size"], entry["LastModified"].timestamp()) for entry in entries]
 
     def abort_untouched(self, before: datetime) -> int:
         """Abort uploads that nobody has written to since. Returns how many."""
@@ -264,11 +274,15 @@ class _Answer:
 
 
 class S3Writer(BlobWriter):
-    """Writes one object. Small ones are put at commit; `_upload` is the id of a multipart upload, `_parts` are its."""
+    """Writes one object. Small ones are put at commit; `_upload` is the id of a multipart upload, `_parts` are its.
 
-    def __init__(self, requests: Objects, name: str) -> None:
+    `metadata`: what S3 keeps with the object, and tells with it.
+    """
+
+    def __init__(self, requests: Objects, name: str, metadata: Mapping[str, str] | None = None) -> None:
         self.size = 0
         self._objects = requests
+        self._settings = requests.bucket.settings | ({"Metadata": dict(metadata)} if metadata else {})
         self._name = name
         self._buffer = bytearray()
         self._upload = ""
@@ -304,7 +318,7 @@ class S3Writer(BlobWriter):
         self._objects.downloads.forget(name)
         if not self._upload:
             data = bytes(self._buffer)
-            self._request("put_object", name, Body=data, ChecksumCRC32=_crc(data), **self._objects.bucket.settings)
+            self._request("put_object", name, Body=data, ChecksumCRC32=_crc(data), **self._settings)
             return
         if self._buffer:
             self._flush()
@@ -356,9 +370,7 @@ class S3Writer(BlobWriter):
 
     def _part(self, call: str, **more: Any) -> dict[str, Any]:
         if not self._upload:
-            begun = self._request(
-                "create_multipart_upload", self._name, ChecksumAlgorithm="CRC32", **self._objects.bucket.settings
-            )
+            begun = self._request("create_multipart_upload", self._name, ChecksumAlgorithm="CRC32", **self._settings)
             self._upload = begun["UploadId"]
         return self._request(call, self._name, UploadId=self._upload, PartNumber=len(self._parts) + 1, **more)
 
@@ -404,7 +416,7 @@ class S3Blobs(Blobs):
         return self.objects.signed(checked(name), shown, seconds)
 
     def names(self, prefix: str) -> list[str]:
-        return self.objects.names(prefix)
+        return [entry.name for entry in self.objects.listed(prefix)]
 
     def clean(self, older_s: float) -> int:
         return self.objects.abort_untouched(datetime.now(UTC) - timedelta(seconds=older_s))

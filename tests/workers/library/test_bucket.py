@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
+from producers.store.blobs import bucket as bucket_urls
+from producers.store.blobs.bucket import Bucket
 from producers.store.blobs.s3 import Objects
 from tests.aws import Aws
 from tests.aws_faults import Fault, faulty
+from tests.workers.library.test_signatures import key_pair
 from workers.errors import Refused
 from workers.library import bucket
+from workers.library.bucket import BucketModel, publish
 from workers.library.local_models import MANIFEST, LocalModels
 from workers.library.reference import BUNDLED, find_model
-from workers.library.signatures import SIGNATURES
+from workers.library.signatures import SIGNATURES, sign
 
 
 @pytest.fixture
@@ -117,3 +124,123 @@ def test_what_is_damaged_or_missing_or_no_models_is_refused_by_name(aws: Aws, st
         find_model(f"s3://models?endpoint_url={aws.url}")
     with pytest.raises(Refused, match=r"there is no bucket|NoSuchBucket"):
         find_model(url(aws, "elsewhere/mine"))
+
+
+@pytest.fixture
+def place(aws: Aws) -> Bucket:
+    aws.client("s3").create_bucket(Bucket="models")
+    return bucket_urls.read(url(aws, "models/all"))
+
+
+def through(proxy: Aws, place: Bucket) -> Bucket:
+    return replace(place, endpoint_url=proxy.url)
+
+
+class TestPublished:
+    @pytest.fixture(autouse=True)
+    def _no_pause(self, models: LocalModels) -> None:
+        pass
+
+    def test_a_version_is_pulled_verified_and_published_again_without_sending_it(
+        self, aws: Aws, place: Bucket, models: LocalModels
+    ) -> None:
+        with faulty(aws) as (proxy, faults):
+            stored = publish(BUNDLED / "tiny", "mine", through(proxy, place), note, quiet=True)
+            assert stored.model.bucket.prefix == f"all/mine/{stored.model.version}"
+            puts = faults.asked["PUT"]
+            again = publish(BUNDLED / "tiny", "mine", through(proxy, place), note, quiet=True)
+            assert (again.model, faults.asked["PUT"]) == (stored.model, puts)
+        here = bucket_urls.read(url(aws, f"models/{stored.model.bucket.prefix}"))
+        assert bucket.check(BucketModel(here, "mine", stored.model.version)).files == stored.files
+        folder = find_model(here.url, quiet=True).folder
+        assert folder == models.root / "mine" / stored.model.version
+        assert publish(folder, "mine", place, note, quiet=True).model.version == stored.model.version
+
+    def test_one_that_was_cut_off_is_nobodys_and_goes_on_with_what_is_missing(self, aws: Aws, place: Bucket) -> None:
+        with faulty(aws) as (proxy, faults):
+            faults.put(Fault("error", "PUT", times=4))
+            faults.put(Fault("lost", "PUT", times=1))
+            whole = publish(BUNDLED / "tiny", "one", through(proxy, place), note, quiet=True)
+            assert faults.done == {"error": 4, "lost": 1}
+            key = f"{whole.model.bucket.prefix}/"
+            for name in (MANIFEST, "config.json"):
+                aws.client("s3").delete_object(Bucket="models", Key=key + name)
+            faults.put(Fault("reset", "PUT"))
+            with pytest.raises(Refused, match=r"what came so far is kept: run this again later"):
+                publish(BUNDLED / "tiny", "one", through(proxy, place), note, quiet=True)
+            (left,) = bucket.stored(place)
+            assert (left.whole, left.model.version) == (False, whole.model.version)
+            faults.calm()
+            puts = faults.asked["PUT"]
+            publish(BUNDLED / "tiny", "one", through(proxy, place), note, quiet=True)
+            assert faults.asked["PUT"] == puts + 2, "config.json and the manifest"
+        (now,) = bucket.stored(place)
+        assert (now.whole, now.files, now.size) == (True, whole.files, whole.size)
+
+    def test_a_large_file_goes_in_parts_and_is_known_by_its_hash(
+        self, aws: Aws, place: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("producers.store.blobs.s3.PART", 5 << 20)
+        folder = tmp_path / "large"
+        shutil.copytree(BUNDLED / "tiny", folder)
+        (folder / "LICENSE").write_bytes(bytes(6 << 20))
+        with faulty(aws) as (proxy, faults):
+            stored = publish(folder, "large", through(proxy, place), note, quiet=True)
+            assert faults.asked["POST"] == 2, "a multipart upload began and ended"
+            bucket.remove(stored.model)
+            faults.put(Fault("lost", "POST", times=2))
+            publish(folder, "large", through(proxy, place), note, quiet=True)
+        head = aws.client("s3").head_object(Bucket="models", Key=f"{stored.model.bucket.prefix}/LICENSE")
+        assert (head["ContentLength"], head["Metadata"]["sha256"]) == (6 << 20, sha256(bytes(6 << 20)).hexdigest())
+
+    def test_damage_in_the_bucket_is_named_and_mended_by_publishing_again(self, aws: Aws, place: Bucket) -> None:
+        stored = publish(BUNDLED / "tiny", "mine", place, note, quiet=True)
+        key = f"{stored.model.bucket.prefix}/config.json"
+        size = aws.client("s3").head_object(Bucket="models", Key=key)["ContentLength"]
+        aws.client("s3").put_object(Bucket="models", Key=key, Body=bytes(size))
+        with pytest.raises(Refused, match=r"is damaged: config\.json is not what"):
+            bucket.check(stored.model)
+        publish(BUNDLED / "tiny", "mine", place, note, quiet=True)
+        bucket.check(stored.model)
+
+    def test_signatures_come_along_beside_those_of_other_keys(self, aws: Aws, place: Bucket, tmp_path: Path) -> None:
+        version = LocalModels(tmp_path / "there").copy("mine", BUNDLED / "tiny")
+        (one, first), (two, second) = (key_pair(tmp_path, name) for name in ("one", "two"))
+        sign(version.folder, one)
+        publish(version.folder, "mine", place, note, quiet=True)
+        (version.folder / SIGNATURES).unlink()
+        sign(version.folder, two)
+        stored = publish(version.folder, "mine", place, note, quiet=True)
+        for public in (first, second):
+            bucket.check(stored.model, [public])
+        with pytest.raises(Refused, match="is not signed by"):
+            bucket.check(stored.model, [key_pair(tmp_path, "three")[1]])
+
+    def test_what_no_worker_would_pull_is_refused(self, place: Bucket, tmp_path: Path) -> None:
+        folder = tmp_path / "odd"
+        shutil.copytree(BUNDLED / "tiny", folder)
+        (folder / "merges.txt").write_text("a b\n")
+        sign(folder, key_pair(tmp_path, "key")[0])
+        with pytest.raises(Refused, match=r"merges\.txt is nothing that workers pull: `penstock models pull"):
+            publish(folder, "odd", place, note)
+        assert bucket.stored(place) == []
+
+    def test_what_has_no_manifest_for_a_day_is_abandoned(
+        self, aws: Aws, place: Bucket, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stored = publish(BUNDLED / "tiny", "mine", place, note, quiet=True)
+        assert bucket.abandoned(place) == []
+        aws.client("s3").delete_object(Bucket="models", Key=f"{stored.model.bucket.prefix}/{MANIFEST}")
+        assert bucket.abandoned(place) == []
+        monkeypatch.setattr(bucket, "ABANDONED_S", -60.0)
+        (left,) = bucket.abandoned(place)
+        assert left.model == stored.model
+        upload = aws.client("s3").create_multipart_upload(Bucket="models", Key="all/mine/x")["UploadId"]
+        assert (bucket.end_uploads(place), bucket.end_uploads(place)) == (1, 0), upload
+        bucket.remove(left.model)
+        with pytest.raises(Refused, match="there is nothing in"):
+            bucket.remove(left.model)
+
+
+def note(line: str) -> None:
+    pass
