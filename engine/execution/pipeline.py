@@ -226,6 +226,9 @@ class Pipeline:
         """Wait for all steps in flight and ignore their results."""
         while self._flights:
             self._collect()
+        if self._overlap:
+            with self._state:
+                self._scheduler.take_back((), time.monotonic())  # none is in flight any more
 
     def _enter_oldest(self, unlaunched: list[StepPlan]) -> bool:
         """Collect and enter the oldest step in flight. Returns False if it failed: then it is taken back with those

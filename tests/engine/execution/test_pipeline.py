@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -313,6 +314,22 @@ def test_dropping_waits_for_the_step_in_flight_and_tells_nothing():
     steps.pipeline.drop()
     assert steps.device.log == ["launch 0", "collect 0"]
     assert not steps.pipeline.in_flight
+
+
+def test_a_step_whose_results_could_not_be_entered_is_in_flight_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(scheduler())
+    steps.scheduler.add(request("a", max_tokens=9))
+    steps()
+    with monkeypatch.context() as patched:
+        patched.setattr(steps.scheduler, "update", Mock(side_effect=ArithmeticError))
+        with pytest.raises(ArithmeticError):
+            steps.pipeline.step()
+    steps.pipeline.drop()
+    steps.scheduler.fail("a", "a fault of the engine")
+    steps.scheduler.add(request("b", max_tokens=3))
+    steps.run()
+    assert steps.tokens("b") == counted("b", 3)
+    assert not steps.scheduler._planner.in_flight
 
 
 def test_the_requests_of_a_step_are_named_before_its_drafts_are_made() -> None:
