@@ -49,9 +49,10 @@ _MOST_MODULES: Final = 16
 _MOST_LABELS: Final = 10_000
 _MOST_PROMPTS: Final = 100
 _LONGEST_TEXT: Final = 4096
-#: The README of a Qwen3-Reranker, and what its published code writes around a query and a document, without an
-#: instruction of the user's own; and the most tokens that it takes.
-_IS_RERANKER: Final = re.compile(rb"---\s.*^pipeline_tag: *text-ranking\s.*^---\s.*^# *Qwen3-Reranker\b", re.M | re.S)
+#: Lines of a Qwen3-Reranker's README, in its metadata and below; and what its published code writes around a query and
+#: a document, without an instruction of the user's own; and the most tokens that it takes.
+_RANKS: Final = re.compile(rb"^pipeline_tag: *text-ranking *\r?$", re.M)
+_IS_RERANKER: Final = re.compile(rb"^# *Qwen3-Reranker\b", re.M)
 _AROUND_PAIRS: Final = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
@@ -309,10 +310,18 @@ def _score(folder: Path, modules: list[tuple[str, str]]) -> ScoreSettings | None
 def is_published_reranker(folder: Path) -> bool:
     """Whether a folder has a Qwen3-Reranker as it was published first (arXiv 2506.05176). Its files are those of a
     model that generates: the README alone says what it is, so that this counts in the model's version."""
-    readme = _bytes(folder, "README.md")
-    if readme is None or not _IS_RERANKER.match(readme) or _listed(folder) is not None:
+    try:
+        path = file_in(folder, "README.md")
+        if path is None:
+            return False
+        with path.open("rb") as file:
+            mark, _, readme = file.read(_LONGEST).partition(b"\n")
+    except (ModelError, OSError):  # no file of the folder: it says nothing, and is nothing that serving needs
         return False
-    return architectures(read_config(folder))[:1] == ["Qwen3ForCausalLM"]
+    metadata, _, text = readme.partition(b"\n---")
+    if mark.rstrip() != b"---" or not _RANKS.search(metadata) or not _IS_RERANKER.search(text):
+        return False
+    return _listed(folder) is None and architectures(read_config(folder))[:1] == ["Qwen3ForCausalLM"]
 
 
 def _pooling(settings: Mapping[str, Any]) -> tuple[str, ...]:

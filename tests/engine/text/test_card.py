@@ -140,6 +140,24 @@ def test_a_version_follows_names_sizes_and_contents_as_written_down(tmp_path):
     assert len(seen) == 3
 
 
+@pytest.mark.parametrize(
+    "readme",
+    [
+        b"---\npipeline_tag: feature-extraction\nmodel-index:\n" + b"  - metric: 0.5\n" * 100_000 + b"---\n# A model\n",
+        b"---\n" + b"pipeline_tag: text-ranking\n" * 10_000 + b"---\n" * 100_000 + b"# Another\n",
+    ],
+    ids=["longer than a mebibyte", "of many lines that a reranker's has one of"],
+)
+def test_a_readme_neither_changes_a_version_nor_is_refused(folder, readme):
+    before = model_version(folder), ModelCard.from_folder(folder).capabilities
+    path = folder / "README.md"
+    path.write_bytes(readme)
+    assert (model_version(folder), ModelCard.from_folder(folder).capabilities) == before
+    path.rename(folder.parent / "elsewhere.md")
+    path.symlink_to(folder.parent / "elsewhere.md")
+    assert (model_version(folder), ModelCard.from_folder(folder).capabilities) == before
+
+
 def test_the_version_of_a_large_file_takes_its_header_and_its_pages(tmp_path):
     path = tmp_path / "model.safetensors"
     write_safetensors(path, TENSORS, padding=WHOLE_FILE + 1000)
