@@ -354,8 +354,8 @@ def gc(
                 shutil.rmtree(folder)
             _show_removed({"folder": str(folder)}, yes, as_json)
         for stored in bucket.abandoned(uploads_to) if uploads_to is not None else ():
-            if yes:
-                bucket.remove(stored.model)
+            if yes and not bucket.remove(stored.model, broken=True):
+                continue
             _show_removed({"bucket": str(stored.model.bucket)}, yes, as_json)
         if yes and uploads_to is not None and (count := bucket.end_uploads(uploads_to)):
             note(f"ended {count} uploads to {uploads_to} that got nothing for a day")

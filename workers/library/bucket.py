@@ -48,7 +48,7 @@ from workers.library.local_models import (
     sha256_of,
     verify,
 )
-from workers.library.signatures import SIGNATURES, check_signature, signatures_of
+from workers.library.signatures import SIGNATURES, check_signature, signatures_in, signatures_of
 from workers.progress import Progress, bytes_bar
 
 VERSION: Final = re.compile(r"[0-9a-f]{12}")
@@ -66,9 +66,10 @@ AT_ONCE: Final = 4
 #: Age (s) of a version without a manifest from which on nobody is taken to be publishing it.
 ABANDONED_S: Final = 24 * 3600.0
 _GGUF: Final = re.compile(r"[\w][\w.\-]*\.gguf", re.ASCII)
-#: A key in a version's folder.
+#: A key in a version's folder, of which a URL can be written.
 _KEY: Final = re.compile(
-    r"(?P<folder>(?:.*?/)?(?P<name>[A-Za-z0-9][\w.-]*)/(?P<version>[0-9a-f]{12}))/(?P<file>.+)", re.A
+    r"(?P<folder>(?:[A-Za-z0-9!_.*'()/-]*?/)?(?P<name>[A-Za-z0-9][\w.-]*)/(?P<version>[0-9a-f]{12}))/(?P<file>.+)",
+    re.ASCII,
 )
 #: The SHA-256 of a file, in what S3 keeps beside it.
 _SHA256: Final = "sha256"
@@ -138,13 +139,12 @@ def publish(folder: Path, name: str, place: urls.Bucket, say: Callable[[str], No
     model = BucketModel.parse(url)
     with _refusals(model, "publish to"):
         objects = _Steady(model.bucket)
-        there = {entry.name: entry.size for entry in _again(lambda: objects.listed(""))}
-        _send_all(objects, folder, files, there, quiet)
-        sent = {entry.name: entry.size for entry in _again(lambda: objects.listed(""))}
+        _send_all(objects, folder, files, _sizes(objects), quiet)
+        sent = _sizes(objects)
         if gone := [file.name for file in files if sent.get(file.name) != file.size]:
             raise Refused(f"{gone[0]} has gone from {model.bucket} meanwhile: run this again")
         _merge_signatures(objects, model, folder)
-        if MANIFEST not in there or _small(objects, model, MANIFEST) != content:
+        if MANIFEST not in sent or _small(objects, model, MANIFEST) != content:
             _put(objects, MANIFEST, content)
     say(f"{name} {version} is in {model.bucket}")
     return Stored(model, len(files), sum(file.size for file in files), time.time(), whole=True)
@@ -168,6 +168,11 @@ def _own_files(folder: Path) -> tuple[Path, list[_File]]:
             "without it; sign and publish that"
         )
     return folder, files
+
+
+def _sizes(objects: Objects) -> dict[str, int]:
+    """Size by name of what a version's folder has."""
+    return _again(lambda: {entry.name: entry.size for entry in objects.listed("")})
 
 
 def _send_all(objects: Objects, folder: Path, files: list[_File], there: dict[str, int], quiet: bool) -> None:
@@ -222,8 +227,7 @@ def _send(objects: Objects, folder: Path, file: _File, done: dict[str, int], sto
 
 def _merge_signatures(objects: Objects, model: BucketModel, folder: Path) -> None:
     """Write the folder's signatures, beside those of other keys that are there."""
-    own = signatures_of((folder / SIGNATURES).read_bytes()) if (folder / SIGNATURES).is_file() else {}
-    if not own:
+    if not (own := signatures_in(folder)):
         return
     theirs: dict[str, str] = {}
     with suppress(BlobNotFound, ValueError):
@@ -242,18 +246,24 @@ def stored(place: urls.Bucket) -> list[Stored]:
     """The versions under a place, by name and time. Raises Refused."""
     with _refusals(BucketModel(place, "", ""), "list"):
         objects = _Steady(place)
-        entries = _again(lambda: objects.listed(""))
-    versions: dict[str, Stored] = {}
-    for entry in entries:
+        versions = _again(lambda: _versions(objects))
+    return sorted(versions.values(), key=lambda version: (version.model.name, version.at))
+
+
+def _versions(objects: Objects) -> dict[str, Stored]:
+    place, versions = objects.bucket, dict[str, Stored]()
+    for entry in objects.listed(""):
         if (key := _KEY.fullmatch(place.key(entry.name))) is None:
             continue
-        model = BucketModel(replace(place, prefix=key["folder"]), key["name"], key["version"])
-        old = versions.get(key["folder"], Stored(model, 0, 0, 0.0, whole=False))
+        old = versions.get(key["folder"])
+        if old is None:
+            model = BucketModel(replace(place, prefix=key["folder"]), key["name"], key["version"])
+            old = Stored(model, 0, 0, 0.0, whole=False)
         whole, more = old.whole or key["file"] == MANIFEST, key["file"] not in (MANIFEST, SIGNATURES)
         versions[key["folder"]] = Stored(
-            model, old.files + more, old.size + entry.size * more, max(old.at, entry.at), whole
+            old.model, old.files + more, old.size + entry.size * more, max(old.at, entry.at), whole
         )
-    return sorted(versions.values(), key=lambda version: (version.model.name, version.at))
+    return versions
 
 
 def check(model: BucketModel, key_files: Sequence[Path] = ()) -> Stored:
@@ -288,32 +298,51 @@ def _is_sound(objects: Objects, file: _File) -> bool:
     return at == file.size and digest.hexdigest() == file.sha256
 
 
-def remove(model: BucketModel) -> int:
-    """Remove a version, its manifest first, so that nobody pulls a part of it. Returns how many objects went. Raises
-    Refused, also where nothing is there."""
+def remove(model: BucketModel, *, broken: bool = False) -> int:
+    """Remove a version, its manifest first, so that nobody pulls a part of it. `broken`: only while it has no manifest.
+    Returns how many objects went. Raises Refused, also where nothing is there."""
     if not model.version:
         raise Refused(f"{model.bucket} names no version; it must be s3://BUCKET/PREFIX/NAME/VERSION")
     with _refusals(model, "remove"):
         objects = _Steady(model.bucket)
-        names = [entry.name for entry in _again(lambda: objects.listed(""))]
+        names = sorted(_sizes(objects), key=lambda name: name != MANIFEST)
         if not names:
             raise Refused(f"there is nothing in {model.bucket}")
-        for name in sorted(names, key=lambda name: name != MANIFEST):
+        if broken and MANIFEST in names:  # somebody has gone on with it
+            return 0
+        for name in names:
             objects.request("delete_object", "s3:DeleteObject", name)
     return len(names)
 
 
 def abandoned(place: urls.Bucket) -> list[Stored]:
-    """Versions under a place that have no manifest, and got no file for a day. Raises Refused."""
-    return [version for version in stored(place) if not version.whole and time.time() - version.at > ABANDONED_S]
+    """Versions under a place that `publish` began, that have no manifest, and got no file for a day. Others may have
+    folders with such names. Raises Refused."""
+    old = [version for version in stored(place) if not version.whole and time.time() - version.at > ABANDONED_S]
+    return [version for version in old if _is_published(version.model)]
+
+
+def _is_published(model: BucketModel) -> bool:
+    """Whether `publish` wrote all files: it leaves their SHA-256 beside them."""
+
+    def is_ours(objects: Objects, name: str) -> bool:
+        with suppress(BlobNotFound):
+            answer = objects.request("head_object", "s3:GetObject", name)
+            return name == SIGNATURES or _SHA256 in answer.get("Metadata", {})
+        return True
+
+    with _refusals(model, "read"):
+        objects = _Steady(model.bucket)
+        return all(is_ours(objects, name) for name in _sizes(objects))
 
 
 def end_uploads(place: urls.Bucket) -> int:
-    """End uploads under a place that got nothing for a day: S3 bills their parts. Returns how many. Raises Refused."""
+    """End uploads of versions' files under a place that got nothing for a day: S3 bills their parts. Returns how many.
+    Raises Refused."""
     with _refusals(BucketModel(place, "", ""), "end uploads to"):
         objects = _Steady(place)
         before = datetime.now(UTC) - timedelta(seconds=ABANDONED_S)
-        return _again(lambda: objects.abort_untouched(before))
+        return _again(lambda: objects.abort_untouched(before, _KEY.fullmatch))
 
 
 def pull(

@@ -43,7 +43,7 @@ def sign(folder: Path, key_file: Path) -> str:
         _check_all_named(folder)
         text = _text(key.public_key())
         signature = base64.b64encode(key.sign(PREFIX + (folder / MANIFEST).read_bytes())).decode()
-        signatures = {**_signatures(folder), text: signature}
+        signatures = {**signatures_in(folder), text: signature}
         partial = folder / f".{SIGNATURES}.partial"
         partial.write_text(json.dumps({"v": 1, "signatures": signatures}, indent=1) + "\n", encoding="ascii")
         os.replace(partial, folder / SIGNATURES)
@@ -66,7 +66,7 @@ def check_signature(folder: Path, key_files: Sequence[Path]) -> str:
         raise Refused(f"cannot read {folder / MANIFEST}: {error.strerror}") from error
     if manifest is None:
         raise Refused(f"{folder} has no {MANIFEST}, and so no signature, which is demanded: `penstock models sign`")
-    signatures = _signatures(folder)
+    signatures = signatures_in(folder)
     for key in keys:
         text = _text(key)
         try:
@@ -94,7 +94,7 @@ def _files(folder: Path) -> list[str]:
     return sorted(path.as_posix() for path in shown if path.as_posix() not in (MANIFEST, SIGNATURES))
 
 
-def _signatures(folder: Path) -> dict[str, str]:
+def signatures_in(folder: Path) -> dict[str, str]:
     """Key -> signature, in base64; empty without a file of them. Raises Refused."""
     path = folder / SIGNATURES
     try:

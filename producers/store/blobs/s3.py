@@ -198,23 +198,24 @@ class Objects:
             text = f"there is no bucket {self.bucket.name} for {self.bucket}; check its name, region and endpoint_url"
             raise AwsMissing(text, "NoSuchBucket", None) from error
 
-    def listed(self, prefix: str) -> list[Listed]:
-        """All objects whose names begin so."""
+    def listed(self, prefix: str) -> Iterator[Listed]:
+        """All objects whose names begin so, a thousand in memory at a time."""
         whole = self.bucket.key(prefix)
+        skipped = len(whole) - len(prefix)
         with aws_errors(f"list objects in {self.bucket}", "s3:ListBucket"):
             pages = self._s3.get_paginator("list_objects_v2").paginate(Bucket=self.bucket.name, Prefix=whole)
-            entries = [entry for page in pages for entry in page.get("Contents", ())]
-        skipped = len(whole) - len(prefix)
-        return [Listed(entry["Key"][skipped:], entry["Size"], entry["LastModified"].timestamp()) for entry in entries]
+            for page in pages:
+                for entry in page.get("Contents", ()):
+                    yield Listed(entry["Key"][skipped:], entry["Size"], entry["LastModified"].timestamp())
 
-    def abort_untouched(self, before: datetime) -> int:
-        """Abort uploads that nobody has written to since. Returns how many."""
+    def abort_untouched(self, before: datetime, of: Callable[[str], object] = lambda key: True) -> int:
+        """Abort uploads that nobody has written to since. `of`: whether those to a key are meant. Returns how many."""
         aborted = 0
         with aws_errors(f"list uploads to {self.bucket}", "s3:ListBucketMultipartUploads"):
             pages = self._s3.get_paginator("list_multipart_uploads").paginate(
                 Bucket=self.bucket.name, Prefix=self.bucket.key()
             )
-            uploads = [upload for page in pages for upload in page.get("Uploads", ())]
+            uploads = [upload for page in pages for upload in page.get("Uploads", ()) if of(upload["Key"])]
         for upload in uploads:
             if upload["Initiated"] < before and self._written(upload) < before:
                 aborted += self._abort(upload)

@@ -235,11 +235,35 @@ class TestPublished:
         monkeypatch.setattr(bucket, "ABANDONED_S", -60.0)
         (left,) = bucket.abandoned(place)
         assert left.model == stored.model
-        upload = aws.client("s3").create_multipart_upload(Bucket="models", Key="all/mine/x")["UploadId"]
-        assert (bucket.end_uploads(place), bucket.end_uploads(place)) == (1, 0), upload
+        for key in (f"{stored.model.bucket.prefix}/x", "all/others"):
+            aws.client("s3").create_multipart_upload(Bucket="models", Key=key)
+        assert (bucket.end_uploads(place), bucket.end_uploads(place)) == (1, 0), "others' go on"
+        publish(BUNDLED / "tiny", "mine", place, note, quiet=True)
+        assert bucket.remove(left.model, broken=True) == 0, "somebody went on with it"
         bucket.remove(left.model)
         with pytest.raises(Refused, match="there is nothing in"):
             bucket.remove(left.model)
+
+    def test_folders_of_others_that_are_named_alike_are_no_broken_publishes(
+        self, aws: Aws, place: Bucket, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Such as checkpoints of a training, by commits."""
+        monkeypatch.setattr(bucket, "ABANDONED_S", -60.0)
+        stored = publish(BUNDLED / "tiny", "mine", place, note, quiet=True)
+        names = "all/run/0123456789ab/model.safetensors", f"{stored.model.bucket.prefix}/notes.txt"
+        for name in (*names, "all/a\x1b[2J/mine/0123456789ab/config.json"):
+            aws.client("s3").put_object(Bucket="models", Key=name, Body=b"x")
+        aws.client("s3").delete_object(Bucket="models", Key=f"{stored.model.bucket.prefix}/{MANIFEST}")
+        assert [version.model.name for version in bucket.stored(place)] == ["mine", "run"]
+        assert bucket.abandoned(place) == []
+        aws.client("s3").delete_object(Bucket="models", Key=names[1])
+        assert [version.model.name for version in bucket.abandoned(place)] == ["mine"]
+
+    def test_signatures_that_cannot_be_read_are_refused(self, place: Bucket, tmp_path: Path) -> None:
+        version = LocalModels(tmp_path / "there").copy("mine", BUNDLED / "tiny")
+        (version.folder / SIGNATURES).write_bytes(b"{")
+        with pytest.raises(Refused, match=r"manifest\.sig cannot be read"):
+            publish(version.folder, "mine", place, note, quiet=True)
 
 
 def note(line: str) -> None:
