@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Final
+from urllib.parse import parse_qsl, urlsplit
 
 from producers.connection.trouble import Trouble
 from producers.errors import PenstockError
@@ -70,6 +71,16 @@ class AwsMissing(AwsError):
 
 class AwsNotInstalled(PenstockError):
     """boto3 is missing."""
+
+
+def check_no_password(url: str) -> None:
+    """Raise ValueError, which does not repeat it, for the URL of a broker or a bucket that has a user or a password."""
+    parts = urlsplit(url)
+    if "@" in parts.netloc or "@" in dict(parse_qsl(parts.query)).get("endpoint_url", ""):
+        raise ValueError(
+            f"an {parts.scheme}:// URL has a user or a password, which logs would show: leave them out. boto3 finds "
+            "credentials in the environment, a profile or a role"
+        )
 
 
 def client(

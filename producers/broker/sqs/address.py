@@ -28,6 +28,7 @@ from typing import Final
 from urllib.parse import parse_qsl, urlsplit
 
 from producers.broker.values import Capabilities
+from producers.connection.aws import check_no_password
 from producers.contract.keys import TIERS
 
 SCHEME: Final = "sqs"
@@ -71,12 +72,13 @@ def read(url: str) -> Address:
     parts = urlsplit(url)
     if not is_sqs(url):
         raise ValueError(f"{url!r} does not begin with sqs://")
+    check_no_password(url)
     region = parts.netloc
     if not _REGION.fullmatch(region) or parts.path.strip("/"):
         raise ValueError(f"{url!r} names no region: it must be like sqs://us-east-1?prefix=pen-")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     if unknown := sorted(options.keys() - set(_OPTIONS)):
-        raise ValueError(f"{url!r} has the option {unknown[0]}; known are {', '.join(_OPTIONS)}")
+        raise ValueError(f"sqs://{region} has the option {unknown[0]}; known are {', '.join(_OPTIONS)}")
     prefix, account = options.get("prefix", "pen-"), options.get("account", "")
     if not _PREFIX.fullmatch(prefix):
         raise ValueError(f"prefix is {prefix!r}; it must have 1 to 20 of the characters A-Z a-z 0-9 _ -")

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
+from producers.connection.aws import check_no_password
+
 SCHEME: Final = "s3"
 #: A process's permissions on the bucket, and on the objects under the prefix; then what `aws:kms` adds.
 PERMISSIONS: Final = ("s3:ListBucket", "s3:ListBucketMultipartUploads")
@@ -80,9 +82,7 @@ def is_s3(location: str) -> bool:
 def read(url: str) -> Bucket:
     """Raises ValueError, which says what is wrong with the URL."""
     parts = urlsplit(url)
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    if "@" in parts.netloc + urlsplit(options.get("endpoint_url", "")).netloc:
-        raise ValueError("a bucket's URL has a user or a password, which logs would show: boto3 finds them by itself")
+    check_no_password(url)
     name, prefix = parts.netloc, parts.path.strip("/")
     if not url.startswith(f"{SCHEME}://") or not _BUCKET.fullmatch(name) or parts.fragment:
         raise ValueError(f"{url!r} names no bucket: it must be like s3://my-bucket/penstock?region=eu-west-1")
@@ -90,6 +90,7 @@ def read(url: str) -> Bucket:
         raise ValueError(
             f"{url!r} has the prefix {prefix!r}; it must be words of A-Z a-z 0-9 ! - _ . * ' ( ) with / between"
         )
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
     if unknown := sorted(options.keys() - set(_OPTIONS)):
         raise ValueError(f"{SCHEME}://{name} has the option {unknown[0]}; known are {', '.join(_OPTIONS)}")
     bucket = Bucket(name, prefix, *(options.get(option, "") for option in _OPTIONS))

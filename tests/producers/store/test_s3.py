@@ -53,6 +53,7 @@ def test_a_url_is_read_and_written_again() -> None:
         ("s3://Bucket", "names no bucket"),
         ("s3://key:SECRET@bucket", "has a user or a password"),
         ("s3://bucket?endpoint_url=http://key:SECRET@minio:9000", "has a user or a password"),
+        ("s3://bucket?endpoint_url=key:SECRET@minio:9000", "has a user or a password"),
         ("s3://bucket?secret_access_key=SECRET", "option secret_access_key; known"),
         ("s3://bucket/a//b", "prefix 'a//b'"),
         ("s3://bucket?sort=1", "option sort; known are region, endpoint_url, sse"),

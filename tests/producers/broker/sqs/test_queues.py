@@ -87,6 +87,22 @@ def test_settings_are_read_once_and_again_once_a_queue_seemed_gone(aws: Aws, val
         known.check(NAME)
 
 
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("sqs://KEY:SECRET@", "has a user or a password"),  # as kombu takes it
+        ("sqs://KEY:SECRET@us-east-1", "has a user or a password"),
+        ("sqs://us-east-1?endpoint_url=http://KEY:SECRET@h:1", "has a user or a password"),
+        ("sqs://us-east-1?secret=SECRET", "sqs://us-east-1 has the option secret; known are prefix"),
+        ("sqs://", "names no region"),
+    ],
+)
+def test_a_bad_url_is_refused_with_the_reason_and_no_secret_is_repeated(url: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as refused:
+        read(url)
+    assert "SECRET" not in str(refused.value)
+
+
 def test_an_entry_of_the_index_is_the_same_for_all_copies_of_a_message() -> None:
     message = Message("a:b.c", QUEUE, "priority", 2, 100, "some tenant  x", 7)
     entry = keys.Entry.of(message)
