@@ -47,15 +47,21 @@ PAGE: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class New:
-    """The new version: its folder, its card, and its tokenizer's files."""
+    """The new version: its folder, its card, and its tokenizer's files. `url`: a bucket's that names it, or ''."""
 
     model: ResolvedModel
     card: dict[str, Any]
     files: dict[str, bytes]
+    url: str = ""
 
     @property
     def version(self) -> str:
         return str(self.card["version"])
+
+    @property
+    def reference(self) -> str:
+        """A reference to it for workers: also for those of other machines, where a bucket has it."""
+        return f"{self.model.name}={self.url}" if self.url else self.model.reference
 
 
 def begin(store: Redis, new: New, workers: int | None, ready: int) -> Rollout:
@@ -77,7 +83,7 @@ def begin(store: Redis, new: New, workers: int | None, ready: int) -> Rollout:
         raise Refused(str(error)) from error
     cards.pin(store, name, card["version"])  # else the first new worker would take the new tasks
     now = rollouts.now(store)
-    requested = Rollout(name, new.model.reference, new.version, card["version"], workers or max(1, ready), now, now)
+    requested = Rollout(name, new.reference, new.version, card["version"], workers or max(1, ready), now, now)
     if last is not None and last.version == requested.before:
         requested = replace(requested, before_reference=last.reference)
     current = rollouts.begin(store, requested)
@@ -120,7 +126,7 @@ def _check(new: New, card: dict[str, Any] | None) -> None:
     """Raises Refused for an update that changes nothing, or that would break requests of today."""
     name = new.model.name
     if card is None:
-        raise Refused(f"there is no model {name} to update: `penstock models publish {new.model.reference}` begins it")
+        raise Refused(f"there is no model {name} to update: `penstock models publish {new.reference}` begins it")
     if card["version"] == new.version:
         raise Refused(f"new tasks of {name} go to version {new.version} already, and {new.model.folder} has that one")
     missing = [capability for capability in card["capabilities"] if capability not in new.card["capabilities"]]

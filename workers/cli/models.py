@@ -699,12 +699,13 @@ def _new_version(reference: str, urls: tuple[str, str]) -> New:
     from producers.contract import keys
     from producers.contract.levels import beside
     from workers.connect import check_queues
-    from workers.library.reference import described
+    from workers.library.reference import described, split_reference, version_of
     from workers.rollout import New
 
     (model,) = find_models([reference])
     with needs("gateway"):
-        new = New(model, *described(model, note))
+        url = split_reference(reference)[1] if version_of(reference) else ""
+        new = New(model, *described(model, note), url)
     check_queues(*urls, beside(keys.version_queue(model.name, new.version)), make=True)
     return new
 

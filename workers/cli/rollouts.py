@@ -119,7 +119,10 @@ def _records(broker: str | None, store: str | None, data_dir: Path | None) -> It
 def start(
     name: Name,
     to: Annotated[
-        str, typer.Option("--to", metavar="VERSION", help="The candidate: a version, an alias, or a model's FOLDER.")
+        str,
+        typer.Option(
+            "--to", metavar="VERSION", help="The candidate: a version, an alias, or a model's FOLDER or s3:// URL."
+        ),
     ],
     steps: Annotated[
         str, typer.Option(metavar="PERCENTAGES", help="Parts of new tasks; 100 makes it the default.")
@@ -202,7 +205,7 @@ def _published(name: str, folder: str, broker: str | None, store: str | None, da
     new = _new_version(f"{name}={folder}", urls)
     with connect(urls[1]) as records:
         cards.add_version(records, new.card, new.files)
-    return new.version, new.model.reference
+    return new.version, new.reference
 
 
 @app.shown("penstock rollout status tiny --data-dir data")

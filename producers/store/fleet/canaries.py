@@ -67,10 +67,10 @@ class Plan:
 class Canary:
     """A rollout. Times are the store's (unix ms).
 
-    `version`: the candidate; `before`: the baseline, the default when it began; `reference`: NAME=FOLDER of the
-    candidate for `penstock up`, or ''; `phase`: of UNDER_WAY, or promoted, rolled_back, aborted, failed; `step`: of the
-    plan's, from 0; -1 before the first; `percent`: the candidate's part; `since`: when the routing began to give it; 0:
-    it is yet to; `traffic`: when the first step began; 0: it has not; `revision`: number of changes.
+    `version`: the candidate; `before`: the baseline, the default when it began; `reference`: the candidate's for
+    `penstock up`, NAME=FOLDER or NAME=URL, or ''; `phase`: of UNDER_WAY, or promoted, rolled_back, aborted, failed;
+    `step`: of the plan's, from 0; -1 before the first; `percent`: the candidate's part; `since`: when the routing began
+    to give it; 0: it is yet to; `traffic`: when the first step began; 0: it has not; `revision`: number of changes.
     """
 
     model: str

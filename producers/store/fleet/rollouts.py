@@ -3,7 +3,7 @@
 One JSON object in the hash `penstock:rollouts` under the model's name:
 
     model       the model's name
-    reference   the new version as workers get it: NAME=FOLDER
+    reference   the new version as workers get it: NAME=FOLDER, or NAME=URL of a version in a bucket
     version     the new version (`engine.text.checkpoint.model_version`)
     before      the version that new tasks had when the rollout was asked for
     workers     ready workers of the new version to wait for

@@ -8,6 +8,7 @@ import pytest
 from redis import Redis
 
 from producers.contract import keys
+from producers.store.fleet import rollouts
 from tests.aws import Aws
 from tests.workers.cli.conftest import Run
 from workers.library import bucket
@@ -56,6 +57,16 @@ def test_a_version_is_published_listed_verified_used_and_removed(
     assert f"s3://models/all/tiny/{left} is unused" in operate("models", "gc", "--bucket", place).out
     assert f"s3://models/all/tiny/{left} removed" in operate("models", "gc", "--bucket", place, "--yes").out
     assert operate("models", "ls", place, "--json").out == ""
+
+
+def test_workers_of_a_candidate_from_a_bucket_take_it_from_there(operate: Run, place: str, valkey: Redis) -> None:
+    url = json.loads(operate("models", "publish", "tiny-v2", "--as", "tiny", "--to", place, "--json").out)["url"]
+    operate("models", "publish", "tiny")
+    state = json.loads(operate("rollout", "start", "tiny", "--to", url, "--json").out)
+    record = rollouts.read(valkey, "tiny")
+    assert record is not None
+    assert record.reference == state["reference"] == f"tiny={url}"
+    assert "a rollout is under way" in operate("models", "rm", url).err
 
 
 @pytest.mark.parametrize(
