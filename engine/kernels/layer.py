@@ -154,7 +154,7 @@ class PreparedLayers(Protocol):
     ) -> Tensor:
         """`residual`: [tokens, width], which may be overwritten. `rotations`: (cos, sin) of each rope. `attention`,
         `caches`: one for each KV group. `output_rows`: the wanted tokens, int64 [rows]. Returns their last hidden
-        states [rows, width], normed."""
+        states [rows, width], normed; without a norm, what enters the next stage, [tokens, width]."""
 
 
 #: Receives (kernel class, as breakdown.py names it; the seconds that a call spent in it).

@@ -244,9 +244,10 @@ class Reference:
     def prepare_attention(self, heads: int, kv_heads: int, head_dim: int, softcap: float | None) -> None:
         """Prepare attention of this shape. Every layer calls it when it is packed."""
 
-    def prepare_layers(self, layers: Sequence[LayerParts], norm: Tensor) -> PreparedLayers | None:
+    def prepare_layers(self, layers: Sequence[LayerParts], norm: Tensor | None) -> PreparedLayers | None:
         """A function that runs all of a model's layers and the `norm` after them in one call, with the same results as
-        the operations below. None if the set cannot run such layers."""
+        the operations below. `norm`: None if the layers of another stage follow. None if the set cannot run such
+        layers."""
         return None
 
     def arrange(self, batch: RaggedBatch, block_size: int, zero_block: int) -> RaggedBatch:

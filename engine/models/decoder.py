@@ -285,13 +285,12 @@ class Decoder:
                     if name.endswith(SUMMED_BIASES):
                         bias.zero_()
             layer.pack()
-        if not self.has_head:
-            return  # the native call of all layers ends with the norm
-        fill(self._norm.weights(_NORM))
-        self._norm.pack()
+        if self.has_head:
+            fill(self._norm.weights(_NORM))
+            self._norm.pack()
         if not self._whole.bidirectional:  # a native call of all layers reads keys and values from the cache
             parts = [layer.parts(*home) for layer, home in zip(self._layers, self._homes, strict=True)]
-            self._together = self.kernels.prepare_layers(parts, self._norm.weight)
+            self._together = self.kernels.prepare_layers(parts, self._norm.weight if self.has_head else None)
         if self._head is not None:
             fill(self._head.weights(""))
             self._head.pack()

@@ -138,7 +138,7 @@ class Native(Reference):
     def lookup(self, head: PreparedLinear) -> Callable[[Tensor], Tensor] | None:
         return head.rows if isinstance(head, PackedProduct) else None
 
-    def prepare_layers(self, layers: Sequence[LayerParts], norm: Tensor) -> PreparedLayers | None:
+    def prepare_layers(self, layers: Sequence[LayerParts], norm: Tensor | None) -> PreparedLayers | None:
         if not fit(layers, _HEAD_MULTIPLE):
             return None
         return NativeLayers(self._library, self._threads, layers, norm, self._storage, self.report_time, self.exchange)

@@ -95,6 +95,15 @@ static void feed_forward_block(Pool& pool, const Layer& l, int64_t i, const Step
     if (l.fed_norm) step_norm(pool, s, l, out, nullptr, l.fed_norm, out);
 }
 
+// Adds the last block's output to the residual, where no norm follows.
+static void add_output(Pool& pool, const Step& s, const float* x) {
+    timed(s, kNorm, [&] {
+        each_row(pool, s.tokens, s.width, [&](int64_t row) {
+            for (int64_t i = row * s.width; i < (row + 1) * s.width; i++) s.residual[i] += x[i];
+        });
+    });
+}
+
 // Copies the wanted rows of `from`, [tokens, width].
 static void pick(const Step& s, const float* from, int64_t width, float* to) {
     for (int64_t i = 0; i < s.rows; i++) memcpy(to + i * width, from + s.wanted[i] * width, width * sizeof(float));
@@ -118,7 +127,7 @@ static void run_layers(Pool& pool, const Layer* layers, int64_t count, const Ste
         const Layer& l = layers[i];
         float* attended = b;
         attention_block(pool, l, i, now, a, attended);
-        if (i + 1 == count) {
+        if (i + 1 == count && s.norm) {
             // Tokens that are not wanted are done once their keys and values are cached.
             pick(s, attended, l.output.inputs, a);
             pick(s, s.residual, s.width, now.out);
@@ -132,6 +141,7 @@ static void run_layers(Pool& pool, const Layer* layers, int64_t count, const Ste
         step_norm(pool, now, l, given, now.residual, l.middle_norm, now.out);
         feed_forward_block(pool, l, i, now, ranks, a, b, given);
         const float* after = i + 1 < count ? layers[i + 1].input_norm : s.norm;
-        step_norm(pool, now, l, given, now.residual, after, now.out);
+        if (after) step_norm(pool, now, l, given, now.residual, after, now.out);
+        else add_output(pool, now, given);
     }
 }

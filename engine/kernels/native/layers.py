@@ -29,20 +29,20 @@ class NativeLayers:
         library: Library,
         pool: Pool,
         layers: Sequence[LayerParts],
-        norm: Tensor,
+        norm: Tensor | None,
         storage: Storage,
         report_time: ReportTime | None,
         exchange: Exchange | None = None,
     ) -> None:
-        """`layers`: layers that `fit`. `report_time`: receives each call's times by kernel class. `exchange`: this
-        rank's end, if the layers are one rank's share."""
+        """`layers`: layers that `fit`. `norm`: see Reference.prepare_layers. `report_time`: receives each call's times
+        by kernel class. `exchange`: this rank's end, if the layers are one rank's share."""
         self._library, self._pool, self._exchange = library, pool, exchange
         self._kept = (list(layers), norm)
         self._experts = [
             None if layer.experts is None else NativeExperts(library, pool, layer.experts) for layer in layers
         ]
         self._table = (_Layer * len(layers))(*map(_entry, layers, self._experts))
-        self._norm, self._storage, self._report_time = norm.data_ptr(), storage, report_time
+        self._norm, self._storage, self._report_time = _address(norm), storage, report_time
         self._adapters = AdapterTables(layers)
 
     def __call__(
@@ -55,7 +55,7 @@ class NativeLayers:
         adapters: PreparedStepAdapters | None = None,
     ) -> Tensor:
         residual, output_rows = residual.contiguous(), output_rows.contiguous()
-        out = residual.new_empty(len(output_rows), residual.shape[1])
+        out = residual if self._norm is None else residual.new_empty(len(output_rows), residual.shape[1])
         turned = [(cos.contiguous(), sin.contiguous()) for cos, sin in rotations]
         before = [leads(group_batch) for group_batch in attention]
         group_arguments = zip(attention, before, caches, strict=True)

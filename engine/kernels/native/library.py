@@ -23,7 +23,7 @@ logger = logging.getLogger("penstock.engine")
 
 _FOLDER = Path(__file__).parent
 #: The penstock_version() that this file expects.
-VERSION = 22
+VERSION = 23
 #: The kinds of numbers, by the name of their type.
 _KINDS: Final = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8": 3}
 _PAIRED: Final = 4

@@ -35,11 +35,11 @@ struct Turn {
 
 struct Step {
     float* residual;  // [tokens, width]: holds embeddings at first, and is overwritten
-    float* out;  // [rows, width], normed
-    const float* norm;  // after the last layer
+    float* out;  // [rows, width], normed; null without `norm`
+    const float* norm;  // after the last layer; null: other layers follow, elsewhere, and `residual` is what enters them
     const Group* groups;
     const Turn* turns;
-    const int64_t* wanted;  // [rows]: the tokens to return; the last layer computes only these after attention
+    const int64_t* wanted;  // [rows]: the tokens to return; the last layer before `norm` computes only these after attention
     int64_t rows, tokens, width;
     int64_t* spent;  // [kClasses], nanoseconds are added; null: nothing is timed
     const struct Adapters *adapted, *adapted_wanted;  // those of the tokens, and of the wanted ones; null: none

@@ -64,6 +64,8 @@ def test_stages_compute_what_one_stage_computes(name: str, ranks: int, tmp_path:
             {prefix + part for prefix, linear in share.linears() for part in linear.parts}
             for share in together.shares[::ranks]
         ]
+        # Each stage is one native call, as one stage is.
+        assert {share._together is None for share in together.shares} == {name == ODD_HEADS}
         tokens, scores = answers(together.driver(tokens=40))
         assert tokens == expected[0]
         # torch's operations, which this one needs, depend on the other rows.

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(load_library() is None, reason="native kernels a
 class Apart(Native):
     """Runs the layers' operations one by one."""
 
-    def prepare_layers(self, layers: Sequence[LayerParts], norm: torch.Tensor) -> None:
+    def prepare_layers(self, layers: Sequence[LayerParts], norm: torch.Tensor | None) -> None:
         return None
 
 
