@@ -12,6 +12,7 @@ import pytest
 
 from producers import Client
 from producers.contract.stream import Token
+from tests.limits import bound_memory
 from tests.processes import ROOT, Worker, free_port, guarded, ranks_below, valkey
 from tests.waiting import gone, until
 from tests.workers.rig import Rig
@@ -69,40 +70,43 @@ def test_a_worker_of_two_machines_answers_and_ends_both(divided: str, tmp_path: 
 @pytest.mark.parametrize(
     ("how", "divided", "process"),
     [
-        *((how, divided, False) for how in (signal.SIGKILL, signal.SIGSTOP) for divided in DIVIDED),
+        *((how, divided, False) for how in (signal.SIGKILL, signal.SIGSTOP, "memory") for divided in DIVIDED),
         (signal.SIGKILL, "tensor_parallel", True),
     ],
 )
-def test_a_rank_that_is_lost_costs_no_token(how: signal.Signals, divided: str, process: bool) -> None:
-    """Also where the lead has a process of its own below the worker."""
+def test_a_rank_that_is_lost_costs_no_token(how: signal.Signals | str, divided: str, process: bool) -> None:
+    """Also where the lead has a process of its own below the worker, and where the rank has no memory for a step."""
     with valkey() as (url, redis), Client(url) as client:
         rig = Rig(url, redis)
         with Worker(url, name="first", step_limit=5.0, engine_process=process, **real(divided)) as first:
             first.wait_ready(120)
             (rank,) = ranks_below(first.process.pid)
-            asked: dict[str, Any] = {
-                "model": "tiny",
-                "prompt": "def f(n):",
-                "max_tokens": 600,
-                "temperature": 0.8,
-                "ignore_eos": True,
-            }
+            common: dict[str, Any] = {"model": "tiny", "temperature": 0.8, "ignore_eos": True}
+            asked = [common | {"prompt": "def f(n):", "max_tokens": 600, "seed": seed} for seed in range(COUNT)]
             (lease,) = rig.leases()
             assert (lease["kind"], lease[divided], lease.get("engine_process", False)) == ("generate", 2, process)
-            ids = [client.submit(seed=seed, **asked).id for seed in range(COUNT)]
+            ids = [client.submit(**each).id for each in asked]
             first.wait_until(lambda: any(rig.tokens(task_id) > 5 for task_id in ids), 120)
-            os.kill(rank, how)
+            os.kill(rank, signal.SIGTERM)  # which is the lead's to answer
+            told = sum(map(rig.tokens, ids))
+            first.wait_until(lambda: sum(map(rig.tokens, ids)) > told, 120)
+            if isinstance(how, signal.Signals):
+                os.kill(rank, how)
+            else:
+                bound_memory(rank, 0)
+                asked.append(common | {"prompt": "A prompt of many tokens. " * 60, "max_tokens": 50, "seed": COUNT})
+                ids.append(client.submit(**asked[-1]).id)
             assert first.process.wait(120) == os.EX_SOFTWARE
             assert until(lambda: gone(rank))
         with Worker(url, name="second", **real(divided)) as second:
             second.wait_ready(120)
             rig.until_settled(ids, 120)
-            again = [client.submit(seed=seed, **asked).id for seed in range(COUNT)]
+            again = [client.submit(**each).id for each in asked]
             rig.until_settled(again, 120)
-        assert [rig.record(task_id)["status"] for task_id in ids] == ["completed"] * COUNT
+        assert [rig.record(task_id)["status"] for task_id in ids] == ["completed"] * len(ids)
         streams = [
             [event.token_id for event in client.get(task_id).stream() if isinstance(event, Token)]
             for task_id in ids + again
         ]
-        assert streams[:COUNT] == streams[COUNT:]
+        assert streams[: len(ids)] == streams[len(ids) :]
         rig.check_nothing_left()

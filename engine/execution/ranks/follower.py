@@ -1,7 +1,8 @@
 """The process of a follower: `python -m engine.execution.ranks.follower LOCAL`, started by a Group or a Node.
 
 LOCAL is JSON of what this machine has: `socket` to the lead, `parent`, `folder` and its `files`, `threads`, the `index`
-of the rank among the machine's `processes`, `memory` of its stage, and `links` as pairs of kind and descriptor. It
+of the rank among the machine's `processes`, `memory` of its stage, `links` as pairs of kind and descriptor, and whether
+it `tells` the lead how busy its stage is, because that is another machine's. It
 reads its setup, which is alike on all machines, from the socket, loads its share, says so, and does what the lead
 sends. It ends with the lead. A signal to the whole group of processes, such as Ctrl-C, a closed terminal's SIGHUP or a
 service manager's SIGTERM, is the lead's, who drains first.
@@ -22,13 +23,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 if TYPE_CHECKING:
     from engine.adapters import Adapter
-    from engine.execution.ranks.stages import Link
+    from engine.execution.ranks.stages import BusyLink, Link
     from engine.kernels.collectives import Collectives
     from engine.models.decoder import Decoder
 
 #: prctl(2)
 _PR_SET_PDEATHSIG: Final = 1
-#: The least seconds between two signs of life while weights are read.
+#: The least seconds between two signs of life while weights are read, and those between two of a stage that computes.
 _SIGN_S: Final = 1.0
 
 
@@ -54,7 +55,7 @@ def main() -> None:
         from engine.execution.ranks.device import device_of, follow_on_device
         from engine.execution.ranks.nodes import SocketLink
         from engine.execution.ranks.runner import follow, types_of
-        from engine.execution.ranks.stages import lead_stage
+        from engine.execution.ranks.stages import BusyLink, lead_stage
         from engine.execution.threads import on_nodes_of
         from engine.kernels.collectives import Collectives
         from engine.kernels.native import load_library
@@ -113,7 +114,9 @@ def main() -> None:
                 collectives.connect(Path(setup["meeting"]), device)
                 follow_on_device(model, exchange, collectives)
             if exchange is None or links:
-                before, after = links
+                before, after = BusyLink(links[0]), links[1]
+                if local["tells"]:
+                    threading.Thread(target=_tell_busy, args=(lead, before), daemon=True).start()
                 lead_stage(model, exchange, before, after, listener.adapters)
             else:
                 follow(model, exchange, listener.adapters)
@@ -137,6 +140,16 @@ class _Signs:
         if time.monotonic() - self._last > _SIGN_S:
             self._last = time.monotonic()
             _say(self._lead, read=done)
+
+
+def _tell_busy(lead: socket.socket, link: BusyLink) -> None:
+    """Tell the lead, again and again, what share of the time this stage had something to do."""
+    worked, last = link.worked_s(), time.monotonic()
+    while True:
+        time.sleep(_SIGN_S)
+        before, since = worked, last
+        worked, last = link.worked_s(), time.monotonic()
+        _say(lead, busy=round((worked - before) / (last - since), 2))
 
 
 def _say(lead: socket.socket, **said: Any) -> None:

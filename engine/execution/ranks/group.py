@@ -57,6 +57,8 @@ _LOOK_S: Final = 0.05
 _LOOK_WEIGHT: Final = 0.02
 #: The share of looks from which a rank is slow, and how many times the next one's it is.
 _SLOW_SHARE, _SLOW_TIMES = 0.4, 2.0
+#: Seconds after which a stage that should tell how busy it is, and does not, is: it is stopped, say.
+_BUSY_S: Final = 3.0
 #: The most bytes of a follower's message.
 _LONGEST: Final = 1 << 16
 
@@ -71,6 +73,8 @@ class _Follower:
     ready: bool = False
     types: str = ""
     """Its data types, once it is ready."""
+    busy: float = 0.0
+    """The share of the last second in which its stage had something to do, if it tells that."""
     error: str = ""
     lost: str = ""
     """How it says that others are lost."""
@@ -141,6 +145,8 @@ class Group:
         self._rounds: list[list[int]] = []
         #: By rank: the share of looks at which others waited for it.
         self._waits = dict.fromkeys(range(1, self._own if stages > 1 else self._ranks), 0.0)
+        if stages > 1:  # of another machine's stages, their first ranks
+            self._waits |= dict.fromkeys(range(self._own, self._ranks, self._of_stage), 0.0)
         self._mirrors: list[Mirror] = []
         #: What the first rank says that was not lost itself, and when.
         self._second_hand: tuple[str, float] | None = None
@@ -213,19 +219,28 @@ class Group:
         """Look at whom the others wait for. Returns False if no rank has moved, and none is waited for."""
         rounds = [each.rounds() for each in self._exchanges if isinstance(each, Exchange)]
         moved, self._rounds = rounds != self._rounds, rounds
-        waited: set[int] = set()
+        # A stage at work keeps others waiting while the lead waits for the last one.
+        ends = self._chain is not None and self._chain.waits
+        waited: dict[int, float] = {}
         for i, each in enumerate(rounds):
             behind = [(each[0] - each[own]) % (1 << 32) for own in range(1, len(each))]
             if i < len(self._memories):
                 # The stage's first rank is further.
-                waited.update(i * self._of_stage + own + 1 for own, by in enumerate(behind) if 0 < by < 1 << 31)
-            elif behind[0] < 1 << 31 and (stage := i - len(self._memories) + 1) < self.stage.ranks:
+                slower = (i * self._of_stage + own + 1 for own, by in enumerate(behind) if 0 < by < 1 << 31)
+                waited |= dict.fromkeys(slower, 1.0)
+            elif ends and behind[0] < 1 << 31 and (stage := i - len(self._memories) + 1) < self.stage.ranks:
                 # Who waits for a message is one further than its sender.
-                waited.add(stage * self._of_stage)
+                waited[stage * self._of_stage] = 1.0
+        if ends:
+            waited |= {each.rank: self._busy(each) for each in list(self._followers) if each.process is None}
         if moved or waited:
             for rank in self._waits:
-                self._waits[rank] += _LOOK_WEIGHT * ((rank in waited) - self._waits[rank])
+                self._waits[rank] += _LOOK_WEIGHT * (waited.get(rank, 0.0) - self._waits[rank])
         return moved or bool(waited)
+
+    @staticmethod
+    def _busy(follower: _Follower) -> float:
+        return 1.0 if time.monotonic() - follower.heard > _BUSY_S else follower.busy
 
     @property
     def processes(self) -> tuple[int, ...]:
@@ -386,7 +401,7 @@ class Group:
                 assert self._joined.after is not None
                 links.append(("socket", self._joined.after.fileno()))
         local = {"folder": str(absolute(self._folder)), "files": self._files, "threads": self.threads, "index": rank}
-        local |= {"processes": self._own, "memory": self._memories[stage], "links": links}
+        local |= {"processes": self._own, "memory": self._memories[stage], "links": links, "tells": False}
         return start_follower(control, local, [self._memories[stage], *(number for _, number in links)])
 
     def _read(self, follower: _Follower) -> bool:
@@ -402,6 +417,7 @@ class Group:
                 said = json.loads(line)
                 follower.ready |= "ready" in said
                 follower.types = said.get("types", follower.types)
+                follower.busy = said.get("busy", follower.busy)
                 if "adapter" in said:
                     follower.adapters[said["adapter"]] = said["wrong"]
                 follower.error = said.get("error", follower.error)

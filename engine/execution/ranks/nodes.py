@@ -439,6 +439,7 @@ class Node:
             self._mirror(memories[0], ranks, nodes, part["peers"])
         threads = max(1, (self._threads or threads_of_each(1)) // len(every))
         local = {"folder": str(absolute(self._folder)), "files": files_of(self._folder), "threads": threads}
+        local["tells"] = True
         for i, rank in enumerate(every):
             stage, of_stage = divmod(i, ranks)
             used = links[stage : stage + 2] if not of_stage else []

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ class Chain:
     def __init__(self, after: Link, back: Link, explain: Callable[[], None] = lambda: None) -> None:
         """`explain`: raises DeviceLostError with the reason why a link has failed, if that can be known."""
         self._after, self._back, self._explain = after, back, explain
+        #: Whether the last stage is waited for. Any thread may read it.
+        self.waits = False
         self._arrived: queue.SimpleQueue[tuple[int, Message] | None] = queue.SimpleQueue()
         self._early: dict[int, deque[Message]] = {Kind.STEP: deque(), Kind.LOGITS: deque(), Kind.CACHES: deque()}
         # Results are read at once: while the last stage waits to send one, no stage before it could send, either.
@@ -67,7 +70,9 @@ class Chain:
         """Wait for the last stage's next message of this kind. Raises DeviceLostError."""
         early = self._early[kind]
         while not early:
+            self.waits = True
             arrived = self._arrived.get()
+            self.waits = False
             if arrived is None:
                 self._arrived.put(None)
                 self._explain()
@@ -91,6 +96,27 @@ class Chain:
                 self._arrived.put((kind, (numbers, arrays)))
         except DeviceLostError:
             self._arrived.put(None)
+
+
+class BusyLink:
+    """The Link into a stage, with how long the stage has worked on what came by it."""
+
+    def __init__(self, link: Link) -> None:
+        self.send, self.fail, self._receive = link.send, link.fail, link.receive
+        # The seconds up to the last message, and since when the stage works on that; one value, as two threads read it.
+        self._worked: tuple[float, float | None] = (0.0, None)
+
+    def receive(self) -> memoryview:
+        before = self.worked_s()
+        self._worked = (before, None)
+        received = self._receive()
+        self._worked = (before, time.monotonic())
+        return received
+
+    def worked_s(self) -> float:
+        """The seconds so far. Any thread may call it."""
+        seconds, since = self._worked
+        return seconds if since is None else seconds + time.monotonic() - since
 
 
 class StagedModel(LeadModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
-import resource
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +26,7 @@ from engine.kernels.native import load_library
 from engine.request import Request
 from tests.engine.adapters.folders import tensors, write_adapter
 from tests.engine.random_models import VARIANTS, write_model
+from tests.limits import bound_memory
 from tests.waiting import gone, until
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
@@ -190,13 +191,25 @@ def test_a_rank_without_memory_for_its_caches_says_so(folder: Path, monkeypatch:
         wait(ranks, types)
         (follower,) = ranks._followers
         assert follower.process is not None
-        held = int(Path(f"/proc/{follower.process.pid}/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.prlimit(follower.process.pid, resource.RLIMIT_AS, (held + (1 << 20), held + (1 << 20)))
+        bound_memory(follower.process.pid, 1 << 20)
 
     monkeypatch.setattr(Group, "wait", bounded)
     settings = EngineConfig(tensor_parallel=2, kv_cache_bytes=1 << 28, max_num_seqs=4096, threads=1)
     with pytest.raises(EngineError, match=r"not served: rank 1 of 2 \(process \d+\): .*memory"):
         Engine.load(folder, settings)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_rank_without_memory_for_a_step_is_a_lost_device(stages: int, folder: Path) -> None:
+    with Engine.load(folder, config(3 - stages, pipeline_parallel=stages)) as engine:
+        lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+        engine.on_lost = lambda why, suspects: lost.put(why)
+        (follower,) = followers(engine)
+        bound_memory(follower, 0)
+        engine.submit(Request("a", [5] * 480, GREEDY), lambda event: None)
+        # Native kernels end the process, torch raises.
+        assert re.search(rf"rank 1 of 2 \(process {follower}\): .*(SIGABRT|memory)", lost.get(timeout=60))
 
 
 #: A lead that says its follower's process and waits.

@@ -169,12 +169,13 @@ def test_chains_of_machines(ranks: int, stages: int, machines: int, secret: str,
 
 
 @pytest.mark.exhaustive
-def test_a_slow_rank_of_another_machine_is_named(folder: Path, secret: str) -> None:
+@pytest.mark.parametrize("divided", ["tensor_parallel", "pipeline_parallel"])
+def test_a_slow_rank_of_another_machine_is_named(divided: str, folder: Path, secret: str) -> None:
     port = free_port()
     part = Node(folder, ("127.0.0.1", port), 1, SECRET, threads=1)
     with ThreadPoolExecutor(1) as pool:
         running = started(pool, part)
-        with Engine.load(folder, config(secret, port, tensor_parallel=2, nodes=2)) as engine:
+        with Engine.load(folder, config(secret, port, nodes=2, **{divided: 2})) as engine:
             events: queue.SimpleQueue[Any] = queue.SimpleQueue()
             endless = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
             engine.submit(Request("a", [1, 2, 3], endless), events.put)
