@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,9 +89,13 @@ def test_whatever_computes_it(
         assert [choice["text"] for choice in sent.get(timeout=120)["choices"]] == expected["tiny"]
         app.close()
 
+        def generated() -> int:
+            return int(rig.store.hget(keys.metrics("tiny"), "model_generated_tokens all n") or 0)
+
+        rig.until(lambda: rig.leases()[0]["running"] == 0)
+        before = generated()
         cancelled = submit("mine", **LONG)
-        rig.until(lambda: rig.status(cancelled) == "in_progress")
-        time.sleep(1.5)  # some of its beams are computed, and told of
+        rig.until(lambda: generated() > before + 400)  # some of its beams are computed, and told of
         httpx.post(f"{door.url}/v1/tasks/{cancelled}/cancel", timeout=60)
         late = submit("mine", **LONG, timeout=0.3)
         ended = result(cancelled)
