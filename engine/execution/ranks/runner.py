@@ -110,12 +110,12 @@ class LeadModel:
         ranks = [
             struct.unpack_from(f"={rows}q{rows}f{rows}?", peaks, at) for at in range(0, len(peaks), PEAK_BYTES * rows)
         ]
-        places, finite = [], []
-        for row in range(rows):
+        places = []
+        for row, values in enumerate(zip(*(rank[rows : 2 * rows] for rank in ranks), strict=True)):
             # Of equal ones the first rank's, which has the smaller token ids.
-            best = max(range(len(ranks)), key=lambda rank: ranks[rank][rows + row])
+            best = values.index(max(values))
             places.append(self._own[best].start + ranks[best][row])
-            finite.append(all(rank[2 * rows + row] for rank in ranks))
+        finite = list(map(all, zip(*(rank[2 * rows :] for rank in ranks), strict=True)))
         return torch.tensor(places), torch.tensor(finite)
 
     def step(
