@@ -48,7 +48,11 @@ class System:
         self._log = (folder / "up.log").open("wb")
         argv = (*PENSTOCK, "up", *options, "--data-dir", "data", "--port", str(port))
         self._up = subprocess.Popen(argv, cwd=folder, env=self.env, stdout=self._log, stderr=subprocess.STDOUT)
-        until(lambda: "Penstock is ready" in (folder / "up.log").read_text(), START_S)
+        try:
+            until(lambda: "Penstock is ready" in (folder / "up.log").read_text(), START_S)
+        except BaseException:
+            self.stop()
+            raise
 
     def run(self, *argv: str) -> str:
         """The output of a command."""
@@ -60,8 +64,11 @@ class System:
 
     def stop(self) -> None:
         self._up.send_signal(signal.SIGTERM)
-        self._up.wait(120)
-        self._log.close()
+        try:
+            self._up.wait(120)
+        finally:
+            self._up.kill()
+            self._log.close()
 
 
 class Load:
