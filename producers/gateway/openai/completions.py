@@ -245,7 +245,7 @@ class Completion:
 
     def _named_for(self, at: int) -> TextRequest:
         """The request, with the caller's names for the fields of the task of prompt `at`."""
-        names = self.text_request.names
+        names = {**self.text_request.names}
         if self.echo and self.logprobs:
             names |= {"prompt_logprobs": "logprobs"}
         if len(self.prompts) > 1:

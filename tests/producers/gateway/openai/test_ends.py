@@ -101,3 +101,9 @@ def test_a_workers_word_for_the_prompt_is_the_callers(chat: Ask, answering: Answ
     error = {"code": "context_length_exceeded", "message": "It does not fit.", "param": "prompt_ids"}
     answering.scripts = [ends(status="failed", error=error)]
     assert chat().json()["error"]["param"] == "messages"
+
+
+def test_a_workers_word_for_one_of_several_prompts_names_no_other(complete: Ask, answering: Answering) -> None:
+    error = {"code": "context_length_exceeded", "message": "It does not fit.", "param": "prompt_ids"}
+    answering.scripts = [ends(status="failed", error=error)]
+    assert complete(prompt=["a", "b"]).json()["error"]["param"] == "prompt"
