@@ -32,6 +32,7 @@ from engine.plan import StepWork
 from engine.prefix import adapter_mark, prompt_marks
 from engine.request import Event, Request, TokenLogprobs
 from engine.scheduling.group import Candidates
+from engine.scheduling.scheduler import Held
 from workers.flow import probe
 
 VOCABULARY = 1000
@@ -203,8 +204,10 @@ class StubEngine:
     def preempted(self) -> list[tuple[str, float]]:
         return []
 
-    def largest(self, count: int) -> list[Any]:
-        return []
+    def largest(self, count: int) -> list[Held]:
+        return [
+            Held(name, choice=0, tier=1, prompt_tokens=1, tokens=1, blocks=1) for name in list(self._running)[:count]
+        ]
 
     def stats(self) -> Any:
         return SimpleNamespace(

@@ -168,6 +168,8 @@ def _inside(observed: Observation) -> Iterator[Reason]:
         name = worker.get("worker")
         if why != "not_begun":
             yield Reason("preempted", f"worker {name} took its room for others, and goes on with it later ({why})")
+        elif not _generates(worker):
+            yield Reason("workers_full", f"worker {name} computes other texts first")
         elif _busy(worker):
             yield Reason("workers_full", f"the worker is full: {_load(worker)}")
         else:
@@ -225,6 +227,11 @@ def output_at_end(record: Record) -> str | None:
         if record.width > record.n:
             return f"the best of {record.width} outputs are chosen, and published, once all have ended"
     return None
+
+
+def _generates(worker: Lease) -> bool:
+    """Whether its model generates text. Others have no KV cache."""
+    return bool(worker.get("kind", "generate") == "generate")
 
 
 def _busy(worker: Lease) -> bool:
@@ -330,7 +337,8 @@ def _full(worker: Lease) -> bool:
 
 
 def _load(worker: Lease) -> str:
-    return f"{worker.get('worker')} generates {worker.get('running')} of {worker.get('capacity')} sequences"
+    does, what = ("generates", "sequences") if _generates(worker) else ("computes", "texts")
+    return f"{worker.get('worker')} {does} {worker.get('running')} of {worker.get('capacity')} {what}"
 
 
 def _free_tokens(observed: Observation, worker: Lease) -> int | None:

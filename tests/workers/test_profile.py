@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from producers.contract import keys
@@ -85,3 +87,12 @@ def test_a_foreign_key_is_left_and_the_worker_serves(rig: Rig) -> None:
     rig.until(lambda: "is not kept" in worker.log.read_text())
     assert worker.stop() == 0
     assert rig.store.get(keys.PROFILES) == "somebody's"
+
+
+def test_a_worker_names_the_tasks_whose_sequences_run(rig: Rig, tmp_path: Path) -> None:
+    rig.worker(STUB_SEQS=1, STUB_HOLD_AT=5, STUB_GO=tmp_path / "go")
+    ids = rig.fill(2, max_tokens=20)
+    rig.until(lambda: [row[0] for row in rig.leases()[0]["sequences"]] == [next(filter(rig.tokens, ids), None)])
+    (tmp_path / "go").touch()
+    rig.check(ids)
+    rig.until(lambda: rig.leases()[0]["sequences"] == [])

@@ -271,6 +271,15 @@ class Runtime:
             "turn_share": round(self.measured.turn_share(waited), 3),
         }
 
+    def _sequences(self) -> list[list[str | int]]:
+        """The sequences that hold most of the KV cache: its task's id, and what `engine.Held` has. The probe's is no
+        task's."""
+        rows: list[list[str | int]] = []
+        for uuid, *held in self.served.engine.largest(SEQUENCES):
+            if (delivery := self.deliveries.by_uuid.get(uuid)) is not None:
+                rows.append([delivery.task_id, *held])
+        return rows
+
     def _processes(self, stats: Any) -> dict[str, Any]:
         """The processes that compute the model with the worker's; empty if there are none."""
         settings = self.served.settings
@@ -306,7 +315,7 @@ class Runtime:
                 "unready": self.faults(),
                 "capacity": served.engine.max_num_seqs,
                 **{name: getattr(stats, name) for name in STATS},
-                "sequences": [list(held) for held in served.engine.largest(SEQUENCES) if held.request_id != probe.ID],
+                "sequences": self._sequences(),
                 "false_takeovers": self.housekeeper.lease.false_takeovers,
                 "recomputed_tokens": self.housekeeper.lease.recomputed_tokens,
                 "waits": self.deliveries.waits(),

@@ -42,15 +42,16 @@ export const models = {
 function one(model, fleet, now, routing, copies, rollouts, ctx) {
   const pools = (fleet?.pools ?? []).filter((pool) => pool.model === model.id);
   const row = now?.models.find((row) => row.name === model.id);
+  const generates = model.capabilities.includes("generate");
   return card(plain(model.id), { key: `model ${model.id}` },
     facts([
       model.adapter && ["An adapter of", modelName(model.parent)],
-      ["Version for new tasks", h("span", { class: "mono" }, plain(model.version))],
+      [model.adapter ? "Version" : "Version for new tasks", h("span", { class: "mono" }, plain(model.adapter?.version ?? model.version))],
       ["Context", `${count(model.context_length)} tokens`],
       ["Vocabulary", `${count(model.vocab_size)} tokens`],
       ["Can", plain(model.capabilities.join(", ")) || "–"],
-      row && ["Tokens", `${amount(row.tokens_per_s)} /s, ${count(row.generated_tokens)} in all`],
-      row && ["First token, last minute", both(row.first_token)],
+      row && generates && ["Tokens", `${amount(row.tokens_per_s)} /s, ${count(row.generated_tokens)} in all`],
+      row && generates && ["First token, last minute", both(row.first_token)],
       row && ["Whole task, last minute", both(row.task_time)],
       row && ["Ended", `${count(row.tasks.completed)} completed, ${count(row.tasks.failed)} failed, ${count(row.tasks.cancelled)} cancelled`],
       row && ["Overload", h("span", null, state(row.overload), row.pressure ? ` ${percent(row.pressure)} of the bound` : "")],

@@ -89,10 +89,12 @@ function course(record, why, ctx) {
   if (phases.length && !record.finished_at) phases[phases.length - 1][1] += Math.max(0, end - record.created_at - known);
   const whole = Math.max(phases.reduce((sum, [, took]) => sum + took, 0), 1e-6);
   let from = 0;
-  const rows = phases.flatMap(([phase, took]) => {
+  const rows = phases.flatMap(([phase, took], i) => {
     const x = (from / whole) * 1000;
     from += took;
-    return [h("span", null, PHASES[phase]), s("svg", { viewBox: "0 0 1000 10", preserveAspectRatio: "none", "aria-hidden": "true" }, s("rect", { x, y: 0, width: Math.max((took / whole) * 1000, 2), height: 10, class: phase })), h("span", null, seconds(took))];
+    // The first step is written with the first token: until then a task that nothing keeps there may have begun.
+    const begun = phase === "worker" && i === phases.length - 1 && !record.finished_at && !why.blocked_by.length;
+    return [h("span", null, begun ? "At a worker" : PHASES[phase]), s("svg", { viewBox: "0 0 1000 10", preserveAspectRatio: "none", "aria-hidden": "true" }, s("rect", { x, y: 0, width: Math.max((took / whole) * 1000, 2), height: 10, class: phase })), h("span", null, seconds(took))];
   });
   const marks = (why?.attempts ?? []).flatMap((attempt) => attempt.preempted ?? []);
   const ends = (why?.attempts ?? []).filter((attempt) => attempt.at && !["ended", "running"].includes(attempt.why));
@@ -122,7 +124,7 @@ function blockers(why) {
 
 function attempts(why, ctx) {
   return table(["Worker", "Ended", ["After", "num"], "At", ["Cached", "num"], ["Preempted", "num"]],
-    why.attempts.map((attempt, i) => ({ key: `a${i}`, cells: [name(attempt.worker, { most: 36 }), plain(attempt.why).replace("_", " "), seconds(attempt.duration_s), moment(attempt.at, ctx.now()), attempt.cached_tokens === null ? "–" : `${count(attempt.cached_tokens)} tokens`, attempt.preemptions ? `${count(attempt.preemptions)} ×` : "–"] })),
+    why.attempts.map((attempt, i) => ({ key: `a${i}`, cells: [name(attempt.worker, { most: 24 }), plain(attempt.why).replace("_", " "), seconds(attempt.duration_s), moment(attempt.at, ctx.now()), attempt.cached_tokens === null ? "–" : `${count(attempt.cached_tokens)} tokens`, attempt.preemptions ? `${count(attempt.preemptions)} ×` : "–"] })),
     { label: "Starts", none: "No worker has started it." });
 }
 

@@ -82,7 +82,7 @@ function worker(one, ctx) {
       ])),
       generates(one) ? card("Sequences that run", { key: "sequences" }, table(
         ["Task", "Choice", "Tier", ["Prompt tokens", "num"], ["Tokens so far", "num"], ["Blocks", "num"], ["Of the cache", "grow"]],
-        one.sequences.map((row, i) => ({ key: row.task === null ? `s${i}` : `${row.task} ${row.choice}`, cells: [row.task === null ? "another's" : taskLink(row.task), count(row.choice), row.tier, count(row.prompt_tokens), count(row.tokens), count(row.blocks), bar(one.kv_blocks_total ? row.blocks / one.kv_blocks_total : 0, { tone: row.tier, label: percent(row.blocks / one.kv_blocks_total) })] })),
+        one.sequences.map((row, i) => ({ key: row.task === null ? `s${i}` : `${row.task} ${row.choice} ${one.sequences.slice(0, i).filter(({ task, choice }) => task === row.task && choice === row.choice).length}`, cells: [row.task === null ? "another's" : taskLink(row.task), count(row.choice), row.tier, count(row.prompt_tokens), count(row.tokens), count(row.blocks), bar(one.kv_blocks_total ? row.blocks / one.kv_blocks_total : 0, { tone: row.tier, label: percent(row.blocks / one.kv_blocks_total) })] })),
         { label: "Sequences", none: one.running ? "This worker does not name them: it is of an earlier release." : "None runs." }),
       one.running > one.sequences.length && one.sequences.length ? h("p", { class: "dim" }, `The ${count(one.sequences.length)} largest of ${count(one.running)}.`) : null) : null),
   ];

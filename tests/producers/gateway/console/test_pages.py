@@ -105,7 +105,7 @@ async def test_a_workers_kv_cache_is_drawn_and_its_sequences_lead_to_their_tasks
     look: Look, door: Door, valkey: Redis, submit: Submit
 ) -> None:
     task_id = submit()
-    rows = [[task_id, 0, 1, 9, 20, 5], ["other", 0, 3, 9, 20, 2]]
+    rows = [[task_id, 0, 1, 9, 20, 5], ["search", 0, 3, 9, 20, 1], ["search", 0, 3, 9, 20, 1]]
     announce(valkey, "w1.x", sequences=rows, kv_blocks_cached=40)
     page = await look(door, "workers")
     bar = page.get_by_role("img", name="KV cache: 10\u202f% used, 40\u202f% cached")
@@ -115,6 +115,10 @@ async def test_a_workers_kv_cache_is_drawn_and_its_sequences_lead_to_their_tasks
     await expect(picture.locator(".default rect")).to_have_count(5)
     await expect(picture.locator(".other rect")).to_have_count(3)
     await expect(picture.locator(".cached rect")).to_have_count(40)
+    running = page.get_by_role("region", name="Sequences").locator("tbody tr")
+    announce(valkey, "w1.x", sequences=[[task_id, 0, 1, 9, 21, 5], *rows[1:]], kv_blocks_cached=40)
+    await expect(running.first).to_contain_text("21")
+    await expect(running).to_have_count(3)  # beams of one search, too
     await page.get_by_role("region", name="Sequences").get_by_role("link", name=task_id[:6]).click()
     await expect(page.get_by_role("heading", level=1, name="Task")).to_be_visible()
 

@@ -342,6 +342,7 @@ def test_a_worker_tells_what_its_engine_does_with_a_task(
         ({"running": 4, "waits": {worker.claims[task_id]: "not_begun"}}, "workers_full"),
         ({"kv_blocks_used": 9, "waits": {worker.claims[task_id]: "not_begun"}}, "kv_room"),
         ({"waits": {worker.claims[task_id]: "better_tier"}}, "preempted"),
+        ({"kind": "embed", "kv_blocks_total": 0, "waits": {worker.claims[task_id]: "not_begun"}}, "workers_full"),
     ):
         lease(valkey_url, **about)
         assert names(explain(task_id)) == [reason]
