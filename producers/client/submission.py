@@ -690,6 +690,10 @@ def _unknown(model: str, names: list[str]) -> str:
     if not names:
         none = f"There is no model {shown(model)}: none is published in this store"
         return f"{none}; `penstock models publish` lets tasks wait for a worker, or start a worker"
+    base, adapter = adapters.names_of(model)
+    if base in names:
+        more = "`penstock adapters ls` lists them, `penstock adapters add` adds one"
+        return f"The model {shown(base)} has no adapter {shown(adapter)}; {more}"
     return f"There is no model {shown(model)}; {_names(names)}; `penstock models publish` adds one"
 
 

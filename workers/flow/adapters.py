@@ -119,7 +119,10 @@ class AdapterLoader(threading.Thread):
             except EngineClosedError:
                 return  # the engine is lost, and the worker gives itself up: no adapter is to blame
             except EngineError as exc:
-                text = f"the adapter with the version {version} cannot be served: {exc}"
+                text = (
+                    f"the adapter with the version {version} cannot be served: {exc}; if its base was replaced after "
+                    "it was added, add one that was trained for this version of the base"
+                )
                 error = RequestError(text, param="model", code="adapter_broken")
             except Exception as exc:
                 logger.exception("Adapter %s could not be loaded", version)

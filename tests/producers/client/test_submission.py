@@ -123,6 +123,8 @@ def test_an_unknown_model_is_told_which_there_are(client: Face, valkey: Redis) -
     with pytest.raises(UnknownModel, match=re.escape('There is no model "tin"; models here: small, tiny')) as refused:
         client.submit(model="tin", prompt="x")
     assert (refused.value.param, refused.value.code) == ("model", "model_not_found")
+    with pytest.raises(UnknownModel, match='The model "small" has no adapter "mine"; `penstock adapters ls`'):
+        client.submit(model="small:mine", prompt="x")
 
 
 def test_a_model_published_later_is_found_at_once_and_one_withdrawn_is_forgotten(
