@@ -262,13 +262,13 @@ class Scheduler:
         A sequence that samples in it then ends in an UNKNOWN token, which the next step may compute. A sequence has
         nothing to compute before `update` if: that token will end it for certain; the token takes it across the rope
         switch; the executor `needs_token` itself; it has a draft; it is to have a draft next; or it is a beam, which
-        others may replace. All tokens but draft
-        tokens are known, so the blocks they fill are offered to the prefix cache. The caller then calls `schedule`, and
-        after it `update` or `take_back` of this plan, with nothing else between. Where several plans are in flight, all
-        are foreseen again, in order, before each `schedule`; the executor then needs all tokens.
+        others may replace. All tokens but draft tokens are known, so the blocks they fill are offered to the prefix
+        cache. The caller then calls `schedule`, and after it `update` or `take_back` of this plan, with nothing else
+        between. Where several plans are in flight, each is foreseen once, in order; the executor then needs all tokens.
         """
-        if not any(plan is each for each in self._foreseen):
-            self._foreseen.append(plan)
+        if any(plan is each for each in self._foreseen):
+            return
+        self._foreseen.append(plan)
         self._note_in_flight()
         size = self._tables.block_size
         for row in plan.rows:
@@ -378,7 +378,8 @@ class Scheduler:
                 events += self.fail(seq.request.id, row.scored.error)
                 continue
             if seq.status is Status.RUNNING:
-                seq.computed = row.known_tokens
+                # A later part of its prompt may have been foreseen, and blocks behind that one's window released.
+                seq.computed = max(seq.computed, row.known_tokens)
                 self._tables.register(seq)
                 if group.followers and seq.computed >= seq.prompt_len:
                     self._release_followers(group, seq)

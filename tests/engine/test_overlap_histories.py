@@ -237,6 +237,7 @@ AHEAD = [(Overlapping, world) for world in WORLDS if "hurry" not in world]
         (Overlapping, "tight"),
         (Overlapping, "window"),
         (Overlapping, "switch"),
+        (Staged, "runs"),
     ),
 )
 def test_every_history_gives_the_tokens_of_an_undisturbed_run(machine, world, monkeypatch):

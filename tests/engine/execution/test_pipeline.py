@@ -332,6 +332,16 @@ def test_a_step_whose_results_could_not_be_entered_is_in_flight_no_more(monkeypa
     assert not steps.scheduler._planner.in_flight
 
 
+def test_parts_of_a_prompt_in_flight_keep_what_later_ones_have_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several stages: a part is entered while the blocks behind the window of a later one are free already."""
+    steps = Steps(scheduler(windows=(None, 3), max_num_batched_tokens=4), overlap=3)
+    monkeypatch.setattr(steps.device, "needs_token", lambda sequence: True)
+    steps.scheduler.add(request("a", 33, max_tokens=3))
+    steps(12)
+    steps.run()
+    assert steps.tokens("a") == counted("a", 3, 33)
+
+
 def test_the_requests_of_a_step_are_named_before_its_drafts_are_made() -> None:
     """Drafts are computed, too: a process that dies or hangs over them is to name the requests."""
     steps, log = Steps(scheduler(), overlap=0), list[str]()
