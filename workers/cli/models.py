@@ -477,6 +477,7 @@ def remove(
     version in a bucket, unless a model in the store uses the version.
     """
     from producers.admin import routes
+    from producers.store.access.audit import Change, append, operator
     from producers.store.fleet.routing import RoutingError
     from workers.cli.servers import addresses, system
     from workers.connect import connect
@@ -485,7 +486,8 @@ def remove(
     with system(broker, store, data_dir) as (client, loop), connect(addresses(broker, store, data_dir)[1]) as records:
         for name in names:
             if name.startswith(S3):
-                _remove_from_bucket(records, name, as_json)
+                removed_there = _remove_from_bucket(records, name, as_json)
+                loop.run(append(client.store, Change(operator(), "bucket.remove", removed_there)))
                 continue
             model, _, version = name.partition("@")
             if version:
@@ -499,8 +501,8 @@ def remove(
             typer.echo(json.dumps(removed) if as_json else f"{name} {removed['version']} removed{waiting}")
 
 
-def _remove_from_bucket(store: Redis, place: str, as_json: bool) -> None:
-    """Remove a version's files from a bucket. Raises Failure where a model in the store uses it."""
+def _remove_from_bucket(store: Redis, place: str, as_json: bool) -> str:
+    """Remove a version's files from a bucket. Answers its URL. Raises Failure where a model in the store uses it."""
     from producers.admin import routes
     from workers.library import bucket
 
@@ -511,6 +513,7 @@ def _remove_from_bucket(store: Redis, place: str, as_json: bool) -> None:
     count = bucket.remove(stored)
     row = {"name": stored.name, "version": stored.version, "objects": count}
     typer.echo(json.dumps(row) if as_json else f"{stored.bucket} removed, with {count} objects")
+    return stored.bucket.url
 
 
 async def _removed(client: AsyncClient, store: Redis, name: str) -> dict[str, Any]:

@@ -46,6 +46,10 @@ def test_a_version_is_published_listed_verified_used_and_removed(
     assert "tasks may wait for it" in operate("models", "rm", url).err
     valkey.delete(keys.POOLS)  # as a sweeper does once it saw that none do
     assert "objects" in operate("models", "rm", url).out
+    ((_, entry),) = valkey.xrevrange(keys.AUDIT, count=1)
+    removed = json.loads(next(iter(entry.values())))
+    assert removed["did"] == "bucket.remove"
+    assert removed["what"].partition("?")[0] == url.partition("?")[0]
     assert operate("models", "ls", place, "--json").out == ""
 
     operate("models", "publish", "tiny", "--to", place)
