@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 
 help:  ## Show this help
-	@grep -E '^[a-z.]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z.-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 # Versions and hashes are the lock's, so nothing is left to resolve.
 INSTALL = pip install --quiet --disable-pip-version-check --no-compile --no-deps --require-hashes

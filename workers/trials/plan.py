@@ -39,8 +39,6 @@ HOST_S, HOST_ROW_S = 1.15e-3, 22e-6
 KNEE_SHARE: Final = 0.85
 #: Quantile of the waits that a fleet must keep.
 QUANTILE: Final = 0.95
-#: Share of tasks that may meet a cold start before their p95 has it.
-COLD_SHARE: Final = 1 - QUANTILE
 _YEAR_S: Final = 366 * 86_400.0
 
 

@@ -162,8 +162,8 @@ MakeInputs = Callable[[Shape, Targets, DeviceRows], None]
 
 
 class InputMaker:
-    """Makes steps' inputs: `send` a step, then `make` and `view` its inputs. No call waits for the device. Used by one
-    thread."""
+    """Makes steps' inputs: `send` the `numbers` of a step, then `make` and `view` its inputs. No call waits for the
+    device. Used by one thread."""
 
     def __init__(
         self,
@@ -198,16 +198,9 @@ class InputMaker:
             kv_lens=empty(groups, _aligned(rows.slots), dtype=torch.int32),
         )
 
-    def send(self, plan: Each[ScheduledSeq], shape: Shape, more: Each[int] = ()) -> Tensor:
-        """Send the numbers of a step with these rows, and the changes of the permanent rows.
-
-        `more` numbers, at most two for each token, are sent along and returned as a device tensor, int64. After an
-        exception call `DeviceRows.forget`.
-        """
-        return self.enter(self.numbers(plan, shape, more))
-
     def numbers(self, plan: Each[ScheduledSeq], shape: Shape, more: Each[int] = ()) -> StepNumbers:
-        """The numbers that `send` sends: `enter` them before others are made."""
+        """The numbers of a step with these rows, and the changes of the permanent rows. `more`: at most two for each
+        token, which travel along. `send` the numbers before others are made."""
         indexes, values = self._rows.differences(plan)
         by_themselves = len(indexes) > _MOST_CHANGES
         end = shape.parts()[-1]
@@ -227,8 +220,11 @@ class InputMaker:
         host[:] = numbers
         return host
 
-    def enter(self, numbers: StepNumbers) -> Tensor:
-        """Send numbers whose `host` was lent last. Returns the additional ones, as `send` does."""
+    def send(self, numbers: StepNumbers) -> Tensor:
+        """Send numbers whose `host` was lent last. Returns those that travel along as a device tensor, int64.
+
+        After an exception call `DeviceRows.forget`.
+        """
         if numbers.separate:
             self._change(*upload(list(numbers.separate), self._device))
         sent, end, changes = self.targets.sent, numbers.end, numbers.changes

@@ -245,7 +245,7 @@ class DeviceRunner:
         """Send a step's numbers. `outputs`: how many of `more` are output rows; None: the step is a recorded one."""
         numbers = self._inputs.numbers(rows, shape, more)
         self._tell(numbers, shape, outputs)
-        return self._inputs.enter(numbers)
+        return self._inputs.send(numbers)
 
     def _tell(self, numbers: StepNumbers, shape: Shape, outputs: int | None) -> None:
         """Pass a step on to the model's other ranks, if there are some; see _enter."""

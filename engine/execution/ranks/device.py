@@ -195,7 +195,7 @@ class _Follower(DeviceRunner):
         shape = Shape(rows, tokens, most_queries, most_places)
         self._rows.widen(widths)
         host, *separate = arrays
-        sent = self._inputs.enter(StepNumbers(self._inputs.lent(host), end, more, changes, widths, tuple(separate)))
+        sent = self._inputs.send(StepNumbers(self._inputs.lent(host), end, more, changes, widths, tuple(separate)))
         if outputs == _RECORDED:
             self._run_recorded(shape)
         else:

@@ -140,8 +140,6 @@ class Library:
         self._bind_ranks(library)
 
     def _bind_ranks(self, library: ctypes.CDLL) -> None:
-        self.most_ranks: int = library.penstock_most_ranks()
-        """The most ranks of one exchange."""
         self.exchange = library.penstock_exchange
         self.exchange.argtypes, self.exchange.restype = [_P, *[_L] * 4], c_void_p
         self.ranks_failed = library.penstock_ranks_failed

@@ -164,7 +164,6 @@ void penstock_layers(void* pool, const void* layers, int64_t count, const void* 
 }
 
 // See ranks.h. `memory`: of kHead bytes and two slots for each rank.
-int penstock_most_ranks() { return kMostProcesses; }
 void* penstock_exchange(void* memory, int64_t rank, int64_t ranks, int64_t slot, int64_t spin_us) {
     return new Exchange(memory, rank, ranks, slot, spin_us);
 }

@@ -84,7 +84,7 @@ def check(maker: InputMaker, rows: DeviceRows, plan: StepPlan, shape: Shape) -> 
 def run(maker: InputMaker, rows: DeviceRows, *plan: ScheduledSeq) -> Shape:
     made = StepPlan(list(plan), num_tokens=sum(one.count for one in plan))
     shape = shape_of(made, WINDOWS, BLOCK)
-    maker.send(made.rows, shape)
+    maker.send(maker.numbers(made.rows, shape))
     maker.make(shape)
     check(maker, rows, made, shape)
     return shape
@@ -113,7 +113,7 @@ def test_decodes_are_padded_with_rows_that_go_nowhere(maker: InputMaker, rows: D
     run(maker, rows, *(row(i, 30, 5, 40, first=4) for i in range(6)))
     plan = StepPlan([row(2, 16, 1, 17, first=1), row(5, 9, 1, 10, pending=True), row(0, 0, 1, 1)], num_tokens=3)
     shape = Shape(6, 6, 1, (64, 64))
-    maker.send(plan.rows, shape)
+    maker.send(maker.numbers(plan.rows, shape))
     maker.make(shape)
     check(maker, rows, plan, shape)
     assert maker.view(shape).attention[0].query_starts.tolist() == [0, 1, 2, 3, 4, 5, 6]
@@ -123,7 +123,7 @@ def test_decodes_are_padded_with_rows_that_go_nowhere(maker: InputMaker, rows: D
 def test_numbers_that_travel_along_come_back(maker: InputMaker, rows: DeviceRows) -> None:
     plan = StepPlan([row(0, 0, 6, 6), row(1, 0, 9, 12), row(2, 4, 1, 5)], num_tokens=16)
     shape = shape_of(plan, WINDOWS, BLOCK)
-    found = maker.send(plan.rows, shape, [5, 15, 7, 8, 9])
+    found = maker.send(maker.numbers(plan.rows, shape, [5, 15, 7, 8, 9]))
     assert found.dtype == torch.int64
     assert found.tolist() == [5, 15, 7, 8, 9]
     maker.make(shape)
@@ -136,7 +136,7 @@ def test_more_differences_than_go_with_a_step_get_there_too(device: torch.device
     one = sequence(1)
     one.tokens, one.tables = [5] * 9000, [Table(list(range(9000))[::-1])]
     plan = StepPlan([ScheduledSeq(one, 8999, 1, True)], num_tokens=1)
-    maker.send(plan.rows, shape_of(plan, [None], 1))
+    maker.send(maker.numbers(plan.rows, shape_of(plan, [None], 1)))
     assert rows.tables(0)[1].tolist() == one.tables[0].blocks
     assert maker.view(shape_of(plan, [None], 1)).long is None
 

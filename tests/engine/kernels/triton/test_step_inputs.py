@@ -36,7 +36,7 @@ def test_the_kernel_does_what_torch_does(where: torch.device, seed: int) -> None
     shape = shape_of(StepPlan(plan, num_tokens=sum(one.count for one in plan)), WINDOWS, BLOCK)
     if shape.decodes:
         shape = Shape(SLOTS, SLOTS, 1, shape.most_places)
-    maker.send(plan, shape)
+    maker.send(maker.numbers(plan, shape))
     made = [getattr(maker.targets, field.name) for field in fields(Targets)]
     found = []
     for make in (make_inputs, make_inputs_by_kernel):
