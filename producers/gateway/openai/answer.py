@@ -184,13 +184,13 @@ class Chunks:
         """Add tokens to a choice's usage, which its next chunk reports."""
         self._output_tokens[index] += tokens
 
-    def of(self, choice: dict[str, Any]) -> bytes:
-        """Returns the chunk of a choice."""
-        return self.around(choice["index"], json.dumps(choice))
+    def of(self, choice: dict[str, Any], members: str = "") -> bytes:
+        """Returns the chunk of a choice. `members`: JSON members beside it, each with a leading comma."""
+        return self.around(choice["index"], json.dumps(choice), members)
 
-    def around(self, index: int, choice: str) -> bytes:
+    def around(self, index: int, choice: str, members: str = "") -> bytes:
         """Returns the chunk of a choice. `choice`: its JSON."""
-        return f'data: {self._begin}, "choices": [{choice}]{self._tail(index)}\n\n'.encode()
+        return f'data: {self._begin}, "choices": [{choice}]{members}{self._tail(index)}\n\n'.encode()
 
     def alike(self, indexes: Iterable[int], remainder: str) -> Iterator[bytes]:
         """Equal chunks for several choices. `remainder`: their JSON after the index."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -45,6 +46,7 @@ from producers.gateway.openai.output_parser import CALLED, OutputSyntax, ParsedC
 from producers.gateway.openai.parameters import (
     NOT_OFFERED,
     RESPONSES,
+    TOKEN_IDS,
     TOKEN_PARAMETERS,
     Parameters,
     TextRequest,
@@ -53,7 +55,6 @@ from producers.gateway.openai.parameters import (
     count,
     flag,
     in_one_piece,
-    read_token_ids,
     read_truncation,
     refusal,
 )
@@ -179,7 +180,7 @@ async def create(request: Request) -> Response:
     async def answer() -> Response:
         first.update(system_fingerprint=fingerprint(foreground.resolved or resolved), **foreground.shortened)
         if text_request.stream:
-            stream = _Stream(chat, Chunks(first, text_request, [len(task.prompt)] * chat.n), scorer, syntax)
+            stream = _Stream(chat, Chunks(first, text_request, [len(task.prompt)] * chat.n), scorer, syntax, task)
             direct = Direct(stream.tokens)
             return ChunkStream(stream.chunks(foreground, direct), foreground, gateway, direct)
         choices = choices_of(chat.n, scorer, syntax, foreground.ids[0])
@@ -234,7 +235,7 @@ def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
         (top or 0) if scored else None,
         tools,
         reasoning,
-        read_token_ids(text_request),
+        flag(values, TOKEN_IDS),
         read_truncation(values),
         begun,
     )
@@ -286,10 +287,14 @@ def shape(index: int, choice: Choice) -> Iterator[bytes | bytearray]:
 
 
 class _Stream:
-    """A stream's chunks: for each choice one with the role, then content, then one with the finish reason."""
+    """A stream's chunks: for each choice one with the role, then content, then one with the finish reason. Token ids,
+    if the answer has them, are as vLLM's: the prompt's in the first chunk, a choice's in those of its content."""
 
-    def __init__(self, chat: _Chat, chunks: Chunks, scorer: ChatLogprobs | None, syntax: OutputSyntax | None) -> None:
+    def __init__(
+        self, chat: _Chat, chunks: Chunks, scorer: ChatLogprobs | None, syntax: OutputSyntax | None, task: Task
+    ) -> None:
         self._chat = chat
+        self._task = task
         self._syntax = syntax
         self._parsers = [] if syntax is None else [syntax.parser() for _ in range(chat.n)]
         self._chunks = chunks
@@ -318,38 +323,53 @@ class _Stream:
         chunks: list[bytes] = []
         for index, output in batch.outputs.items():
             if index not in self._begun:
+                prompt = ""
+                if self._chat.token_ids and not self._begun:
+                    prompt = f', "prompt_token_ids": {json.dumps(self._task.prompt)}'
                 self._begun.add(index)
                 # Null where calls alone may follow, as with OpenAI: some clients begin a text at an empty one.
                 content = "" if self._syntax is None else None
-                chunks.append(self._delta(index, {"role": "assistant", "content": content, "refusal": None}))
+                role = {"role": "assistant", "content": content, "refusal": None}
+                chunks.append(self._delta(index, role, members=prompt))
             self._chunks.count(index, len(output.tokens))
-            logprobs = None
+            logprobs = token_ids = None
             if self._scorer is not None and output.tokens:
                 logprobs = self._scorer.of(output.tokens) | {"refusal": None}
+            if self._chat.token_ids and output.tokens:
+                token_ids = [token.token_id for token in output.tokens]
             ending = output.reason in REASONS and index not in self._ended
-            for delta in self._deltas(index, output, ending, bool(logprobs)):
-                chunks.append(self._delta(index, delta, logprobs))
-                logprobs = None
+            for delta in self._deltas(index, output, ending, bool(logprobs or token_ids)):
+                chunks.append(self._delta(index, delta, logprobs, token_ids=token_ids))
+                logprobs = token_ids = None
             if ending:
                 self._ended.add(index)
                 called = output.reason == "stop" and self._parsers and self._parsers[index].called
                 chunks.append(self._delta(index, {}, reason=CALLED if called else output.reason))
         return b"".join(chunks)
 
-    def _deltas(self, index: int, output: Output, ending: bool, scored: bool) -> list[dict[str, Any]]:
-        """Returns the deltas of a choice's new output; at least one if its tokens are `scored`."""
+    def _deltas(self, index: int, output: Output, ending: bool, listed: bool) -> list[dict[str, Any]]:
+        """Returns the deltas of a choice's new output; at least one if its tokens are `listed` beside the text."""
         if self._syntax is None:
-            return [{"content": output.text}] if output.text or scored else []
+            return [{"content": output.text}] if output.text or listed else []
         parts = self._parsers[index].feed(output.tokens)
         parts += self._parsers[index].end() if ending else []
-        return [*deltas(parts, self._syntax, self._task_id, index)] or ([{"content": ""}] if scored else [])
+        return [*deltas(parts, self._syntax, self._task_id, index)] or ([{"content": ""}] if listed else [])
 
     def _delta(
-        self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        reason: str | None = None,
+        *,
+        token_ids: list[int] | None = None,
+        members: str = "",
     ) -> bytes:
-        if logprobs is None and reason is None and len(delta) == 1 and isinstance(text := delta.get("content"), str):
-            choice = (
+        plain = logprobs is None and reason is None and token_ids is None
+        if plain and len(delta) == 1 and isinstance(text := delta.get("content"), str):
+            content = (
                 f'{{"index": {index}, "delta": {{"content": {quote(text)}}}, "logprobs": null, "finish_reason": null}}'
             )
-            return self._chunks.around(index, choice)  # nearly every chunk: `json.dumps` takes five times as long
-        return self._chunks.of({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
+            return self._chunks.around(index, content)  # nearly every chunk: `json.dumps` takes five times as long
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return self._chunks.of(choice if token_ids is None else choice | {"token_ids": token_ids}, members)

@@ -42,6 +42,7 @@ from producers.gateway.openai.answer import (
     REASONS,
     Chunks,
     ChunkStream,
+    Output,
     OutputBatch,
     fingerprint,
     head,
@@ -69,7 +70,6 @@ from producers.gateway.openai.parameters import (
     Truncation,
     flag,
     in_one_piece,
-    read_token_ids,
     read_truncation,
 )
 from producers.gateway.openai.response_format import NESTED, TEXT, formed
@@ -204,7 +204,8 @@ class Completion:
                 "or lower max_tokens or n",
             )
         self._check_scored(tasks)
-        answered = output + sum(len(task.prompt) for task in tasks) * self.n
+        # A stream's output has no bound, but a choice's first chunk has its whole prompt.
+        answered = (0 if self.text_request.stream else output) + sum(len(task.prompt) for task in tasks) * self.n
         if self.token_ids and answered > MAX_ANSWER:
             raise invalid_value(
                 TOKEN_IDS,
@@ -279,7 +280,7 @@ def read_completion(body: Mapping[str, Any], tenant: str | None) -> Completion:
         _prompts(text_request.endpoint_values["prompt"]),
         flag(text_request.endpoint_values, "echo"),
         flag(text_request.endpoint_values, "add_special_tokens", True),
-        read_token_ids(text_request),
+        flag(text_request.endpoint_values, TOKEN_IDS),
         truncation,
     )
 
@@ -420,7 +421,7 @@ async def create(request: Request) -> Response:
         first.update(system_fingerprint=fingerprint(foreground.resolved or resolved), **foreground.shortened)
         if text_request.stream:
             prompts = [len(task.prompt) for task in tasks for _ in range(completion.n)]
-            stream = _Stream(completion, Chunks(first, text_request, prompts), scorers, echoes)
+            stream = _Stream(completion, Chunks(first, text_request, prompts), scorers, echoes, tasks)
             direct = Direct(stream.tokens)
             return ChunkStream(stream.chunks(foreground, direct), foreground, gateway, direct)
         choices = [Choice(scorer, COMPLETION) for scorer in scorers]
@@ -500,7 +501,8 @@ def shape(
 
 
 class _Stream:
-    """A stream's chunks: one for each choice's new output; its last one has the finish reason."""
+    """A stream's chunks: one for each choice's new output; its last one has the finish reason. Token ids, if the answer
+    has them, are as vLLM's: a prompt's in the first one of each of its choices."""
 
     def __init__(
         self,
@@ -508,8 +510,11 @@ class _Stream:
         chunks: Chunks,
         scorers: Sequence[CompletionLogprobs | None],
         echoes: Sequence[Echo],
+        tasks: Sequence[Task],
     ) -> None:
         self._completion = completion
+        self._tasks = tasks
+        self._begun: set[int] = set()
         self._chunks = chunks
         self._scorers = scorers
         self._echoes = echoes
@@ -556,7 +561,18 @@ class _Stream:
                 self._ended.add(index)
             scorer = self._scorers[index]
             logprobs = None if scorer is None else scorer.of(output.tokens)
-            if output.text or reason or (output.tokens and logprobs):
+            token_ids = self._token_ids(index, output)
+            if output.text or reason or (output.tokens and (logprobs or token_ids)):
                 choice = {"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": reason}
-                chunks.append(self._chunks.of(choice))
+                chunks.append(self._chunks.of(choice | token_ids))
         return b"".join(chunks)
+
+    def _token_ids(self, index: int, output: Output) -> dict[str, Any]:
+        """The members of a chunk that list tokens, if the answer has them."""
+        if not self._completion.token_ids:
+            return {}
+        members: dict[str, Any] = {"token_ids": [token.token_id for token in output.tokens]}
+        if index not in self._begun:
+            self._begun.add(index)
+            members["prompt_token_ids"] = self._tasks[index // self._completion.n].prompt
+        return members

@@ -210,14 +210,6 @@ def read_truncation(values: Mapping[str, Any]) -> Truncation | None:
     return Truncation(tokens, side)
 
 
-def read_token_ids(text_request: TextRequest) -> bool:
-    """Whether the answer has token ids. Raises Problem."""
-    wanted = flag(text_request.endpoint_values, TOKEN_IDS)
-    if wanted and text_request.stream:
-        raise in_one_piece(TOKEN_IDS)
-    return wanted
-
-
 def in_one_piece(name: str) -> Problem:
     """The refusal of a parameter that no stream can have."""
     return invalid_value(name, f"{name} is for answers in one piece; leave it out, or ask for stream: false")

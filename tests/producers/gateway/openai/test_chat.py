@@ -356,6 +356,13 @@ def test_token_ids_of_prompt_and_choices_are_answered(chat: Ask, answering: Answ
     assert answer["prompt_token_ids"] == [*prompt_of(MESSAGES)]
     assert [choice["token_ids"] for choice in answer["choices"]] == [[0, 1], [1000, 1001]]
     assert "token_ids" not in chat().json()["choices"][0]
+    answering.scripts = [says("a", "", n=2)]
+    *parts, _ = chunks(chat(return_token_ids=True, n=2, stream=True))
+    assert [part.get("prompt_token_ids") for part in parts] == [[*prompt_of(MESSAGES)]] + [None] * (len(parts) - 1)
+    for choice in range(2):
+        own = [part["choices"][0] for part in parts if part["choices"][0]["index"] == choice]
+        # A token without text has its chunk, too.
+        assert [token for delta in own for token in delta.get("token_ids", [])] == [choice * 1000, choice * 1000 + 1]
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,13 @@ def test_each_choice_has_the_token_ids_of_its_cut_prompt_and_its_own(complete: A
     assert [choice["prompt_token_ids"] for choice in choices] == [[6, 7], [6, 7], [8], [8]]
     assert sorted(len(choice["token_ids"]) for choice in choices) == [1, 1, 2, 2]
     assert [choice["token_ids"][0] for choice in choices] == [0, 1000, 0, 1000]
+    answering.scripts = [says("a", "", n=2), says("a", n=2)]
+    *parts, _ = chunks(complete(prompt=[[5, 6, 7], [8]], stream=True, **asked))
+    for choice in choices:
+        own = [part["choices"][0] for part in parts if part["choices"][0]["index"] == choice["index"]]
+        prompts = [part["prompt_token_ids"] for part in own if "prompt_token_ids" in part]
+        assert prompts == [choice["prompt_token_ids"]] == [own[0]["prompt_token_ids"]]
+        assert next(token for part in own for token in part["token_ids"]) == choice["token_ids"][0]
     answering.scripts = [says("a")]
     complete(prompt=[5] * 2000, truncate_prompt_tokens=-1)
     assert len(answering.records[-1].task["prompt"]) == CARD.context_length - 16

@@ -139,7 +139,6 @@ BOTH: list[tuple[dict[str, Any], str, str, str]] = [
     ({"truncate_prompt_tokens": -1, "max_tokens": 1024}, "max_tokens", "context_length_exceeded", "1024"),
     ({"truncation_side": "middle"}, "truncation_side", "invalid_value", "left or right"),
     ({"return_token_ids": 1}, "return_token_ids", "invalid_type", "true or false"),
-    ({"return_token_ids": True, "stream": True}, "return_token_ids", "invalid_value", "one piece"),
     ({"cache_salt": "s"}, "cache_salt", "unsupported_parameter", "Penstock-Tenant"),
     ({"guided_decoding_backend": 5}, "guided_decoding_backend", "invalid_type", "a string"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter", "leave it out"),
