@@ -73,8 +73,7 @@ const ctx = {
   replace(hash) {
     history.replaceState(null, "", hash);
     current.query = readHash().query;
-    current.unsettled = true;
-    refresh();
+    refresh(true);
   },
   refresh: () => refresh(),
   redraw: () => show(),
@@ -156,16 +155,16 @@ function leave() {
   current = null;
 }
 
-async function refresh() {
+// `anew`: what a load on its way will say is from before a change: another one takes its place.
+async function refresh(anew = false) {
   const here = current;
-  if (!here || here.page.mount) return;
+  if (!here || here.page.mount || (here.loading && !anew)) return;
   clearTimeout(here.timer);
-  if (here.loading && !here.unsettled) return;
-  here.loading = true;
-  here.unsettled = false;
+  const loading = (here.loading = {});
+  const outdated = () => here !== current || here.loading !== loading;
   try {
     const data = await here.page.load(ctx, here.stop.signal);
-    if (here !== current || here.unsettled) return;
+    if (outdated()) return;
     here.data = data;
     here.failedAt = null;
     here.error = null;
@@ -173,7 +172,7 @@ async function refresh() {
     here.freshAt = performance.now();
     show();
   } catch (error) {
-    if (here !== current || here.stop.signal.aborted) return;
+    if (outdated() || here.stop.signal.aborted) return;
     here.error = error;
     here.failedAt ??= performance.now();
     here.refusals = lasting(error) ? here.refusals + 1 : 0;
@@ -181,10 +180,12 @@ async function refresh() {
     show();
     if (!(error instanceof api.Refused)) console.error(error);
   } finally {
-    here.loading = false;
-    if (here === current && here.page.every && !document.hidden)
-      here.timer = setTimeout(refresh, here.unsettled ? 0 : pause(interval(here), here.error, here.refusals));
-    fresh();
+    if (here.loading === loading) {
+      here.loading = null;
+      if (here === current && here.page.every && !document.hidden)
+        here.timer = setTimeout(refresh, pause(interval(here), here.error, here.refusals));
+      fresh();
+    }
   }
 }
 
@@ -267,7 +268,7 @@ async function confirm({ title, text, fields = [], verb, danger = false, run }) 
   } catch (error) {
     say(error.message, true);
   }
-  refresh();
+  refresh(true);
 }
 
 let saying;
@@ -379,8 +380,7 @@ window.addEventListener("hashchange", () => {
   if (location.hash === "#main") return history.back();
   if (current && chosen(parts)?.[1] === current.page && current.rest.join("/") === parts.slice(1).join("/") && !current.page.mount) {
     current.query = query;
-    current.unsettled = true;
-    refresh();
+    refresh(true);
   } else navigate();
 });
 document.querySelector(".skip").onclick = (event) => (event.preventDefault(), main.focus());

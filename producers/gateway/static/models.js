@@ -28,18 +28,24 @@ export const models = {
   },
   draw({ list, fleet, now, rollouts, routing, reports, copies }, ctx) {
     const chosen = ctx.query.get("model");
+    const states = routing?.data ?? [];
+    // What a change made of a model's routing is shown at once: the next change begins with it.
+    const keep = (changed) => {
+      states.splice(0, states.length, ...states.filter((state) => state.model !== changed.model), changed);
+      ctx.redraw();
+    };
     const shown = chosen && list.some((model) => model.id === chosen) ? list.filter((model) => model.id === chosen) : list;
     return [
       heading("Models", chosen ? link("#/models", "All models") : null),
       h("div", { class: "cards", "data-key": "cards" },
         shown.length ? null : card(null, { key: "none" }, empty("No model is published. ", h("code", null, "penstock worker --model smollm2"), " serves one.")),
-        shown.map((model) => one(model, fleet, now, routing?.data.find((state) => state.model === model.id), copies.find((report) => report?.model === model.id), rollouts, ctx)),
+        shown.map((model) => one(model, fleet, now, states.find((state) => state.model === model.id), copies.find((report) => report?.model === model.id), rollouts, keep, ctx)),
         rollouts ? rolledOut(rollouts, reports, chosen, ctx) : null),
     ];
   },
 };
 
-function one(model, fleet, now, routing, copies, rollouts, ctx) {
+function one(model, fleet, now, routing, copies, rollouts, keep, ctx) {
   const pools = (fleet?.pools ?? []).filter((pool) => pool.model === model.id);
   const row = now?.models.find((row) => row.name === model.id);
   const generates = model.capabilities.includes("generate");
@@ -58,7 +64,7 @@ function one(model, fleet, now, routing, copies, rollouts, ctx) {
       Object.keys(model.defaults ?? {}).length && ["Its own defaults", plain(Object.entries(model.defaults).map(([field, value]) => `${field}\u00a0${JSON.stringify(value)}`).join(", ")).slice(0, 300)],
     ]),
     routing ? routed(routing, copies, ctx) : null,
-    model.adapter ? null : changes(model, routing ?? { generation: 0, default: model.version, aliases: {}, split: {}, rules: [], stages: {} }, pools, rollouts, ctx),
+    model.adapter ? null : changes(model, routing ?? { generation: 0, default: model.version, aliases: {}, split: {}, rules: [], stages: {} }, pools, rollouts, keep, ctx),
     fleet && !model.adapter ? [h("h3", null, "Versions"), table(
       ["Version", "New tasks", ["Workers", "num"], ["Ready", "num"], ["Wanted", "num"], ["Why", "wide"]],
       pools.map((pool) => ({ key: pool.name, cells: [h("span", { class: "mono" }, plain(pool.version ?? "whatever is current")), pool.current ? "yes" : "no", count(pool.workers), count(pool.ready), pool.desired === null ? "–" : count(pool.desired), pool.decision ? plain(pool.decision.trouble || pool.decision.reason) : "nobody scales it"] })),
@@ -105,11 +111,15 @@ const times = (ratio) => (ratio === null ? "–" : `${amount(ratio)}\u202f×`);
 // ---- what changes something ----
 
 // Rollouts, and where new tasks go: from the generation that is shown: who changed them meanwhile is not overwritten.
-function changes(model, now, pools, rollouts, ctx) {
+function changes(model, now, pools, rollouts, keep, ctx) {
   if (!ctx.may("admin")) return null;
   const versions = [...new Set([now.default, ...pools.map((pool) => pool.version), ...Object.values(now.aliases), ...Object.keys(now.stages)])].filter(Boolean);
   const targets = [...new Set([...Object.keys(now.aliases), ...Object.keys(now.split), ...versions])].filter((target) => target !== now.default);
-  const send = (change) => ctx.api.post(`v1/routing/${pathOf(model.id)}`, { generation: now.generation, ...change });
+  const send = async (change) => {
+    const changed = await ctx.api.post(`v1/routing/${pathOf(model.id)}`, { generation: now.generation, ...change });
+    keep(changed);
+    return changed;
+  };
   const alias = () => ctx.confirm({
     title: `Let an alias of ${plain(model.id)} name a version?`, verb: "Change the alias",
     text: `New tasks that name ${plain(model.id)}@ALIAS, or get it by the split or a rule, go to that version at once. Tasks that were accepted keep theirs.`,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from axe_playwright_python.base import AXE_FILE_PATH
-from playwright.async_api import Browser, expect
+from playwright.async_api import Browser, Route, expect
 from redis import Redis
 
 from producers.contract import keys
@@ -264,12 +264,20 @@ async def test_an_alias_the_split_and_a_rollout_are_changed_from_the_page(
     await expect(dialog).to_contain_text("New tasks that name tiny@ALIAS")
     await dialog.get_by_label("Alias").fill("next")
     await dialog.get_by_label("Version").select_option(OTHER.version)
+    read = asyncio.Event()
+
+    async def slowly(route: Route) -> None:
+        await read.wait()
+        await route.continue_()
+
+    await page.route("**/v1/routing", slowly)
     await dialog.get_by_role("button", name="Change the alias").click()
     await expect(said).to_have_text(f"next names {OTHER.version} now.")
     await page.get_by_role("button", name="Change the split").click()
     await dialog.get_by_label("candidate").fill("12.5")
     await dialog.get_by_role("button", name="Change the split").click()
     await expect(said).to_have_text("The split is candidate 12.5 %.")
+    read.set()
     await page.get_by_role("button", name="End it").click()
     await expect(dialog).to_contain_text(f"they go on to {CARD.version}")
     await dialog.get_by_role("button", name="End it").click()
