@@ -151,7 +151,7 @@ class Reader:
 async def begin(look: Look, system: System) -> Reader:
     page = await look(system)
     await expect(page.get_by_role("heading", level=1, name="Overview")).to_be_visible()
-    await expect(page.locator(".tile").first).to_be_visible(timeout=60_000)  # the model has both cores
+    await expect(page.locator(".tile").first).to_be_visible()  # the model has both cores
     return Reader(page)
 
 
@@ -164,21 +164,21 @@ async def test_1_is_anything_wrong(look: Look, system: System) -> None:
     bury(system.store, "{")
     reader = await begin(look, system)
     findings = reader.page.get_by_role("list", name="What needs somebody")
-    await expect(findings).to_contain_text("dead letters", timeout=20_000)
+    await expect(findings).to_contain_text("dead letters")
     await expect(findings).to_contain_text("replay or purge")
     system.store.delete("penstock:dead")
-    await expect(findings.filter(has_text="dead letters")).to_have_count(0, timeout=20_000)
+    await expect(findings.filter(has_text="dead letters")).to_have_count(0)
 
 
 async def test_2_how_loaded_is_it_and_is_that_more_than_before(look: Look, system: System) -> None:
     reader = await begin(look, system)
     tile = reader.page.locator(".tile").filter(has_text="Running")
     await expect(tile).to_contain_text("of 2")
-    await expect(tile.locator("svg path.line.run")).to_have_count(1, timeout=40_000)
+    await expect(tile.locator("svg path.line.run")).to_have_count(1)
     chart = reader.page.get_by_role("img", name=re.compile("Tasks that wait, and sequences that run"))
     await expect(chart.locator("path.line")).to_have_count(2)
     # Points at the gateway's own interval, of which there are a few by now.
-    await expect(reader.page.locator(".axis").first).to_contain_text(re.compile("s ago|min"), timeout=40_000)
+    await expect(reader.page.locator(".axis").first).to_contain_text(re.compile("s ago|min"))
 
     def points() -> list[float]:
         at: list[float] = system.http.get("/v1/overview").json()["series"]["at"]
@@ -217,7 +217,7 @@ async def test_6_what_failed_last_and_with_what_error(look: Look, system: System
     task_id = system.submit(tier="batch", timeout=0.05)
     reader = await begin(look, system)
     failed = reader.card("Failed last").get_by_role("link", name=f"{task_id[:6]}…")
-    await expect(failed).to_be_visible(timeout=60_000)
+    await expect(failed).to_be_visible()
     await reader.click(failed)
     await expect(reader.card("Error")).to_contain_text("expired")
 
@@ -227,14 +227,14 @@ async def test_7_is_a_worker_sick_or_full(look: Look, system: System) -> None:
     await reader.go("Workers")
     row = reader.page.get_by_role("region", name="Workers").locator("tbody tr")
     await expect(row).to_contain_text("ready")
-    await expect(row).to_contain_text("2 of 2", timeout=20_000)
+    await expect(row).to_contain_text("2 of 2")
 
 
 async def test_8_why_are_there_so_many_workers(look: Look, system: System) -> None:
     reader = await begin(look, system)
     await reader.go("Scaling")
     await expect(reader.card("Pools")).to_contain_text(re.compile("1 is the most|1 would be enough|in flight|queued"))
-    await expect(reader.card("Changes")).to_contain_text(re.compile("in flight|queued"), timeout=30_000)
+    await expect(reader.card("Changes")).to_contain_text(re.compile("in flight|queued"))
 
 
 async def test_9_what_did_last_nights_rollout_do(look: Look, system: System) -> None:
@@ -246,7 +246,7 @@ async def test_9_what_did_last_nights_rollout_do(look: Look, system: System) -> 
     reader = await begin(look, system)
     await reader.go("Models")
     row = reader.page.get_by_role("region", name="Rollouts").locator("tbody tr")
-    await expect(row).to_contain_text("failed", timeout=60_000)
+    await expect(row).to_contain_text("failed")
     await expect(row).to_contain_text(re.compile("worker"))
     decisions = reader.page.get_by_role("region", name=f"Decisions on {MODEL}")
     await expect(decisions).to_contain_text("start")
@@ -290,7 +290,7 @@ async def test_10_what_was_given_up_and_can_i_run_it_again(look: Look, system: S
         await expect(dialog).to_contain_text(f"Task {task_id} is submitted again under a new id")
         await dialog.get_by_role("button", name="Replay it").click()  # it asks once
         await expect(reader.page.get_by_role("status").filter(has_text="It runs as task")).to_be_visible()
-        await expect(row).to_have_count(0, timeout=20_000)
+        await expect(row).to_have_count(0)
         again = system.http.get("/v1/tasks", params={"model": "tiny", "kind": "all"}).json()["data"][0]["id"]
         assert again != task_id
         worker.wait_until(lambda: system.store.hget(keys.task(again), "status") == "completed", 120)

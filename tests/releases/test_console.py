@@ -91,5 +91,5 @@ async def test_a_page_that_begins_at_the_release_before_says_so_and_goes_on_with
     await page.reload()
     await expect(page.get_by_role("alert")).to_contain_text("has no /v1/whoami: it is of an earlier release")
     await page.unroute_all(behavior="ignoreErrors")
-    await expect(page.locator("tbody tr")).to_have_count(1, timeout=20_000)
+    await expect(page.locator("tbody tr")).to_have_count(1)
     complaints.clear()

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from producers.gateway.executor import CallerLeft, Executor, ExecutorBusy, ExecutorFull
-from tests.waiting import until
+from tests.waiting import auntil, until
 
 
 async def test_work_is_done_in_turn_and_its_answer_or_error_comes_back() -> None:
@@ -127,7 +127,7 @@ async def test_where_too_much_waits_whoever_has_most_of_it_is_refused() -> None:
     await asyncio.sleep(0)
     assert [type(one.exception()) for one in greedy if one.done()] == [ExecutorFull] * 2
     acme = [ask("acme") for _ in range(4)]
-    await asyncio.sleep(0.01)
+    await auntil(lambda: sum(one.done() for one in [*greedy, *acme]) == 6)
     assert [one.done() for one in greedy] == [False, False, True, True, True, True], "the last ones made room"
     assert [one.done() for one in acme] == [False, False, True, True], "up to an equal share"
     assert executor.waiting == 5

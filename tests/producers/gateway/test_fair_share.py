@@ -43,7 +43,7 @@ from tests.processes import guarded
 from tests.producers.gateway.conftest import Door, Make, Open
 from tests.producers.gateway.test_keys import as_caller
 from tests.producers.gateway.test_keys import make as make  # the fixture
-from tests.waiting import until
+from tests.waiting import auntil, until
 
 LATE: Final = {"late": 0.05, "load": 0.9}
 WELL: Final = {"late": 0.0, "load": 0.9}
@@ -401,12 +401,13 @@ async def test_a_line_lets_as_many_go_on_as_parts_of_streams_cost() -> None:
 
 async def test_a_step_that_may_go_on_counts_until_the_next_one_or_the_end() -> None:
     """What it will use is charged afterwards; a whole line would go on meanwhile."""
-    share, may = Share(FairShare()), asyncio.Event()
+    share, may, steps = Share(FairShare()), asyncio.Event(), list[int]()
     SHARE.set(share)
 
     async def stream() -> None:
-        for _ in range(2):
+        for step in range(2):
             await turn()
+            steps.append(step)
             await may.wait()
             may.clear()
 
@@ -417,7 +418,7 @@ async def test_a_step_that_may_go_on_counts_until_the_next_one_or_the_end() -> N
     await asyncio.wait([breaks])
     assert share.running == 1
     may.set()
-    await asyncio.sleep(0.01)
+    await auntil(lambda: 1 in steps)
     assert (share.running, ends.done()) == (1, False), "in its second step"
     may.set()
     await ends

@@ -88,9 +88,11 @@ class TestSubmit:
             (batch_id,) = until(lambda: valkey.zrange(keys.BATCHES, 0, -1))
             end(valkey, folder, batch_id.decode(), "completed", output=b"answers\n")
 
-        threading.Thread(target=sweep, daemon=True).start()
+        sweeping = threading.Thread(target=sweep, daemon=True)
+        sweeping.start()
         output = tmp_path / "answers.jsonl"
         ran = penstock("batch", "submit", str(requests), "--wait", "--output", str(output))
+        sweeping.join()
         assert (ran.status, ran.out, output.read_bytes()) == (1, "", b"answers\n")
         assert "1 of 2 requests completed" in ran.err
         assert "1 of 2 requests failed; penstock batch wait batch_" in ran.err

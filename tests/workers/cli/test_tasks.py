@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,16 @@ def task_of(valkey: Redis, task_id: str) -> dict[str, object]:
     return Record.parse(task_id, valkey.hgetall(keys.task(task_id))).task
 
 
-def served(worker: FakeWorker, *pieces: str) -> threading.Thread:
-    """A worker that serves the next task, whenever it comes."""
-
-    def serve() -> None:
-        worker.serve(until(lambda: worker.take(QUEUE)), pieces)
-
-    thread = threading.Thread(target=serve, daemon=True)
+def started(work: Callable[[], None]) -> threading.Thread:
+    """A thread that does it, for the test to join: its server ends with the test."""
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread
+
+
+def served(worker: FakeWorker, *pieces: str) -> threading.Thread:
+    """A worker that serves the next task, whenever it comes."""
+    return started(lambda: worker.serve(until(lambda: worker.take(QUEUE)), pieces))
 
 
 def submitted(penstock: Run, *args: str) -> str:
@@ -149,8 +151,7 @@ class TestSubmit:
             worker.append(task_id, 0, ["a"], finish_reason="length")
             worker.finish(task_id, [1], reasons=["length"])
 
-        serving = threading.Thread(target=serve, daemon=True)
-        serving.start()
+        serving = started(serve)
         ran = penstock("submit", "tiny", "def f", "--stream")
         serving.join()
         task, note = ran.err.splitlines()
@@ -212,8 +213,9 @@ class TestSubmit:
             worker.append(task_id, 0, ["a"])
             worker.finish(task_id, [1], status="failed", reasons=[], error={"code": "c", "message": "It broke."})
 
-        threading.Thread(target=fail, daemon=True).start()
+        serving = started(fail)
         ran = penstock("submit", "tiny", "def f", "--stream")
+        serving.join()
         assert (ran.status, ran.out) == (1, "a\n")
         assert ran.err.rstrip().endswith("failed: It broke.")
 
@@ -303,12 +305,14 @@ class TestResult:
         monkeypatch.setattr(wait_reasons, "READ_S", 60.0)
         events = Gateway.events
 
+        serving: list[threading.Thread] = []
+
         def waited(self: Gateway, task_id: str, _: float) -> dict[str, Any]:
             served(worker, "a").join()
             return self.task(task_id)
 
         def followed(self: Gateway, *args: Any, **options: Any) -> Any:
-            served(worker, "b")
+            serving.append(served(worker, "b"))
             return events(self, *args, **options)
 
         monkeypatch.setattr(Gateway, "waited", waited)
@@ -316,6 +320,7 @@ class TestResult:
         assert penstock("result", submitted(penstock, "--max-tokens", "100")).out == "a\n"
         assert progress_texts[0].startswith("queued, ends in about ")
         ran = penstock("tail", submitted(penstock, "--max-tokens", "100"))
+        serving.pop().join()
         assert ran.out == "b\n"
         assert re.search(r"The task ends in about [01]\.\d s, in 9 of 10 cases within [01]\.\d s\.", ran.err)
 
@@ -409,8 +414,9 @@ def test_a_stream_goes_on_with_another_gateway_at_the_same_place(penstock: Run, 
         worker.append(task_id, 1, ["b"])
         worker.finish(task_id, [2])
 
-    threading.Thread(target=go_on, daemon=True).start()
+    going_on = started(go_on)
     assert penstock("tail", task_id) == Ran(0, "ab\n", "")
+    going_on.join()
 
 
 class TestTasks:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, BrowserContext, Page, async_playwright
+from playwright.async_api import Browser, BrowserContext, Page, async_playwright, expect
 
 from tests.producers.gateway.test_docs import BROWSERS
 
@@ -18,6 +18,11 @@ FLAGS = (
     *("--disable-component-update", "--disable-sync", "--no-first-run"),
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
+
+
+#: A page is as slow as its machine; what comes about sooner waits no longer.
+PATIENCE_MS = 60_000
+expect.set_options(timeout=PATIENCE_MS)
 
 
 class Served(Protocol):
@@ -42,7 +47,7 @@ async def browser() -> AsyncIterator[Browser]:
     if executable is None:
         pytest.skip("no Chromium on this machine (Debian: apt install chromium-headless-shell)")
     async with async_playwright() as playwright:
-        started = await playwright.chromium.launch(executable_path=executable, args=list(FLAGS))
+        started = await playwright.chromium.launch(executable_path=executable, args=list(FLAGS), timeout=PATIENCE_MS)
         yield started
         await started.close()
 
@@ -71,6 +76,7 @@ async def look(browser: Browser, complaints: Complaints) -> AsyncIterator[Look]:
     async def open_page(door: Served, path: str = "", **options: Any) -> Page:
         context = await browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
         contexts.append(context)
+        context.set_default_timeout(PATIENCE_MS)
         page = await context.new_page()
         complaints.hear(page, door.url)
         await page.goto(f"{door.url}/console#/{path}")

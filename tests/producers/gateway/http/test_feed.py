@@ -11,28 +11,23 @@ from producers.gateway.fair_share import SHARE, FairShare
 from producers.gateway.http.sse import HEARTBEAT, Feed
 
 
-async def late(chunks: list[bytes]) -> AsyncGenerator[bytes]:
-    await asyncio.sleep(0.05)
-    for chunk in chunks:
-        yield chunk
+async def test_heartbeats_come_before_a_late_chunk_and_lose_none() -> None:
+    may = asyncio.Event()
 
+    async def late() -> AsyncGenerator[bytes]:
+        await may.wait()
+        for chunk in (b"a", b"b", b"c"):
+            yield chunk
 
-async def fed(chunks: AsyncGenerator[bytes]) -> list[bytes]:
-    feed = Feed(chunks, asyncio.get_running_loop().create_future(), heartbeat=0.005)
+    feed = Feed(late(), asyncio.get_running_loop().create_future(), heartbeat=0.005)
     try:
-        return [chunk async for chunk in _all(feed)]
+        assert [await feed.next() for _ in range(2)] == [HEARTBEAT] * 2
+        may.set()
+        sent = []
+        while (chunk := await feed.next()) is not None:
+            sent.append(chunk)
     finally:
         await feed.close()
-
-
-async def _all(feed: Feed) -> AsyncGenerator[bytes]:
-    while (chunk := await feed.next()) is not None:
-        yield chunk
-
-
-def test_heartbeats_come_before_a_late_chunk_and_lose_none() -> None:
-    sent = asyncio.run(fed(late([b"a", b"b", b"c"])))
-    assert sent[0] == HEARTBEAT
     assert [chunk for chunk in sent if chunk != HEARTBEAT] == [b"a", b"b", b"c"]
 
 
