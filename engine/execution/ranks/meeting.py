@@ -1,7 +1,11 @@
-"""How machines meet: one listens, others connect, and each proves to the other that it knows the secret.
+"""Connections between the machines of a group, authenticated by a shared secret.
 
-Who does not know it is turned away before anything that it says is read. What follows is neither encrypted nor signed:
-it is for a network of one's own. No torch: a command's options are checked by it.
+    listener (Meeting) -> caller (join): a nonce of 32 bytes
+    caller -> listener: its own nonce; an HMAC-SHA256 of both nonces and the hello; the hello, JSON after its length
+    listener -> caller: its own HMAC of the same; from then on the connection belongs to the users of both ends
+
+A caller that does not know the secret is turned away before its hello is parsed. What follows is neither encrypted nor
+signed: it is for a private network. No torch: a command's options are checked by it.
 """
 
 from __future__ import annotations
@@ -24,38 +28,38 @@ from engine.errors import EngineError, ErrorText, FieldName
 
 logger = logging.getLogger("penstock.engine")
 
-#: Seconds in which a machine that has come is to make its further connections.
+#: Seconds that a machine has, after its hello, for its further connections.
 CONNECT_S: Final = 30.0
 #: Seconds that a caller may take to prove that it knows the secret.
 GREET_S: Final = 5.0
-#: The least bytes of a secret.
-_LEAST_SECRET: Final = 16
+#: The minimum length of a secret, in bytes.
+_MIN_SECRET: Final = 16
 _NONCE, _PROOF = 32, 32
-#: The bytes before what a caller says: its nonce, its proof, and how many follow.
+#: The bytes before a caller's hello: its nonce, its proof, and the hello's length.
 _HEAD: Final = _NONCE + _PROOF + 4
-#: The most callers that are greeted at one time; one more, and the first of them is turned away.
-_MOST_CALLERS: Final = 64
-#: Seconds after which a Meeting lets its user look at other things.
+#: The maximum number of callers greeted at one time; one more, and the first of them is turned away.
+_MAX_CALLERS: Final = 64
+#: Seconds after which Meeting.next returns without a caller.
 _LOOK_S: Final = 0.5
-#: The most bytes of what a caller says.
-MOST_SAID: Final = 1 << 16
+#: The maximum length of a hello, in bytes.
+MAX_HELLO: Final = 1 << 16
 
 
 def read_secret(path: str) -> bytes:
-    """The secret in a file. Raises EngineError."""
+    """The secret in the file `path`, without white space around it. Raises EngineError: unreadable or too short."""
     try:
         secret = Path(path).read_bytes().strip()
     except OSError as error:
         raise EngineError(ErrorText.of("{ranks_secret}: {}", error)) from error
-    if len(secret) < _LEAST_SECRET:
+    if len(secret) < _MIN_SECRET:
         raise EngineError(
-            ErrorText.of("{ranks_secret}: {} has {} bytes; {} is the least", path, len(secret), _LEAST_SECRET)
+            ErrorText.of("{ranks_secret}: {} has {} bytes; {} is the least", path, len(secret), _MIN_SECRET)
         )
     return secret
 
 
 def parse_address(address: str, field: str = "ranks_address") -> tuple[str, int]:
-    """Host and port of HOST:PORT. Raises EngineError, which names the field."""
+    """Host and port of HOST:PORT. Raises EngineError naming `field`."""
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port[:6]) < 1 << 16:
         raise EngineError(
@@ -65,47 +69,49 @@ def parse_address(address: str, field: str = "ranks_address") -> tuple[str, int]
 
 
 def check_meeting(config: EngineConfig) -> None:
-    """Raise EngineError if the settings of several machines cannot be used."""
+    """Check the address and the secret of a configuration of several machines. Raises EngineError."""
     if config.nodes > 1:
         parse_address(config.ranks_address)
         read_secret(str(config.ranks_secret))
 
 
 class Meeting:
-    """A port on which this node waits for others, who know the secret. Used by one thread. Callers are greeted side by
-    side, so that one who says nothing keeps nobody waiting."""
+    """A port at which this node accepts callers that know the secret. Used by one thread. Callers are greeted side by
+    side, so that a silent caller keeps no other waiting."""
 
-    def __init__(self, address: str, secret: bytes) -> None:
-        """Raises EngineError."""
+    def __init__(self, address: str, secret: bytes, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`address`: HOST:PORT to listen at. `clock`: in seconds. Raises EngineError if the address is malformed or in
+        use."""
         host, port = parse_address(address)
-        self._secret = secret
+        self._secret, self._clock = secret, clock
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._listener = socket.create_server((host, port), family=family, backlog=_MOST_CALLERS)
+            self._listener = socket.create_server((host, port), family=family, backlog=_MAX_CALLERS)
         except OSError as error:
             raise EngineError(ErrorText.of("{ranks_address}={}: {}", repr(address), error)) from error
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        #: Who has not yet proved that it knows the secret, the oldest first.
+        #: The callers that have not yet proved that they know the secret, the oldest first.
         self._callers: dict[socket.socket, _Caller] = {}
 
     @property
     def port(self) -> int:
+        """The port that it listens at."""
         port: int = self._listener.getsockname()[1]
         return port
 
     def next(self) -> tuple[socket.socket, dict[str, Any]] | None:
-        """The next caller who knows the secret, and what it says. None if there is none for half a second."""
-        until = time.monotonic() + _LOOK_S
+        """The next caller that knows the secret, and its hello. None if none has come within half a second."""
+        until = self._clock() + _LOOK_S
         while True:
-            for key, _ in self._selector.select(max(0.0, until - time.monotonic())):
+            for key, _ in self._selector.select(max(0.0, until - self._clock())):
                 if key.fileobj is self._listener:
                     self._accept()
-                elif (caller := key.data) in self._callers.values() and (said := self._heard(caller)) is not None:
-                    return caller.end, said
-            # After what they have said was read: this thread may have had to wait longer than they may.
-            now = time.monotonic()
+                elif (caller := key.data) in self._callers.values() and (hello := self._hello_of(caller)) is not None:
+                    return caller.connection, hello
+            # Only after their bytes were read, because this thread may itself have been kept waiting.
+            now = self._clock()
             for caller in [each for each in self._callers.values() if now > each.until]:
                 self._turn_away(caller, "it says nothing, or too little")
             if now >= until:
@@ -113,68 +119,68 @@ class Meeting:
 
     def _accept(self) -> None:
         try:
-            end, address = self._listener.accept()
+            connection, address = self._listener.accept()
         except (BlockingIOError, ConnectionError):  # it is gone again
             return
-        if len(self._callers) >= _MOST_CALLERS:
+        if len(self._callers) >= _MAX_CALLERS:
             self._turn_away(next(iter(self._callers.values())), "too many others call")
-        end.setblocking(False)
-        caller = _Caller(end, address[0], time.monotonic() + GREET_S)
-        self._callers[end] = caller
-        self._selector.register(end, selectors.EVENT_READ, caller)
+        connection.setblocking(False)
+        caller = _Caller(connection, address[0], self._clock() + GREET_S)
+        self._callers[connection] = caller
+        self._selector.register(connection, selectors.EVENT_READ, caller)
         try:
-            end.sendall(caller.nonce)  # a new connection has room for it
+            connection.sendall(caller.nonce)  # a new connection has room for it
         except OSError as error:
             self._turn_away(caller, str(error))
 
-    def _heard(self, caller: _Caller) -> dict[str, Any] | None:
-        """What a caller says who has now said all of it and knows the secret."""
-        end = caller.end
+    def _hello_of(self, caller: _Caller) -> dict[str, Any] | None:
+        """The caller's hello, once all of it has come and the caller has proved that it knows the secret."""
+        connection = caller.connection
         try:
             while caller.lacking:
-                more = end.recv(caller.lacking)
+                more = connection.recv(caller.lacking)
                 if not more:
                     raise OSError("the connection is closed")
                 caller.content += more
-                if caller.size > MOST_SAID:
+                if caller.size > MAX_HELLO:
                     raise OSError(f"it says {caller.size} bytes")
-            theirs, proof, said = caller.parts()
-            if not hmac.compare_digest(proof, _proof(self._secret, b"node", caller.nonce, theirs, said)):
+            theirs, proof, content = caller.parts()
+            if not hmac.compare_digest(proof, _proof(self._secret, b"node", caller.nonce, theirs, content)):
                 raise OSError("it does not know the secret")
-            end.sendall(_proof(self._secret, b"lead", theirs, caller.nonce, said))
-            _keep_alive(end)
-            told = json.loads(said)
-            if not isinstance(told, dict):
-                raise OSError(f"it says {told!r:.100}")
+            connection.sendall(_proof(self._secret, b"lead", theirs, caller.nonce, content))
+            _keep_alive(connection)
+            hello = json.loads(content)
+            if not isinstance(hello, dict):
+                raise OSError(f"it says {hello!r:.100}")
         except BlockingIOError:
             return None
         except (OSError, ValueError, RecursionError) as error:
             self._turn_away(caller, str(error))
             return None
         self._forget(caller)
-        return told
+        return hello
 
     def _turn_away(self, caller: _Caller, why: str) -> None:
         logger.warning("A caller at the ranks' port, %s, is turned away: %s", caller.host, why)
         self._forget(caller)
-        caller.end.close()
+        caller.connection.close()
 
     def _forget(self, caller: _Caller) -> None:
-        self._selector.unregister(caller.end)
-        del self._callers[caller.end]
+        self._selector.unregister(caller.connection)
+        del self._callers[caller.connection]
 
     def close(self) -> None:
-        for end in self._callers:
-            end.close()
+        for connection in self._callers:
+            connection.close()
         self._selector.close()
         self._listener.close()
 
 
 @dataclass(slots=True, eq=False)
 class _Caller:
-    """Someone who is to prove that it knows the secret."""
+    """A connection whose other end is still to prove that it knows the secret."""
 
-    end: socket.socket
+    connection: socket.socket
     host: str
     until: float
     """When it is turned away."""
@@ -183,57 +189,59 @@ class _Caller:
 
     @property
     def size(self) -> int:
-        """The bytes of what it says after its proof; 0 until that is known."""
+        """The length of its hello in bytes; 0 until that has come."""
         return int.from_bytes(self.content[_NONCE + _PROOF : _HEAD], "big") if len(self.content) >= _HEAD else 0
 
     @property
     def lacking(self) -> int:
-        """The bytes that are still to come, as far as that is known."""
+        """The number of bytes still to come, as far as that is known."""
         return (_HEAD if len(self.content) < _HEAD else _HEAD + self.size) - len(self.content)
 
     def parts(self) -> tuple[bytes, bytes, bytes]:
-        """Its nonce, its proof, and what it says."""
+        """Its nonce, its proof, and its hello."""
         return self.content[:_NONCE], self.content[_NONCE : _NONCE + _PROOF], self.content[_HEAD:]
 
 
 def join(
     address: tuple[str, int],
     secret: bytes,
-    said: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
-    seconds: float,
-    who: str,
+    hello: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+    timeout_s: float,
+    peer: str,
 ) -> socket.socket:
-    """Connect to a Meeting, and tell it `said`, or what that returns then; try for so long. Raises EngineError naming
-    `who` is not reached."""
-    end = _connected(address, seconds, who)
-    content = json.dumps(said() if callable(said) else said).encode()
+    """Connect to a Meeting at `address` within `timeout_s` seconds, and send it `hello`, or what that returns once it
+    is connected. Raises EngineError naming `peer` if it is not reached or does not know the secret."""
+    connection = _connected(address, timeout_s, peer)
+    content = json.dumps(hello() if callable(hello) else hello).encode()
     try:
-        # Who listens may still be busy with others, or with what comes before.
-        until = time.monotonic() + max(GREET_S, min(seconds, CONNECT_S))
-        nonce, own = _exactly(end, _NONCE, until), secrets.token_bytes(_NONCE)
-        end.sendall(own + _proof(secret, b"node", nonce, own, content) + len(content).to_bytes(4, "big") + content)
-        if not hmac.compare_digest(_exactly(end, _PROOF, until), _proof(secret, b"lead", own, nonce, content)):
+        # The listener may still be busy with others, or with its own start.
+        until = time.monotonic() + max(GREET_S, min(timeout_s, CONNECT_S))
+        theirs, nonce = _exactly(connection, _NONCE, until), secrets.token_bytes(_NONCE)
+        proof = _proof(secret, b"node", theirs, nonce, content)
+        connection.sendall(nonce + proof + len(content).to_bytes(4, "big") + content)
+        expected = _proof(secret, b"lead", nonce, theirs, content)
+        if not hmac.compare_digest(_exactly(connection, _PROOF, until), expected):
             raise OSError("it does not know the secret")
-        _keep_alive(end)
+        _keep_alive(connection)
     except OSError as error:
-        end.close()
+        connection.close()
         raise EngineError(
-            f"{who} at {address[0]}:{address[1]} turns this machine away, or is something else: {error}; have both the "
-            "same secret?"
+            f"{peer} at {address[0]}:{address[1]} turns this machine away, or is something else: {error}; have both "
+            "the same secret?"
         ) from error
-    return end
+    return connection
 
 
-def _connected(address: tuple[str, int], seconds: float, who: str) -> socket.socket:
-    deadline = time.monotonic() + seconds
+def _connected(address: tuple[str, int], timeout_s: float, peer: str) -> socket.socket:
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             return socket.create_connection(address, timeout=max(0.1, min(GREET_S, deadline - time.monotonic())))
         except OSError as error:
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"{who} at {address[0]}:{address[1]} is not reached in {seconds:.0f} s ({error}): does it run, and "
-                    "is there a firewall between the machines?"
+                    f"{peer} at {address[0]}:{address[1]} is not reached in {timeout_s:.0f} s ({error}): does it run, "
+                    "and is there a firewall between the machines?"
                 ) from error
             time.sleep(0.2)
 
@@ -242,27 +250,28 @@ def _proof(secret: bytes, *parts: bytes) -> bytes:
     return hmac.digest(secret, b"".join(len(part).to_bytes(4, "big") + part for part in parts), "sha256")
 
 
-def _exactly(end: socket.socket, length: int, until: float) -> bytes:
+def _exactly(connection: socket.socket, length: int, until: float) -> bytes:
     content = b""
     while len(content) < length:
-        end.settimeout(max(0.001, until - time.monotonic()))
-        more = end.recv(length - len(content))
+        connection.settimeout(max(0.001, until - time.monotonic()))
+        more = connection.recv(length - len(content))
         if not more:
             raise OSError("the connection is closed")
         content += more
     return content
 
 
-def _keep_alive(end: socket.socket) -> None:
-    """A machine that is cut off is noticed within some 15 seconds."""
-    end.settimeout(None)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+def _keep_alive(connection: socket.socket) -> None:
+    """Make a connection whose other machine is cut off fail within some 15 seconds."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 15_000)):
         if hasattr(socket, option):
-            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def shut(end: socket.socket) -> None:
+def shut(connection: socket.socket) -> None:
+    """End a connection at both ends, and all waiting for it; it is still to be closed."""
     with suppress(OSError):
-        end.shutdown(socket.SHUT_RDWR)
+        connection.shutdown(socket.SHUT_RDWR)

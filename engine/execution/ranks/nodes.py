@@ -1,11 +1,13 @@
 """Stages on several machines, the nodes: how these meet, and the links between them.
 
-    node K -> the lead, which listens: proves that it knows the secret, says what it has; is checked, and told its part
-           -> the lead: a socket for each of its ranks; the last node: the link back from the last stage
+    node K -> lead: authenticates (meeting.py) with its release, files and clock; the lead checks these (`differing`)
+                    and sends its part: numbers of ranks, stages and nodes, and where the nodes before it listen
+           -> lead: one connection for each of its ranks; from the last node, also the link back from the last stage
            -> node K - 1, or the lead: the link into its first stage
-           -> where there is one stage: to each node before it, and the lead, a socket for each of its ranks' sums
+           -> with one stage: to each node before it, and the lead, one connection for the sums of each of its ranks
 
-A node has whole stages; or all nodes have parts of a single one, and each has a copy of the memory of its sums.
+A node has whole stages; or all nodes have parts of a single stage, and each has a copy of the memory of its sums. Node
+0 is the lead's machine (`gather`, called by Group); on each other machine a `Node` starts the ranks and watches them.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from engine.errors import DeviceLostError, EngineError, ErrorText, message_of
-from engine.execution.ranks.meeting import CONNECT_S, GREET_S, MOST_SAID, Meeting, join, shut
+from engine.execution.ranks.meeting import CONNECT_S, GREET_S, MAX_HELLO, Meeting, join, shut
 from engine.execution.threads import threads_of_each
 from engine.kernels.native import load_library
 from engine.kernels.native.exchange import Exchange, Share, shared_memory
@@ -45,52 +47,54 @@ from engine.text.gguf import absolute
 
 logger = logging.getLogger("penstock.engine")
 
-#: Seconds in which all nodes are to come.
+#: Seconds that the lead waits for all nodes to connect.
 JOIN_S: Final = 300.0
-#: The most seconds between the clocks of two nodes.
+#: The maximum difference between the clocks of two nodes, in seconds.
 _CLOCKS_S: Final = 5.0
-#: The most bytes of a message.
-_MOST_MESSAGE = 1 << 36
+#: The maximum length of a message between stages, in bytes.
+_MAX_MESSAGE = 1 << 36
 _LENGTH = struct.Struct("=q")
 
 
 class Mirror:
-    """Keeps the copies alike that two machines have of the memory of an exchange: what rank `own`, of this machine,
-    writes goes to the other, and what rank `other` writes there comes here. If the connection is lost, both fail."""
+    """Two threads that keep alike the copies of an exchange's memory on two machines: what rank `local` writes is sent,
+    and what rank `remote` of the other machine writes is received. If the connection is lost, both copies fail."""
 
-    def __init__(self, exchange: Exchange, own: int, other: int, end: socket.socket) -> None:
-        """`exchange`: any rank's end, which then belongs to its threads, too."""
+    def __init__(self, exchange: Exchange, local: int, remote: int, connection: socket.socket) -> None:
+        """`exchange`: the end of any rank of this machine; the threads use it too."""
         self._threads = [
-            threading.Thread(target=way, args=(rank, end), name=f"penstock-rank-{rank}", daemon=True)
-            for way, rank in ((exchange.carry, own), (exchange.deliver, other))
+            threading.Thread(target=transfer, args=(rank, connection), name=f"penstock-rank-{rank}", daemon=True)
+            for transfer, rank in ((exchange.carry, local), (exchange.deliver, remote))
         ]
-        self._end = end
+        self._connection = connection
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """Wait until both ways have ended, as they do once the exchange has failed."""
+        """Wait until both threads have ended, as they do once the exchange has failed."""
         for thread in self._threads:
             thread.join()
-        self._end.close()
+        self._connection.close()
 
 
 class SocketLink:
-    """A Link between machines. From the first `receive` on, messages are read as they come: a connection whose other
-    end reads nothing for 15 s is cut off (meeting.py), and a step may take longer. The lead bounds how many come."""
+    """A Link between machines: a message is its length, int64, and its bytes.
 
-    def __init__(self, end: socket.socket) -> None:
+    From the first `receive` on, a thread reads messages as they come, because a connection whose other end reads
+    nothing for 15 s is cut off (meeting.py), and a step may take longer. The lead bounds how many are under way."""
+
+    def __init__(self, connection: socket.socket) -> None:
         #: Raises DeviceLostError with the reason why the link has failed, if that can be known.
         self.explain: Callable[[], None] = lambda: None
         self.failed = False
-        self._end = end
+        self._connection = connection
         self._arrived: queue.SimpleQueue[memoryview | Exception] = queue.SimpleQueue()
         self._reader: threading.Thread | None = None
 
     def send(self, message: bytes | memoryview) -> None:
         try:
-            self._end.sendall(_LENGTH.pack(len(message)))
-            self._end.sendall(message)
+            self._connection.sendall(_LENGTH.pack(len(message)))
+            self._connection.sendall(message)
         except OSError as error:
             self._lost(error)
 
@@ -106,13 +110,13 @@ class SocketLink:
 
     def fail(self) -> None:
         self.failed = True
-        shut(self._end)
+        shut(self._connection)
 
     def _read_all(self) -> None:
         try:
             while True:
                 (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-                if not 0 <= length <= _MOST_MESSAGE:
+                if not 0 <= length <= _MAX_MESSAGE:
                     raise OSError(f"a message of {length} bytes")
                 self._arrived.put(self._read(length))
         except (OSError, MemoryError) as error:
@@ -122,7 +126,7 @@ class SocketLink:
         content = memoryview(bytearray(length))
         done = 0
         while done < length:
-            read = self._end.recv_into(content[done:])
+            read = self._connection.recv_into(content[done:])
             if not read:
                 raise OSError("it is closed")
             done += read
@@ -136,7 +140,8 @@ class SocketLink:
 
 @cache
 def _release() -> str:
-    """The package's version, with a digest of the engine's code: a checkout's version stays while its code changes."""
+    """The package's version, with a digest of the engine's code, because a checkout keeps its version while its code
+    changes."""
     digest = hashlib.sha256()
     package = Path(__file__).parents[2]
     for file in sorted(package.rglob("*.py")):
@@ -149,49 +154,52 @@ def _release() -> str:
 
 
 def traits_of(folder: Path) -> dict[str, Any]:
-    """What is to be the same on all nodes, by name; the clock within some seconds."""
+    """What must be the same on all nodes, by name. Raises ModelError if the folder's files cannot be read."""
     library = load_library()
     return {
         "release": f"penstock {_release()}, kernels {VERSION}, torch {torch.__version__}",
         "instruction set": "" if library is None else library.isa,
         "model's files": f"{model_version(absolute(folder))} {files_of(folder, dates=False)[:12]}",
-        "clock": time.time(),
     }
 
 
-def differing(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """The first trait in which a node differs from the lead, in words. Empty if there is none."""
-    for name, value in own.items():
-        other = theirs.get(name)
+def differing(lead: Mapping[str, Any], node: Mapping[str, Any]) -> str:
+    """The first difference between the lead's traits and a node's, in words; empty if there is none. Their clocks, in
+    seconds, may differ by `_CLOCKS_S`."""
+    for name, here in lead.items():
+        there = node.get(name)
         if name == "clock":
-            off = abs(other - value) if isinstance(other, float) else _CLOCKS_S + 1
+            off = abs(there - here) if isinstance(there, float) else _CLOCKS_S + 1
             if not off <= _CLOCKS_S:
                 return f"its clock is {off:.0f} s off the lead's; at most {_CLOCKS_S:.0f} s are served"
-        elif other != value:
-            return f"its {name} is {other!r}, and the lead's {value!r}"
+        elif there != here:
+            return f"its {name} is {there!r}, and the lead's {here!r}"
     return ""
 
 
 @dataclass(slots=True)
 class Joined:
-    """The sockets to the other nodes."""
+    """The lead's connections to the other nodes."""
 
     nodes: dict[int, socket.socket] = field(default_factory=dict)
-    """On which each node is told its part, and tells how its ranks end."""
+    """By node: it receives its part on this, and reports on it how its ranks end."""
     ranks: dict[int, socket.socket] = field(default_factory=dict)
+    """By rank: the control connection of its process."""
     after: socket.socket | None = None
     """The link from this node's last stage to the next."""
     back: socket.socket | None = None
     sums: dict[int, dict[int, socket.socket]] = field(default_factory=dict)
-    """Of each node, by the index of a rank among those of its machine: to the sums of the rank of this index there."""
+    """By node, and by the index i of a rank in its machine: between the sums of this machine's rank i and of that
+    one."""
 
     def close(self, *, lost: bool) -> None:
-        """End the nodes. Unless the group is `lost`, tell them that all is done."""
-        for end in self.nodes.values():
+        """Close the connections to all nodes, which ends these. Unless the group is `lost`, they are told that it has
+        been closed."""
+        for connection in self.nodes.values():
             if not lost:
                 with suppress(OSError):
-                    end.sendall(b'{"closed": true}\n')
-            shut(end)
+                    connection.sendall(b'{"closed": true}\n')
+            shut(connection)
 
 
 def gather(
@@ -204,9 +212,12 @@ def gather(
     *,
     staged: bool = True,
 ) -> Joined:
-    """Wait for the other nodes, with `ranks` ranks each, and all their sockets. `part`: what each is told. `ended`:
-    whether to give up. `staged`: they have stages; else all have ranks of a single one. Raises EngineError naming who
-    has not come, or differs."""
+    """Wait for the other nodes, of `ranks` ranks each, and accept all their connections.
+
+    `traits`: of the lead. `part`: the settings that each is sent. `ended`: whether to give up. `staged`: nodes have
+    whole stages; otherwise all have ranks of a single stage. Raises EngineError naming the node that has not come, or
+    how it differs from the lead.
+    """
     joined, ports = Joined(), dict[int, int]()
     deadline = time.monotonic() + JOIN_S
     try:
@@ -217,59 +228,61 @@ def gather(
                     f"node {_missing(joined, nodes)} of {nodes} has not come to port {meeting.port} in {JOIN_S:.0f} s: "
                     "does it run, and is there a firewall between the machines?"
                 )
-            end, said = arrived
+            connection, hello = arrived
             _forget_lost(joined)
-            if said.get("purpose") != "node":  # of a group that has ended meanwhile
-                _refuse(end, "it comes before its machine")
+            if hello.get("purpose") != "node":  # of a group that has ended meanwhile
+                _refuse(connection, "it comes before its machine")
                 continue
-            node = said.get("node")
-            why = differing({**traits, "clock": time.time()}, said.get("traits") or {})
+            node = hello.get("node")
+            reason = differing({**traits, "clock": time.time()}, hello.get("traits") or {})
             if not isinstance(node, int) or not 0 < node < nodes:
-                why = f"it is node {node!r}; there are 1 to {nodes - 1}"
+                reason = f"it is node {node!r}; there are 1 to {nodes - 1}"
             elif node in joined.nodes:
-                # Of two machines one has a wrong number, or the other one's end is not noticed yet: it may call again.
-                why = f"another machine, {_peer(joined.nodes[node])}, is node {node} already"
-                logger.warning("A machine that calls itself node %s, %s, is turned away: %s", node, _peer(end), why)
-                _refuse(end, why)
+                # One of the two has a wrong number, or the first has ended unnoticed: the second may call again.
+                reason = f"another machine, {_peer(joined.nodes[node])}, is node {node} already"
+                logger.warning(
+                    "A machine that calls itself node %s, %s, is turned away: %s", node, _peer(connection), reason
+                )
+                _refuse(connection, reason)
                 continue
-            elif not why:
-                joined.nodes[node], ports[node] = end, said.get("port", 0)
+            elif not reason:
+                joined.nodes[node], ports[node] = connection, hello.get("port", 0)
                 lacking = _missing(joined, nodes) or "none"
-                logger.info("Node %s of %s (%s) has come; to come: %s", node, nodes, _peer(end), lacking)
+                logger.info("Node %s of %s (%s) has come; to come: %s", node, nodes, _peer(connection), lacking)
                 continue
-            address = _peer(end)
-            _refuse(end, why)
-            raise EngineError(f"node {node!r} of {nodes} ({address}) does not fit: {why}")
-        for node, end in joined.nodes.items():
+            address = _peer(connection)
+            _refuse(connection, reason)
+            raise EngineError(f"node {node!r} of {nodes} ({address}) does not fit: {reason}")
+        for node, connection in joined.nodes.items():
             link = None if node == 1 else (_peer(joined.nodes[node - 1]), ports[node - 1])
             peers = [(_peer(joined.nodes[other]), ports[other]) for other in range(1, node)]
-            end.sendall(json.dumps({**part, "link": link, "peers": peers}).encode() + b"\n")
+            connection.sendall(json.dumps({**part, "link": link, "peers": peers}).encode() + b"\n")
         deadline = time.monotonic() + CONNECT_S + GREET_S
-        wanted = set(range(ranks, nodes * ranks))
-        sums: set[tuple[Any, Any]] = set() if staged else {(node, own) for node in joined.nodes for own in range(ranks)}
-        while wanted or sums or (staged and (joined.after is None or joined.back is None)):
+        missing = set(range(ranks, nodes * ranks))
+        sums: set[tuple[Any, Any]] = set() if staged else {(node, i) for node in joined.nodes for i in range(ranks)}
+        while missing or sums or (staged and (joined.after is None or joined.back is None)):
             _look_for_errors(joined)
             if (arrived := _next(meeting, deadline, ended)) is None:
-                lacks = [f"rank {rank}" for rank in sorted(wanted)] or ["a link"]
+                lacks = [f"rank {rank}" for rank in sorted(missing)] or ["a link"]
                 raise EngineError(
                     f"{', '.join(lacks)}: not connected in {CONNECT_S + GREET_S:.0f} s though its machine has come"
                 )
-            end, said = arrived
-            purpose, node, rank = said.get("purpose"), said.get("node"), said.get("rank")
-            if purpose == "rank" and isinstance(rank, int) and rank in wanted:
-                wanted.discard(rank)
-                joined.ranks[rank] = end
+            connection, hello = arrived
+            purpose, node, rank = hello.get("purpose"), hello.get("node"), hello.get("rank")
+            if purpose == "rank" and isinstance(rank, int) and rank in missing:
+                missing.discard(rank)
+                joined.ranks[rank] = connection
             elif purpose == "sums" and isinstance(node, int) and isinstance(rank, int) and (node, rank) in sums:
                 sums.discard((node, rank))
-                joined.sums.setdefault(node, {})[rank] = end
+                joined.sums.setdefault(node, {})[rank] = connection
             elif purpose == "link" and joined.after is None:
-                joined.after = end
+                joined.after = connection
             elif purpose == "back" and joined.back is None:
-                joined.back = end
+                joined.back = connection
             else:
-                end.close()
+                connection.close()
     except BaseException:
-        of_sums = (end for ends in joined.sums.values() for end in ends.values())
+        of_sums = (connection for connections in joined.sums.values() for connection in connections.values())
         for each in (*joined.nodes.values(), *joined.ranks.values(), *of_sums, joined.after, joined.back):
             if each is not None:
                 each.close()
@@ -281,32 +294,34 @@ def _missing(joined: Joined, nodes: int) -> str:
     return " and ".join(str(node) for node in range(1, nodes) if node not in joined.nodes)
 
 
-def _refuse(end: socket.socket, why: str) -> None:
+def _refuse(connection: socket.socket, why: str) -> None:
     with suppress(OSError):
-        end.sendall(json.dumps({"refused": why}).encode() + b"\n")
-    end.close()
+        connection.sendall(json.dumps({"refused": why}).encode() + b"\n")
+    connection.close()
 
 
 def _forget_lost(joined: Joined) -> None:
-    """Forget nodes that have ended: until all are there, each may come again."""
-    for node, end in list(joined.nodes.items()):
-        if _ends(end):
-            logger.warning("Node %s (%s) has ended before all have come; it is waited for again", node, _peer(end))
-            end.close()
+    """Forget nodes that have ended: until all have connected, each may come again."""
+    for node, connection in list(joined.nodes.items()):
+        if _is_closed(connection):
+            logger.warning(
+                "Node %s (%s) has ended before all have come; it is waited for again", node, _peer(connection)
+            )
+            connection.close()
             del joined.nodes[node]
 
 
-def _ends(end: socket.socket) -> bool:
-    """Whether the other end is closed or lost. A node says nothing before it is told its part."""
-    end.setblocking(False)
+def _is_closed(connection: socket.socket) -> bool:
+    """Whether the other end is closed or lost. A node sends nothing before it has received its part."""
+    connection.setblocking(False)
     try:
-        return not end.recv(1, socket.MSG_PEEK)
+        return not connection.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
         return False
     except OSError:
         return True
     finally:
-        end.setblocking(True)
+        connection.setblocking(True)
 
 
 def _next(meeting: Meeting, deadline: float, ended: Callable[[], bool]) -> tuple[socket.socket, dict[str, Any]] | None:
@@ -319,38 +334,39 @@ def _next(meeting: Meeting, deadline: float, ended: Callable[[], bool]) -> tuple
 
 
 def _look_for_errors(joined: Joined) -> None:
-    """Raise EngineError with what a node says that goes wrong there."""
-    for node, end in joined.nodes.items():
-        end.setblocking(False)
+    """Raise EngineError with the error that a node has reported, if one has."""
+    for node, connection in joined.nodes.items():
+        connection.setblocking(False)
         try:
-            said = end.recv(MOST_SAID)
+            received = connection.recv(MAX_HELLO)
         except BlockingIOError:
             continue
         except OSError as error:
             raise EngineError(f"node {node} is lost: {error}") from error
         finally:
-            end.setblocking(True)
-        text = said.decode(errors="replace").strip()
+            connection.setblocking(True)
+        text = received.decode(errors="replace").strip()
         raise EngineError(f"node {node}: {text or 'it has ended'}")
 
 
-def _peer(end: socket.socket) -> str:
+def _peer(connection: socket.socket) -> str:
     try:
-        host: str = end.getpeername()[0]
+        host: str = connection.getpeername()[0]
     except OSError:
         return "gone"
     return host
 
 
 def start_follower(control: socket.socket, local: Mapping[str, Any], descriptors: list[int]) -> subprocess.Popen[bytes]:
-    """Start the process of a rank of this machine. `local`: see follower.py. Raises OSError."""
-    told = json.dumps({**local, "socket": control.fileno(), "parent": os.getpid()})
-    command = [sys.executable, "-P", "-m", "engine.execution.ranks.follower", told]
+    """Start the process of a rank of this machine, which inherits the socket `control` and `descriptors`. `local`: see
+    follower.py. Raises OSError."""
+    arguments = json.dumps({**local, "socket": control.fileno(), "parent": os.getpid()})
+    command = [sys.executable, "-P", "-m", "engine.execution.ranks.follower", arguments]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(control.fileno(), *descriptors))
 
 
 class Node:
-    """A machine other than the lead's: the processes of its ranks, from the meeting to their end."""
+    """The ranks of a machine other than the lead's: started, watched, and ended with the group."""
 
     def __init__(
         self,
@@ -361,30 +377,32 @@ class Node:
         *,
         listen: str = "",
         threads: int | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """Raises EngineError. `lead`: its host and port. `listen`: HOST:PORT at which the node after this comes."""
+        """`lead`: its host and port. `node`: from 1. `listen`: HOST:PORT at which later nodes connect to this one.
+        `threads`: of all ranks together; None: one for each core. `clock`: compared with the lead's, in seconds. Raises
+        EngineError if it cannot listen."""
         self._folder, self._lead, self._secret, self._node = folder, lead, secret, node
-        self._threads = threads
+        self._threads, self._clock = threads, clock
         self._meeting = Meeting(listen, secret) if listen else None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._exchange: Exchange | None = None
         self._mirrors: list[Mirror] = []
-        self._told: socket.socket | None = None
+        self._control: socket.socket | None = None
         self._signals = 0
 
     def run(self) -> bool:
-        """Meet, compute until the lead closes the group, and end all processes. Returns whether the lead closed it;
-        otherwise it, a rank or a node was lost. Raises EngineError if the group does not come about."""
-        traits, began = traits_of(self._folder), time.monotonic()
+        """Connect to the lead, compute until the group ends, and end all processes. Returns True if the lead closed the
+        group; False if a rank or a machine was lost. Raises EngineError if the group is not formed."""
+        traits = traits_of(self._folder)
         port = 0 if self._meeting is None else self._meeting.port
 
-        def said() -> dict[str, Any]:
-            clock = traits["clock"] + time.monotonic() - began  # the lead may start long after this
-            return {"purpose": "node", "node": self._node, "traits": {**traits, "clock": clock}, "port": port}
+        def hello() -> dict[str, Any]:  # made once it is connected: the lead may start long after this node
+            return {"purpose": "node", "node": self._node, "traits": {**traits, "clock": self._clock()}, "port": port}
 
-        self._told = join(self._lead, self._secret, said, JOIN_S, "the lead")
-        lines = self._told.makefile("rb")
-        part = json.loads(lines.readline(MOST_SAID) or b"{}")
+        self._control = join(self._lead, self._secret, hello, JOIN_S, "the lead")
+        lines = self._control.makefile("rb")
+        part = json.loads(lines.readline(MAX_HELLO) or b"{}")
         if "refused" in part or not part:
             raise EngineError(f"the lead refuses this machine: {part.get('refused', 'it has closed the connection')}")
         for ignored in (signal.SIGTERM, signal.SIGINT):
@@ -394,7 +412,7 @@ class Node:
             self._start(part)
         except (EngineError, OSError) as error:
             with suppress(OSError):
-                self._told.sendall(
+                self._control.sendall(
                     message_of(error).encode() if isinstance(error, EngineError) else str(error).encode()
                 )
             raise
@@ -411,20 +429,20 @@ class Node:
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._signals += 1
-        if self._signals > 1 and self._told is not None:
-            shut(self._told)
+        if self._signals > 1 and self._control is not None:
+            shut(self._control)
             return
         logger.warning("%s: the lead ends its group; a second signal ends this part now", signal.Signals(number).name)
 
     def _start(self, part: Mapping[str, Any]) -> None:
         ranks, stages, nodes = part["ranks"], part["stages"], part["nodes"]
-        own = max(1, stages // nodes)
+        stages_here = max(1, stages // nodes)
         count = ranks * stages // nodes
-        every = range(self._node * count, (self._node + 1) * count)
-        controls = {rank: self._join("rank", self._lead, "the lead", rank=rank) for rank in every}
-        memories = [shared_memory(ranks) for _ in range(own)]
-        inner = [shared_memory(2) for _ in range(own - 1)]
-        ends: list[socket.socket] = []
+        ranks_here = range(self._node * count, (self._node + 1) * count)
+        controls = {rank: self._join("rank", self._lead, "the lead", rank=rank) for rank in ranks_here}
+        memories = [shared_memory(ranks) for _ in range(stages_here)]
+        inner = [shared_memory(2) for _ in range(stages_here - 1)]
+        connections: list[socket.socket] = []
         links: list[tuple[str, int]] = []
         if stages > 1:
             if part["link"] is None:
@@ -433,24 +451,24 @@ class Node:
                 host, port = part["link"]
                 before = self._join("link", (host, port), f"node {self._node - 1}")
             after = self._join("back", self._lead, "the lead") if self._node + 1 == nodes else self._following()
-            ends = [before, after]
+            connections = [before, after]
             links = [("socket", before.fileno()), *(("memory", each) for each in inner), ("socket", after.fileno())]
         else:
             self._mirror(memories[0], ranks, nodes, part["peers"])
-        threads = max(1, (self._threads or threads_of_each(1)) // len(every))
+        threads = max(1, (self._threads or threads_of_each(1)) // len(ranks_here))
         local = {"folder": str(absolute(self._folder)), "files": files_of(self._folder), "threads": threads}
         local["tells"] = True
-        for i, rank in enumerate(every):
+        for i, rank in enumerate(ranks_here):
             stage, of_stage = divmod(i, ranks)
             used = links[stage : stage + 2] if not of_stage else []
-            mine = {**local, "index": i, "processes": len(every), "memory": memories[stage], "links": used}
+            mine = {**local, "index": i, "processes": len(ranks_here), "memory": memories[stage], "links": used}
             descriptors = [memories[stage], *(number for _, number in used)]
             self._processes[rank] = start_follower(controls[rank], mine, descriptors)
-        for end in (*controls.values(), *ends):
-            end.close()
+        for connection in (*controls.values(), *connections):
+            connection.close()
         for descriptor in memories + inner:
             os.close(descriptor)
-        logger.info("Ranks %d to %d of %d compute", every[0], every[-1], ranks * stages)
+        logger.info("Ranks %d to %d of %d compute", ranks_here[0], ranks_here[-1], ranks * stages)
 
     def _mirror(self, memory: int, ranks: int, nodes: int, peers: list[tuple[str, int]]) -> None:
         """Connect this machine's copy of the memory of sums with those of all others."""
@@ -463,66 +481,70 @@ class Node:
             (self._lead, "the lead"),
             *(((host, port), f"node {i}") for i, (host, port) in enumerate(peers, 1)),
         ]
-        ends = {
-            (node, i): self._join("sums", address, who, rank=i)
-            for node, (address, who) in enumerate(addresses)
+        connections = {
+            (node, i): self._join("sums", address, peer, rank=i)
+            for node, (address, peer) in enumerate(addresses)
             for i in range(count)
         }
         later = {(node, i) for node in range(self._node + 1, nodes) for i in range(count)}
         while later:
-            end, said = self._arrival("another machine")
-            if (place := (said.get("node"), said.get("rank"))) in later:
-                later.discard(place)
-                ends[place] = end
+            connection, hello = self._arrival("another machine")
+            if (source := (hello.get("node"), hello.get("rank"))) in later:
+                later.discard(source)
+                connections[source] = connection
             else:
-                end.close()
+                connection.close()
         if self._meeting is not None:
             self._meeting.close()
         first = self._node * count
-        self._mirrors = [Mirror(self._exchange, first + i, node * count + i, end) for (node, i), end in ends.items()]
+        self._mirrors = [
+            Mirror(self._exchange, first + i, node * count + i, connection)
+            for (node, i), connection in connections.items()
+        ]
 
-    def _join(self, purpose: str, address: tuple[str, int], who: str, **more: Any) -> socket.socket:
-        return join(address, self._secret, {"purpose": purpose, "node": self._node, **more}, CONNECT_S, who)
+    def _join(self, purpose: str, address: tuple[str, int], peer: str, **more: Any) -> socket.socket:
+        return join(address, self._secret, {"purpose": purpose, "node": self._node, **more}, CONNECT_S, peer)
 
     def _following(self) -> socket.socket:
-        end, _ = self._arrival(f"node {self._node + 1}")
+        connection, _ = self._arrival(f"node {self._node + 1}")
         assert self._meeting is not None
         self._meeting.close()
-        return end
+        return connection
 
-    def _arrival(self, who: str) -> tuple[socket.socket, dict[str, Any]]:
-        """The next who comes to this node, and what it says."""
+    def _arrival(self, peer: str) -> tuple[socket.socket, dict[str, Any]]:
+        """The next connection to this node, and its hello. Raises EngineError naming `peer` if there is none in
+        time."""
         if self._meeting is None:
             raise EngineError(ErrorText.of("node {} needs {ranks_address}, for the nodes after it", self._node))
         arrived = _next(self._meeting, time.monotonic() + CONNECT_S, lambda: False)
         if arrived is None:
-            raise EngineError(f"{who} has not come to node {self._node} in {CONNECT_S:.0f} s")
+            raise EngineError(f"{peer} has not come to node {self._node} in {CONNECT_S:.0f} s")
         return arrived
 
     def _wait(self) -> bool:
-        told = self._told
-        assert told is not None
-        said, reported = b"", set[int]()
+        control = self._control
+        assert control is not None
+        received, reported = b"", set[int]()
         with selectors.DefaultSelector() as selector:
-            selector.register(told, selectors.EVENT_READ)
+            selector.register(control, selectors.EVENT_READ)
             while True:
                 if selector.select(0.2):
                     try:
-                        more = told.recv(MOST_SAID)
+                        more = control.recv(MAX_HELLO)
                     except OSError:
                         more = b""
-                    said = (said + more)[-MOST_SAID:]
+                    received = (received + more)[-MAX_HELLO:]
                     if not more:
-                        return b'"closed"' in said
+                        return b'"closed"' in received
                 for rank, process in self._processes.items():
                     if rank not in reported and (status := process.poll()) is not None:
                         reported.add(rank)
                         with suppress(OSError):
-                            told.sendall(json.dumps({"rank": rank, "end": end_of(status)}).encode() + b"\n")
+                            control.sendall(json.dumps({"rank": rank, "end": end_of(status)}).encode() + b"\n")
 
 
 def end_of(status: int | None) -> str:
-    """How a process ended, in words."""
+    """How a process ended, in words. `status`: as of Popen; None: it is not known."""
     if status is None:
         return "its socket is closed"
     if status >= 0:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -230,9 +231,11 @@ def test_a_machine_that_differs_is_refused_by_name(
     trait: str, value: Any, why: str, folder: Path, port_of_lead: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = traits_of(folder)
-    monkeypatch.setattr(nodes, "traits_of", lambda folder: {**own, "clock": time.time(), trait: value})
+    monkeypatch.setattr(nodes, "traits_of", lambda folder: {**own, trait: value} if trait in own else own)
+    clock = {"clock": lambda: value}.get(trait, time.time)
     with ThreadPoolExecutor(1) as pool:
-        running = started(pool, Node(folder, ("127.0.0.1", port_of_lead.port), 1, SECRET))
+        node = Node(folder, ("127.0.0.1", port_of_lead.port), 1, SECRET, clock=clock)
+        running = started(pool, node)
         with pytest.raises(EngineError, match=rf"node 1 of 2 \(127.0.0.1\) does not fit: {why}"):
             gather(port_of_lead, 2, 1, own, {}, lambda: False)
         with pytest.raises(EngineError, match=f"the lead refuses this machine: {why}"):
@@ -271,20 +274,18 @@ def test_a_machine_that_waits_for_the_lead_tells_its_clock_when_that_has_come(
     folder: Path, port_of_lead: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Either may start first."""
-    own, passed = traits_of(folder), iter((0.0, 60.0))
-    monkeypatch.setattr(nodes, "traits_of", lambda folder: {**own, "clock": time.time() - 60})
-    told: list[Any] = []
+    clock = count(1000.0, 60.0)
+    hellos: list[Any] = []
 
-    def connected(address: object, secret: object, said: Any, seconds: float, who: str) -> socket.socket:
-        told.append(said())
+    def connected(address: object, secret: object, hello: Any, timeout_s: float, peer: str) -> socket.socket:
+        next(clock)
+        hellos.append(hello())
         raise EngineError("enough")
 
     monkeypatch.setattr(nodes, "join", connected)
-    clock = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + next(passed, 60.0))
     with pytest.raises(EngineError, match="enough"):
-        Node(folder, ("127.0.0.1", port_of_lead.port), 1, SECRET).run()
-    assert differing({**own, "clock": time.time()}, told[0]["traits"]) == ""
+        Node(folder, ("127.0.0.1", port_of_lead.port), 1, SECRET, clock=lambda: next(clock)).run()
+    assert hellos[0]["traits"]["clock"] == 1060.0
 
 
 def test_the_same_traits_do_not_differ(folder: Path) -> None:
@@ -312,7 +313,7 @@ def test_who_does_not_know_the_secret_is_turned_away_and_others_still_come(port_
 
 def test_strangers_who_say_nothing_keep_nobody_waiting(port_of_lead: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "GREET_S", 60.0)
-    monkeypatch.setattr(meeting, "_MOST_CALLERS", 2)
+    monkeypatch.setattr(meeting, "_MAX_CALLERS", 2)
     address = ("127.0.0.1", port_of_lead.port)
     with ThreadPoolExecutor(1) as pool, ExitStack() as opened:
         silent = [opened.enter_context(socket.create_connection(address)) for _ in range(3)]
@@ -339,8 +340,7 @@ def test_a_machine_whose_message_has_come_is_not_turned_away_by_a_lead_that_was_
         nonce = end.recv(32)
         proof = meeting._proof(SECRET, b"node", nonce, bytes(32), said)
         end.sendall(bytes(32) + proof + len(said).to_bytes(4, "big") + said)
-        clock = time.monotonic
-        monkeypatch.setattr(time, "monotonic", lambda: clock() + 600)
+        port_of_lead._clock = lambda: time.monotonic() + 600
         arrived = port_of_lead.next()
         assert arrived is not None
         assert arrived[1] == {"purpose": "node"}
