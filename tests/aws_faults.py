@@ -74,10 +74,11 @@ class Fault:
 @dataclass(slots=True)
 class Faults:
     """The faults in force; any thread may change them. `asked`: requests by action (`ReceiveMessage`,
-    `DeleteMessageBatch`); `done`: faults that came, by kind."""
+    `DeleteMessageBatch`); `sent`: bytes of their bodies, by action; `done`: faults that came, by kind."""
 
     seed: int = 0
     asked: Counter[str] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
     done: Counter[str] = field(default_factory=Counter)
     _luck: random.Random = field(init=False)
     _left: list[list[Any]] = field(init=False, default_factory=list)
@@ -165,6 +166,7 @@ class Proxy:
         """None: the connection is to be reset."""
         action, draw = call.action, self.faults.draw
         self.faults.asked[action] += 1
+        self.faults.sent[action] += len(call.body)
         if slow := draw("slow", action):
             time.sleep(slow.seconds)
         if draw("reset", action):

@@ -507,10 +507,14 @@ def _remove_from_bucket(store: Redis, place: str, as_json: bool) -> str:
     from workers.library import bucket
 
     stored = bucket.BucketModel.parse(place)
-    for model in sorted(routes.models_of(store)):
-        if using := routes.uses(store, model).get(stored.version):
-            raise Failure(f"{stored.version} of {model} is in use: {'; '.join(dict.fromkeys(using))}")
-    count = bucket.remove(stored)
+
+    def check() -> None:
+        for model in sorted(routes.models_of(store)):
+            if using := routes.uses(store, model).get(stored.version):
+                raise Failure(f"{stored.version} of {model} is in use: {'; '.join(dict.fromkeys(using))}")
+
+    check()
+    count = bucket.remove(stored, check)  # and again: a route may lead to it since
     row = {"name": stored.name, "version": stored.version, "objects": count}
     typer.echo(json.dumps(row) if as_json else f"{stored.bucket} removed, with {count} objects")
     return stored.bucket.url

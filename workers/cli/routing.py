@@ -354,7 +354,7 @@ def gc(
                 shutil.rmtree(folder)
             _show_removed({"folder": str(folder)}, yes, as_json)
         for stored in bucket.abandoned(uploads_to) if uploads_to is not None else ():
-            if yes and not bucket.remove(stored.model, broken=True):
+            if yes and not bucket.remove_abandoned(stored):
                 continue
             _show_removed({"bucket": str(stored.model.bucket)}, yes, as_json)
         if yes and uploads_to is not None and (count := bucket.end_uploads(uploads_to)):

@@ -5,9 +5,12 @@
     check     reads all files in the bucket;  remove: manifest.json first;  stored: lists;  abandoned: broken publishes
 
 The version follows from the manifest, which names all files. So what is here already is never asked for, also while
-the bucket is away. A broken download goes on where it was, also in another process, and a broken publish with the files
-that are not there yet; each file is compared with the manifest's SHA-256, which S3 keeps beside its content. Files that
-other versions here have are linked.
+the bucket is away. Broken downloads and publishes go on where they were, also in another process; each file is compared
+with the manifest's SHA-256, which S3 keeps beside its content. No file is sent or downloaded twice: S3 copies what
+another version in the bucket has, and what another version here has is linked. A version's folder in the bucket needs
+no other: copies take room there, but a version can go without a look at all others.
+
+What stands when a process dies in between, or another works beside it: docs/how/deaths.md.
 """
 
 from __future__ import annotations
@@ -19,21 +22,21 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
-from producers.connection.aws import AwsError, AwsMissing, AwsNotInstalled
+from producers.connection.aws import AwsError, AwsNotInstalled
 from producers.connection.trouble import Trouble
 from producers.store.blobs import bucket as urls
-from producers.store.blobs.base import PIECE, BlobNotFound
-from producers.store.blobs.s3 import Objects, S3Writer
+from producers.store.blobs.base import MIN_PART, PIECE, BlobNotFound
+from producers.store.blobs.s3 import Content, Objects, S3Writer
 from workers.errors import Refused
 from workers.library.local_models import (
     KEPT,
@@ -65,7 +68,10 @@ LONGEST_PAUSE_S: Final = 8.0
 AT_ONCE: Final = 4
 #: Age (s) of a version without a manifest from which on nobody is taken to be publishing it.
 ABANDONED_S: Final = 24 * 3600.0
-_GGUF: Final = re.compile(r"[\w][\w.\-]*\.gguf", re.ASCII)
+#: A GGUF file has the name that its user gave it, of printable characters.
+_GGUF: Final = re.compile(r"[^./\\][^/\\]*\.gguf")
+#: Versions in the bucket, the newest, that are searched for files which need not be sent.
+MOST_SOURCES: Final = 200
 #: A key in a version's folder, of which a URL can be written.
 _KEY: Final = re.compile(
     r"(?P<folder>(?:[A-Za-z0-9!_.*'()/-]*?/)?(?P<name>[A-Za-z0-9][\w.-]*)/(?P<version>[0-9a-f]{12}))/(?P<file>.+)",
@@ -125,10 +131,14 @@ class _Steady(Objects):
     def request(self, call: str, permission: str, name: str, **more: Any) -> dict[str, Any]:
         return _again(partial(super().request, call, permission, name, **more))
 
+    def unfinished(self, name: str) -> tuple[str, dict[int, dict[str, Any]]]:
+        return _again(partial(super().unfinished, name))
+
 
 def publish(folder: Path, name: str, place: urls.Bucket, say: Callable[[str], None], *, quiet: bool = False) -> Stored:
     """Write a model of this machine into `place`/`name`/VERSION, its manifest last. What is there already with the same
-    size and SHA-256 is not sent again, so a broken publish goes on. `quiet`: show no progress.
+    size and SHA-256 is not sent again, so a broken publish goes on; what another version under `place` has is copied.
+    `quiet`: show no progress.
 
     Raises Refused: no model, damaged files, no access, or bucket unreachable.
     """
@@ -138,14 +148,16 @@ def publish(folder: Path, name: str, place: urls.Bucket, say: Callable[[str], No
     url = replace(place, prefix="/".join(filter(None, (place.prefix, name, version)))).url
     model = BucketModel.parse(url)
     with _refusals(model, "publish to"):
-        objects = _Steady(model.bucket)
-        _send_all(objects, folder, files, _sizes(objects), quiet)
-        sent = _sizes(objects)
-        if gone := [file.name for file in files if sent.get(file.name) != file.size]:
-            raise Refused(f"{gone[0]} has gone from {model.bucket} meanwhile: run this again")
+        objects, other = _Steady(model.bucket), _Steady(place)
+        there = _sizes(objects)
+        missing = [file for file in files if there.get(file.name) != file.size or not _is_same(objects, file)]
+        sources = _sources(other, [file for file in missing if file.size >= MIN_PART], say)
+        _send_all(_Publish(objects, other, sources, folder), missing, quiet)
+        _check_all_there(objects, files)
         _merge_signatures(objects, model, folder)
-        if MANIFEST not in sent or _small(objects, model, MANIFEST) != content:
+        if MANIFEST not in there or _small(objects, model, MANIFEST) != content:
             _put(objects, MANIFEST, content)
+            _check_all_there(objects, files)  # `remove` may have run beside this
     say(f"{name} {version} is in {model.bucket}")
     return Stored(model, len(files), sum(file.size for file in files), time.time(), whole=True)
 
@@ -162,6 +174,11 @@ def _own_files(folder: Path) -> tuple[Path, list[_File]]:
     odd = next((file.name for file in files if not _is_model_file(file.name)), None)
     if odd is None and (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() != content:
         odd = MANIFEST
+    if odd is not None and odd.endswith(".gguf"):
+        raise Refused(
+            f"{folder / odd} cannot be published under this name: rename it, without / and \\, control characters or a "
+            "dot at its begin"
+        )
     if odd is not None:
         raise Refused(
             f"{folder / odd} is nothing that workers pull: `penstock models pull {folder} --name NAME` makes a version "
@@ -175,54 +192,116 @@ def _sizes(objects: Objects) -> dict[str, int]:
     return _again(lambda: {entry.name: entry.size for entry in objects.listed("")})
 
 
-def _send_all(objects: Objects, folder: Path, files: list[_File], there: dict[str, int], quiet: bool) -> None:
-    """Send the files that are not there yet, several at a time. `there`: size by name."""
-    done, stopped = dict.fromkeys((file.name for file in files), 0), threading.Event()
-    total = sum(file.size for file in files)
-
-    def send(file: _File) -> None:
-        for last in (False, True):
-            if there.get(file.name) == file.size and _is_same(objects, file):
-                done[file.name] = file.size
-                return
-            try:
-                _send(objects, folder, file, done, stopped)
-                return
-            except AwsMissing as error:  # the answer to the upload's end was lost: it has ended, and is unknown since
-                if last or error.code != "NoSuchUpload":
-                    raise
-                there[file.name] = file.size
-
-    largest_first = sorted(files, key=lambda file: file.size, reverse=True)
-    with Progress(quiet=quiet) as progress, ThreadPoolExecutor(AT_ONCE, thread_name_prefix="publish") as pool:
-        progress.show(lambda: bytes_bar(sum(done.values()), total))
-        try:
-            for _ in pool.map(send, largest_first):
-                pass
-        except BaseException:
-            stopped.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+def _check_all_there(objects: Objects, files: list[_File]) -> None:
+    sizes = _sizes(objects)
+    if gone := [file.name for file in files if sizes.get(file.name) != file.size]:
+        raise Refused(f"{gone[0]} has gone from {objects.bucket} meanwhile: run this again")
 
 
 def _is_same(objects: Objects, file: _File) -> bool:
     """Whether S3 keeps the file's SHA-256 beside what it has."""
-    answer = objects.request("head_object", "s3:GetObject", file.name)
-    return bool(answer["ContentLength"] == file.size and answer.get("Metadata", {}).get(_SHA256) == file.sha256)
+    with suppress(BlobNotFound):
+        return _etag(objects, file.name, file) is not None
+    return False
 
 
-def _send(objects: Objects, folder: Path, file: _File, done: dict[str, int], stopped: threading.Event) -> None:
-    digest = sha256()
-    with S3Writer(objects, file.name, {_SHA256: file.sha256}) as writer, (folder / file.name).open("rb") as opened:
-        while piece := opened.read(PIECE):
-            if stopped.is_set():
+def _etag(objects: Objects, name: str, file: _File) -> str | None:
+    """The ETag of an object beside which S3 keeps this file's SHA-256; None of another. Raises BlobNotFound."""
+    answer = objects.request("head_object", "s3:GetObject", name)
+    same = answer["ContentLength"] == file.size and answer.get("Metadata", {}).get(_SHA256) == file.sha256
+    return str(answer["ETag"]) if same else None
+
+
+def _sources(place: Objects, files: list[_File], say: Callable[[str], None]) -> dict[str, str]:
+    """SHA-256 -> object of these files that whole versions under a place have, by their manifests."""
+    missing, sources = {file.sha256 for file in files}, dict[str, str]()
+    if not missing:
+        return sources
+    try:
+        versions = [version for version in _again(lambda: _versions(place)).values() if version.whole]
+        for version in sorted(versions, key=lambda version: version.at, reverse=True)[:MOST_SOURCES]:
+            folder = version.model.bucket.prefix.removeprefix(place.bucket.prefix).removeprefix("/")
+            with suppress(BlobNotFound, Refused):  # it went meanwhile, or is damaged
+                for file in _files(version.model, _small(place, version.model, f"{folder}/{MANIFEST}")):
+                    if file.sha256 in missing:
+                        sources[file.sha256] = f"{folder}/{file.name}"
+            if sources.keys() == missing:
+                break
+    except AwsError as error:
+        if error.trouble is not Trouble.DENIED:
+            raise
+        say(f"files of other versions are sent again: {error}")
+    return sources
+
+
+@dataclass(frozen=True, slots=True)
+class _Publish:
+    """One publish: into the version's folder, from a folder here and, by SHA-256, from objects under the place."""
+
+    objects: Objects
+    place: Objects
+    sources: dict[str, str]
+    folder: Path
+    stopped: threading.Event = field(default_factory=threading.Event)
+    done: dict[str, int] = field(default_factory=dict)
+    """Bytes by file."""
+
+    def bring(self, file: _File) -> None:
+        """Copy a file from another version, or send it. Raises Refused where somebody else keeps writing it."""
+        if self._copy(file):
+            self.done[file.name] = file.size
+            return
+        for resume in (True, False):
+            try:
+                self._send(file, resume)
+            except AwsError as error:
+                # Another process has ended the upload, or sent a part again; or the answer to its end was lost.
+                if error.code not in ("NoSuchUpload", "InvalidPart"):
+                    raise
+            if self.stopped.is_set() or _is_same(self.objects, file):
                 return
-            digest.update(piece)
-            writer.write(piece)
-            done[file.name] = writer.size
-        if digest.hexdigest() != file.sha256:
-            raise Refused(f"{folder / file.name} changed while it was sent, or a disk fails; run this again")
-        writer.commit()
+        raise Refused(f"{file.name} in {self.objects.bucket} is written by somebody else, too: run this again later")
+
+    def _copy(self, file: _File) -> bool:
+        """Let S3 copy a file. False where no version has it, has it any longer, or may be read."""
+        if (source := self.sources.get(file.sha256)) is None:
+            return False
+        with suppress(BlobNotFound, AwsError):
+            if (etag := _etag(self.place, source, file)) is None:
+                return False
+            with S3Writer(self.objects, file.name, {_SHA256: file.sha256}) as writer:
+                writer.append(source, self.place, Content(etag=etag))
+                writer.commit()
+            return True
+        return False
+
+    def _send(self, file: _File, resume: bool) -> None:
+        digest, path, metadata = sha256(), self.folder / file.name, {_SHA256: file.sha256}
+        with S3Writer(self.objects, file.name, metadata, resume=resume) as writer, path.open("rb") as opened:
+            while piece := opened.read(PIECE):
+                if self.stopped.is_set():
+                    return
+                digest.update(piece)
+                writer.write(piece)
+                self.done[file.name] = writer.size
+            if digest.hexdigest() != file.sha256:
+                raise Refused(f"{path} changed while it was sent, or a disk fails; run this again")
+            writer.commit()
+
+
+def _send_all(publish: _Publish, files: list[_File], quiet: bool) -> None:
+    """Bring files into the version's folder, several at a time."""
+    total = sum(file.size for file in files)
+    largest_first = sorted(files, key=lambda file: file.size, reverse=True)
+    with Progress(quiet=quiet) as progress, ThreadPoolExecutor(AT_ONCE, thread_name_prefix="publish") as pool:
+        progress.show(lambda: bytes_bar(sum(list(publish.done.values())), total))
+        try:
+            for _ in pool.map(publish.bring, largest_first):
+                pass
+        except BaseException:
+            publish.stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _merge_signatures(objects: Objects, model: BucketModel, folder: Path) -> None:
@@ -298,21 +377,42 @@ def _is_sound(objects: Objects, file: _File) -> bool:
     return at == file.size and digest.hexdigest() == file.sha256
 
 
-def remove(model: BucketModel, *, broken: bool = False) -> int:
-    """Remove a version, its manifest first, so that nobody pulls a part of it. `broken`: only while it has no manifest.
-    Returns how many objects went. Raises Refused, also where nothing is there."""
+def remove(model: BucketModel, check: Callable[[], None] = lambda: None) -> int:
+    """Remove a version, its manifest first, so that nobody pulls a part of it. `check` is called without the manifest,
+    which is put back where it raises. Returns how many objects went. Raises Refused, also where nothing is there."""
     if not model.version:
         raise Refused(f"{model.bucket} names no version; it must be s3://BUCKET/PREFIX/NAME/VERSION")
     with _refusals(model, "remove"):
         objects = _Steady(model.bucket)
-        names = sorted(_sizes(objects), key=lambda name: name != MANIFEST)
+        names = _sizes(objects).keys()
         if not names:
             raise Refused(f"there is nothing in {model.bucket}")
-        if broken and MANIFEST in names:  # somebody has gone on with it
-            return 0
-        for name in names:
-            objects.request("delete_object", "s3:DeleteObject", name)
+        manifest = _small(objects, model, MANIFEST) if MANIFEST in names else None
+        _delete(objects, names & {MANIFEST})
+        try:
+            check()
+        except BaseException:
+            if manifest is not None:
+                _put(objects, MANIFEST, manifest)
+            raise
+        _delete(objects, names - {MANIFEST})
     return len(names)
+
+
+def _delete(objects: Objects, names: Iterable[str]) -> None:
+    for name in sorted(names):
+        objects.request("delete_object", "s3:DeleteObject", name)
+
+
+def remove_abandoned(version: Stored) -> bool:
+    """Remove what a broken publish left. False where somebody has gone on with it meanwhile. Raises Refused."""
+    with _refusals(version.model, "remove"):
+        objects = _Steady(version.model.bucket)
+        entries = _again(lambda: list(objects.listed("")))
+        if any(entry.name == MANIFEST or entry.at > version.at for entry in entries):
+            return False
+        _delete(objects, [entry.name for entry in entries])
+    return True
 
 
 def abandoned(place: urls.Bucket) -> list[Stored]:
@@ -401,8 +501,9 @@ def _files(model: BucketModel, manifest: bytes) -> list[_File]:
 
 
 def _is_model_file(name: str) -> bool:
-    patterns = KEPT, SHARD, MODULE_FILE, _GGUF
-    return name not in (MANIFEST, SIGNATURES) and any(pattern.fullmatch(name) for pattern in patterns)
+    if _GGUF.fullmatch(name):
+        return name.isprintable() and len(name.encode()) <= 255
+    return name not in (MANIFEST, SIGNATURES) and any(pattern.fullmatch(name) for pattern in (KEPT, SHARD, MODULE_FILE))
 
 
 def _small(objects: Objects, model: BucketModel, name: str) -> bytes:

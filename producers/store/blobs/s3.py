@@ -22,11 +22,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from hashlib import md5
 from io import BytesIO
 from typing import Any, Final, Protocol, Self
 from urllib.parse import quote
 
 from producers.connection.aws import AwsError, AwsMissing, aws_errors, client
+from producers.connection.trouble import Trouble
 from producers.store.blobs.base import MIN_PART, PIECE, BlobNotFound, Blobs, BlobWriter, checked
 from producers.store.blobs.bucket import Bucket
 
@@ -211,19 +213,30 @@ class Objects:
     def abort_untouched(self, before: datetime, of: Callable[[str], object] = lambda key: True) -> int:
         """Abort uploads that nobody has written to since. `of`: whether those to a key are meant. Returns how many."""
         aborted = 0
-        with aws_errors(f"list uploads to {self.bucket}", "s3:ListBucketMultipartUploads"):
-            pages = self._s3.get_paginator("list_multipart_uploads").paginate(
-                Bucket=self.bucket.name, Prefix=self.bucket.key()
-            )
-            uploads = [upload for page in pages for upload in page.get("Uploads", ()) if of(upload["Key"])]
-        for upload in uploads:
-            if upload["Initiated"] < before and self._written(upload) < before:
+        for upload in [upload for upload in self._uploads("") if of(upload["Key"])]:
+            begun: datetime = upload["Initiated"]
+            if begun < before and max((part["LastModified"] for part in self._parts(upload)), default=begun) < before:
                 aborted += self._abort(upload)
         return aborted
 
-    def _written(self, upload: dict[str, Any]) -> datetime:
-        """When an upload got its last part."""
-        begun: datetime = upload["Initiated"]
+    def unfinished(self, name: str) -> tuple[str, dict[int, dict[str, Any]]]:
+        """The id of the upload to an object that began last, and its parts by number; "" and none without one."""
+        uploads = [upload for upload in self._uploads(name) if upload["Key"] == self.bucket.key(name)]
+        if not uploads:
+            return "", {}
+        last = max(uploads, key=lambda upload: upload["Initiated"])
+        return last["UploadId"], {part["PartNumber"]: part for part in self._parts(last)}
+
+    def _uploads(self, prefix: str) -> list[dict[str, Any]]:
+        """Uploads that have not ended, to objects whose names begin so."""
+        with aws_errors(f"list uploads to {self.bucket}", "s3:ListBucketMultipartUploads"):
+            pages = self._s3.get_paginator("list_multipart_uploads").paginate(
+                Bucket=self.bucket.name, Prefix=self.bucket.key(prefix)
+            )
+            return [upload for page in pages for upload in page.get("Uploads", ())]
+
+    def _parts(self, upload: dict[str, Any]) -> list[dict[str, Any]]:
+        """An upload's parts; none once it has ended."""
         with (
             suppress(AwsMissing),
             aws_errors(f"list parts of an upload to {self.bucket}", "s3:ListMultipartUploadParts"),
@@ -231,9 +244,8 @@ class Objects:
             pages = self._s3.get_paginator("list_parts").paginate(
                 Bucket=self.bucket.name, Key=upload["Key"], UploadId=upload["UploadId"]
             )
-            times = [part["LastModified"] for page in pages for part in page.get("Parts", ())]
-            return max(times, default=begun)
-        return begun
+            return [part for page in pages for part in page.get("Parts", ())]
+        return []
 
     def _abort(self, upload: dict[str, Any]) -> bool:
         with suppress(AwsMissing), aws_errors(f"abort an upload to {self.bucket}", "s3:AbortMultipartUpload"):
@@ -277,10 +289,13 @@ class _Answer:
 class S3Writer(BlobWriter):
     """Writes one object. Small ones are put at commit; `_upload` is the id of a multipart upload, `_parts` are its.
 
-    `metadata`: what S3 keeps with the object, and tells with it.
+    `metadata`: what S3 keeps with the object, and tells with it. `resume`: an upload stays where this one ends early,
+    and this one goes on with such an upload; parts that are there and equal to what is written are not sent.
     """
 
-    def __init__(self, requests: Objects, name: str, metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, requests: Objects, name: str, metadata: Mapping[str, str] | None = None, *, resume: bool = False
+    ) -> None:
         self.size = 0
         self._objects = requests
         self._settings = requests.bucket.settings | ({"Metadata": dict(metadata)} if metadata else {})
@@ -288,6 +303,8 @@ class S3Writer(BlobWriter):
         self._buffer = bytearray()
         self._upload = ""
         self._parts: list[dict[str, Any]] = []
+        self._resume = resume
+        self._sent: dict[int, dict[str, Any]] = {}
 
     def write(self, data: bytes | memoryview) -> None:
         remaining = memoryview(data)
@@ -338,7 +355,7 @@ class S3Writer(BlobWriter):
 
     def __exit__(self, *_: Any) -> None:
         self._buffer.clear()
-        if self._upload:
+        if self._upload and not self._resume:
             with suppress(AwsError, BlobNotFound):  # else `clean` aborts it
                 permission = "s3:AbortMultipartUpload"
                 self._objects.request("abort_multipart_upload", permission, self._name, UploadId=self._upload)
@@ -350,9 +367,12 @@ class S3Writer(BlobWriter):
     def _flush(self) -> None:
         data = bytes(self._buffer)
         self._buffer.clear()
-        crc = _crc(data)
-        answer = self._part("upload_part", Body=data, ChecksumCRC32=crc)
-        self._parts.append({"PartNumber": len(self._parts) + 1, "ETag": answer["ETag"], "ChecksumCRC32": crc})
+        crc, number = _crc(data), len(self._parts) + 1
+        self._begin()
+        part = self._sent.pop(number, None)
+        if part is None or not _is_part(part, data, crc):
+            part = self._part("upload_part", Body=data, ChecksumCRC32=crc)
+        self._parts.append({"PartNumber": number, "ETag": part["ETag"], "ChecksumCRC32": crc})
 
     def _copy(self, name: str, start: int, end: int, source: Objects, content: Content) -> None:
         """Append bytes of another object, in as few equal parts as S3 takes."""
@@ -369,10 +389,23 @@ class S3Writer(BlobWriter):
             self._parts.append({"PartNumber": len(self._parts) + 1, "ETag": copied["ETag"], **crc})
         self.size += end - start
 
-    def _part(self, call: str, **more: Any) -> dict[str, Any]:
+    def _begin(self) -> None:
+        """Begin the upload, or go on with one that is there."""
+        if self._upload:
+            return
+        if self._resume:
+            try:
+                self._upload, self._sent = self._objects.unfinished(self._name)
+            except AwsError as error:
+                if error.trouble is not Trouble.DENIED:
+                    raise
+                self._resume = False
         if not self._upload:
             begun = self._request("create_multipart_upload", self._name, ChecksumAlgorithm="CRC32", **self._settings)
             self._upload = begun["UploadId"]
+
+    def _part(self, call: str, **more: Any) -> dict[str, Any]:
+        self._begin()
         return self._request(call, self._name, UploadId=self._upload, PartNumber=len(self._parts) + 1, **more)
 
     def _request(self, call: str, name: str, **more: Any) -> dict[str, Any]:
@@ -382,6 +415,15 @@ class S3Writer(BlobWriter):
 def _crc(data: bytes) -> str:
     """CRC32 as S3 writes it: big-endian, in base64."""
     return base64.b64encode(zlib.crc32(data).to_bytes(4)).decode()
+
+
+def _is_part(part: Mapping[str, Any], data: bytes, crc: str) -> bool:
+    """Whether a listed part has these bytes. Servers that list no checksums have the part's MD5 as its ETag."""
+    if part["Size"] != len(data):
+        return False
+    if "ChecksumCRC32" in part:
+        return bool(part["ChecksumCRC32"] == crc)
+    return bool(part["ETag"].strip('"') == md5(data, usedforsecurity=False).hexdigest())
 
 
 class S3Blobs(Blobs):

@@ -15,11 +15,13 @@ from producers.store.blobs.bucket import Bucket
 from producers.store.blobs.s3 import Objects
 from tests.aws import Aws
 from tests.aws_faults import Fault, faulty
+from tests.engine.gguf_files import write_gguf
+from tests.engine.random_models import write_model
 from tests.workers.library.test_signatures import key_pair
 from workers.errors import Refused
 from workers.library import bucket
 from workers.library.bucket import BucketModel, publish
-from workers.library.local_models import MANIFEST, LocalModels
+from workers.library.local_models import MANIFEST, LocalModels, sha256_of, write_manifest
 from workers.library.reference import BUNDLED, find_model
 from workers.library.signatures import SIGNATURES, sign
 
@@ -181,9 +183,7 @@ class TestPublished:
         self, aws: Aws, place: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("producers.store.blobs.s3.PART", 5 << 20)
-        folder = tmp_path / "large"
-        shutil.copytree(BUNDLED / "tiny", folder)
-        (folder / "LICENSE").write_bytes(bytes(6 << 20))
+        folder = large(tmp_path, 6 << 20)
         with faulty(aws) as (proxy, faults):
             stored = publish(folder, "large", through(proxy, place), note, quiet=True)
             assert faults.asked["POST"] == 2, "a multipart upload began and ended"
@@ -192,6 +192,52 @@ class TestPublished:
             publish(folder, "large", through(proxy, place), note, quiet=True)
         head = aws.client("s3").head_object(Bucket="models", Key=f"{stored.model.bucket.prefix}/LICENSE")
         assert (head["ContentLength"], head["Metadata"]["sha256"]) == (6 << 20, sha256(bytes(6 << 20)).hexdigest())
+
+    def test_a_file_that_another_version_has_is_copied_there_unless_it_is_damaged(
+        self, aws: Aws, place: Bucket, tmp_path: Path
+    ) -> None:
+        folder = large(tmp_path, 5 << 20)
+        one = publish(folder, "one", place, note, quiet=True)
+        with faulty(aws) as (proxy, faults):
+            two = publish(folder, "two", through(proxy, place), note, quiet=True)
+            assert faults.sent["PUT"] < 5 << 20
+            bucket.remove(one.model)
+            bucket.check(two.model)
+        key = f"{two.model.bucket.prefix}/LICENSE"
+        aws.client("s3").put_object(Bucket="models", Key=key, Body=b"x" * (5 << 20))
+        bucket.check(publish(folder, "three", place, note, quiet=True).model)
+
+    def test_a_large_file_that_was_cut_off_goes_on_with_the_parts_that_are_missing(
+        self, aws: Aws, place: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("producers.store.blobs.s3.PART", 5 << 20)
+        folder, s3 = large(tmp_path, 11 << 20), aws.client("s3")
+        version = sha256(write_manifest(folder)).hexdigest()[:12]
+        upload = {"Bucket": "models", "Key": f"all/large/{version}/LICENSE"}
+        metadata = {"sha256": sha256_of(folder / "LICENSE")}
+        upload |= {"UploadId": s3.create_multipart_upload(**upload, Metadata=metadata)["UploadId"]}
+        for number, part in enumerate((bytes(5 << 20), b"x" * (5 << 20)), 1):
+            s3.upload_part(**upload, PartNumber=number, Body=part)
+        with faulty(aws) as (proxy, faults):
+            faults.put(Fault("error", "POST"))
+            with pytest.raises(Refused, match="run this again later"):
+                publish(folder, "large", through(proxy, place), note, quiet=True)
+            assert faults.sent["PUT"] < 11 << 20, "the first part stayed"
+            faults.calm()
+            puts = faults.asked["PUT"]
+            stored = publish(folder, "large", through(proxy, place), note, quiet=True)
+            assert faults.asked["PUT"] == puts + 1, "the manifest"
+            bucket.check(stored.model)
+
+    def test_a_gguf_file_keeps_a_name_with_spaces_and_signs(self, place: Bucket, tmp_path: Path) -> None:
+        path = tmp_path / "my model + v2 (Q4).gguf"
+        write_gguf(write_model(tmp_path / "model"), path)
+        stored = publish(path, "mine", place, note, quiet=True)
+        bucket.check(stored.model)
+        assert (find_model(stored.model.bucket.url, quiet=True).folder / path.name).read_bytes() == path.read_bytes()
+        odd = path.rename(tmp_path / "a\tb.gguf")
+        with pytest.raises(Refused, match="cannot be published under this name: rename it"):
+            publish(odd, "odd", place, note, quiet=True)
 
     def test_damage_in_the_bucket_is_named_and_mended_by_publishing_again(self, aws: Aws, place: Bucket) -> None:
         stored = publish(BUNDLED / "tiny", "mine", place, note, quiet=True)
@@ -239,10 +285,21 @@ class TestPublished:
             aws.client("s3").create_multipart_upload(Bucket="models", Key=key)
         assert (bucket.end_uploads(place), bucket.end_uploads(place)) == (1, 0), "others' go on"
         publish(BUNDLED / "tiny", "mine", place, note, quiet=True)
-        assert bucket.remove(left.model, broken=True) == 0, "somebody went on with it"
+        assert not bucket.remove_abandoned(left), "somebody went on with it"
         bucket.remove(left.model)
         with pytest.raises(Refused, match="there is nothing in"):
             bucket.remove(left.model)
+
+    def test_a_version_that_a_route_takes_while_it_is_removed_stays(self, place: Bucket) -> None:
+        stored = publish(BUNDLED / "tiny", "mine", place, note, quiet=True)
+
+        def route_taken() -> None:
+            assert [version.whole for version in bucket.stored(place)] == [False], "no new pull begins"
+            raise Refused("it is in use")
+
+        with pytest.raises(Refused, match="it is in use"):
+            bucket.remove(stored.model, route_taken)
+        bucket.check(stored.model)
 
     def test_folders_of_others_that_are_named_alike_are_no_broken_publishes(
         self, aws: Aws, place: Bucket, monkeypatch: pytest.MonkeyPatch
@@ -268,3 +325,11 @@ class TestPublished:
 
 def note(line: str) -> None:
     pass
+
+
+def large(tmp_path: Path, size: int) -> Path:
+    """A model's folder whose file LICENSE has so many bytes."""
+    folder = tmp_path / "large"
+    shutil.copytree(BUNDLED / "tiny", folder)
+    (folder / "LICENSE").write_bytes(bytes(size))
+    return folder
