@@ -251,7 +251,7 @@ async def test_it_is_charged_and_bounded_as_all_of_its_chunks(
         return {name: int(counts[name.encode()]) for name in ("requests", "open", "reserved", "spent")}
 
     task = Task(kind="embed", model=embedder, input=TEXTS, tier="priority")
-    charge = Charge((Account("k", Limits(rpm=1)),))
+    charge = Charge((Account("k", Limits(max_in_flight=1)),))
     with pytest.raises(QueueFull):
         await aclient.admit(task, None, charge=charge, room=room(2))
     assert not valkey.keys(keys.task("*"))
