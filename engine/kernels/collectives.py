@@ -6,11 +6,14 @@ On CPUs with native kernels the ranks use shared memory instead (native/exchange
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Callable
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -19,8 +22,49 @@ from torch import Tensor, distributed
 from engine.errors import DeviceLostError
 from engine.kernels.native.exchange import Share
 
-#: Seconds for which the ranks wait for each other when they connect, and in a sum, where one may compile kernels.
+#: For how long the ranks wait for each other when they connect, and in a sum, where one may compile kernels.
 _CONNECT, _SUM = timedelta(seconds=60), timedelta(seconds=600)
+#: What the lead sets in their RanksStore once all ranks have their shares, and are to connect.
+READY: Final = "ready"
+#: The address at which ranks of one machine wait for each other.
+LOOPBACK: Final = "127.0.0.1"
+_SIOCGIFADDR: Final = 0x8915
+
+
+class RanksStore(distributed.Store):  # type: ignore[misc]  # its types are not told
+    """By what the ranks meet: values by key. What one sets goes to all, by the sockets that they have with their lead.
+
+    Any thread may call its methods."""
+
+    def __init__(self, tell: Callable[[str, bytes], None] = lambda key, value: None) -> None:
+        """`tell`: gives the others what this rank sets, which they `learn`."""
+        super().__init__()
+        self._tell = tell
+        self._known: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def learn(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._known[key] = value
+            self._changed.notify_all()
+
+    def set(self, key: str, value: bytes) -> None:
+        self.learn(key, value)
+        self._tell(key, value)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all are set; None: however long that takes. Raises TimeoutError."""
+        seconds = None if timeout is None else timeout.total_seconds()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.check(keys), seconds):
+                raise TimeoutError(f"{', '.join(keys)} is not set in {seconds:.0f} s")
+
+    def get(self, key: str) -> bytes:
+        self.wait([key], _CONNECT)
+        return self._known[key]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self._known for key in keys)
 
 
 class Collectives:
@@ -44,16 +88,18 @@ class Collectives:
         """Differs between ways of summing that may give other bits."""
         return f"{self.share.ranks} ranks by {self.backend}"
 
-    def connect(self, store: Path, device: torch.device) -> None:
-        """Meet the other ranks, by the file `store`. `device`: this rank's. Raises DeviceLostError."""
+    def connect(self, store: RanksStore, device: torch.device, address: str = LOOPBACK) -> None:
+        """Meet the other ranks. `device`: this rank's. `address`: of this machine, at which the others reach it. Raises
+        DeviceLostError."""
         rank, ranks = self.share.rank, self.share.ranks
         try:
-            meeting = distributed.FileStore(str(store), ranks)
-            meeting.set_timeout(_CONNECT)
-            self._group = (_nccl if self.backend == "nccl" else _gloo)(meeting, rank, ranks)
-        except (RuntimeError, ValueError) as error:
-            raise self._lost(error) from error
-        self.sum(torch.zeros(ranks, device=device))  # NCCL connects with the first one
+            self._group = (_nccl if self.backend == "nccl" else _gloo)(store, rank, ranks, address)
+            self.sum(torch.zeros(ranks, device=device))  # NCCL connects with the first one
+        except (RuntimeError, ValueError, TimeoutError) as error:
+            why = f"rank {rank} of {ranks} does not reach the others from {address}"
+            if address != LOOPBACK:
+                why += " (is there a firewall between the machines?)"
+            raise self._lost(f"{why}: {error}") from error
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of `x` over all ranks, to the same bits on each. May overwrite `x`."""
@@ -101,26 +147,37 @@ class Collectives:
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    def _lost(self, error: Exception | None = None) -> DeviceLostError:
+    def _lost(self, error: Exception | str | None = None) -> DeviceLostError:
         self.failed = True
         self.explain()
         return DeviceLostError(f"a rank of the model has failed{'' if error is None else f': {error}'}")
 
 
-def _gloo(store: Any, rank: int, ranks: int) -> Any:
+def _gloo(store: RanksStore, rank: int, ranks: int, address: str) -> Any:
     options = distributed.ProcessGroupGloo._Options()
-    options._timeout = _SUM
-    options._devices = [distributed.ProcessGroupGloo.create_device(interface=_LOOPBACK)]
-    return distributed.ProcessGroupGloo(store, rank, ranks, options)
+    options._timeout = _CONNECT
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname=address)]
+    group = distributed.ProcessGroupGloo(store, rank, ranks, options)
+    group._set_default_timeout(_SUM)
+    return group
 
 
-#: The network interface of ranks on one machine.
-_LOOPBACK: Final = "lo"
-
-
-def _nccl(store: Any, rank: int, ranks: int) -> Any:
+def _nccl(store: RanksStore, rank: int, ranks: int, address: str) -> Any:
     # A Group notices a lost rank. NCCL's watchdog would end this process before its tasks are given back.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    if interface := interface_of(address):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = _SUM
     return distributed.ProcessGroupNCCL(store, rank, ranks, options)
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has an IPv4 address; empty if none is known."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no IPv4 address
+                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return ""

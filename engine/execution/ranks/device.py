@@ -43,10 +43,6 @@ def backend_of(config: EngineConfig, device: torch.device) -> str | None:
     """
     if config.ranks == 1 or (device.type == "cpu" and config.kernels != "ragged"):
         return None
-    if config.nodes > 1:
-        raise EngineError(
-            ErrorText.of("{nodes}={} is for CPUs with native kernels, and the device is {}", config.nodes, device.type)
-        )
     if config.pipeline_parallel > 1:
         raise EngineError(
             ErrorText.of(
@@ -65,7 +61,7 @@ def backend_of(config: EngineConfig, device: torch.device) -> str | None:
             )
         )
     gpus = torch.cuda.device_count()
-    if config.tensor_parallel <= gpus:
+    if config.own_ranks <= gpus:
         if not distributed.is_nccl_available():
             raise EngineError(
                 ErrorText.of("{tensor_parallel}={} on GPUs needs a torch with NCCL", config.tensor_parallel)
@@ -74,17 +70,17 @@ def backend_of(config: EngineConfig, device: torch.device) -> str | None:
     if config.graphs:
         raise EngineError(
             ErrorText.of(
-                "{tensor_parallel}={} needs as many GPUs, and this process sees {}. To try ranks that share a GPU, "
-                "with sums through the host: {graphs}=False and {kv_cache_bytes}",
-                *(config.tensor_parallel, gpus),
+                "{tensor_parallel}={} needs {} GPUs on this machine, and this process sees {}. To try ranks that share "
+                "a GPU, with sums through the host: {graphs}=False and {kv_cache_bytes}",
+                *(config.tensor_parallel, config.own_ranks, gpus),
             )
         )
     return "gloo"
 
 
-def device_of(kind: str, rank: int) -> torch.device:
-    """The device of a rank on this machine."""
-    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", rank % torch.cuda.device_count())
+def device_of(kind: str, index: int) -> torch.device:
+    """The device of a rank, by its index among those of its machine."""
+    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", index % torch.cuda.device_count())
 
 
 class DeviceLead(LeadModel):

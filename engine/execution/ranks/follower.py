@@ -1,11 +1,11 @@
 """The process of a follower: `python -m engine.execution.ranks.follower LOCAL`, started by a Group or a Node.
 
-LOCAL is JSON of what this machine has: `socket` to the lead, `parent`, `folder` and its `files`, `threads`, the `index`
-of the rank among the machine's `processes`, `memory` of its stage, `links` as pairs of kind and descriptor, and whether
-it `tells` the lead how busy its stage is, because that is another machine's. It
+LOCAL is JSON of what this machine has: `socket` to the lead, `parent`, `folder` and its `files`, `threads`, the
+`index` of the rank among the machine's `processes`, the machine's `address`, `memory` of its stage, `links` as pairs
+of kind and descriptor, and whether it `tells` the lead how busy its stage is, because that is another machine's. It
 reads its setup, which is alike on all machines, from the socket, loads its share, says so, and does what the lead
-sends. It ends with the lead. A signal to the whole group of processes, such as Ctrl-C, a closed terminal's SIGHUP or a
-service manager's SIGTERM, is the lead's, who drains first.
+sends. It ends with the lead. A signal to the whole group of processes, such as Ctrl-C, a closed terminal's SIGHUP or
+a service manager's SIGTERM, is the lead's, who drains first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 if TYPE_CHECKING:
     from engine.adapters import Adapter
     from engine.execution.ranks.stages import BusyLink, Link
-    from engine.kernels.collectives import Collectives
+    from engine.kernels.collectives import Collectives, RanksStore
     from engine.models.decoder import Decoder
 
 #: prctl(2)
@@ -57,7 +57,7 @@ def main() -> None:
         from engine.execution.ranks.runner import follow, types_of
         from engine.execution.ranks.stages import BusyLink, lead_stage
         from engine.execution.threads import on_nodes_of
-        from engine.kernels.collectives import Collectives
+        from engine.kernels.collectives import READY, Collectives, RanksStore
         from engine.kernels.native import load_library
         from engine.kernels.native.exchange import Exchange, Share
         from engine.models import load_model
@@ -86,7 +86,7 @@ def main() -> None:
                 os.close(descriptor)
         ends += links
         collectives = None
-        device = device_of(setup["device"], setup["rank"])
+        device = device_of(setup["device"], local["index"])
         if setup["backend"] is not None:
             collectives = Collectives(rank, setup["backend"], ordered=setup["deterministic"])
             ends.append(collectives)
@@ -108,10 +108,12 @@ def main() -> None:
             )
             model.kernels.use_threads(None)
             listener.share = model
+            listener.store = RanksStore(lambda key, value: _say(lead, key=key, value=value.hex()))
             _say(lead, ready=True, types=types_of(model))
             if collectives is not None:
                 assert exchange is not None
-                collectives.connect(Path(setup["meeting"]), device)
+                listener.store.wait([READY])
+                collectives.connect(listener.store, device, local["address"])
                 follow_on_device(model, exchange, collectives)
             if exchange is None or links:
                 before, after = BusyLink(links[0]), links[1]
@@ -168,6 +170,8 @@ class _Listener(threading.Thread):
         self._lead, self._told = lead, told
         #: This rank's part of the model, once it is loaded.
         self.share: Decoder | None = None
+        #: By what it meets the other ranks, from then on.
+        self.store: RanksStore | None = None
         #: The loaded adapters by number.
         self.adapters: dict[int, Adapter] = {}
 
@@ -175,6 +179,10 @@ class _Listener(threading.Thread):
         try:
             for line in self._told:
                 asked = json.loads(line)
+                if "key" in asked:
+                    assert self.store is not None
+                    self.store.learn(asked["key"], bytes.fromhex(asked["value"]))
+                    continue
                 self._load(asked["adapter"], asked["folder"], asked["version"])
         finally:
             os._exit(os.EX_OK)

@@ -12,10 +12,8 @@ import json
 import logging
 import os
 import selectors
-import shutil
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +31,7 @@ from engine.execution.ranks.meeting import Meeting, read_secret, shut
 from engine.execution.ranks.nodes import Joined, Mirror, SocketLink, end_of, gather, start_follower, traits_of
 from engine.execution.ranks.runner import LeadModel
 from engine.execution.ranks.stages import Chain, Link, StagedModel
-from engine.kernels.collectives import Collectives
+from engine.kernels.collectives import LOOPBACK, READY, Collectives, RanksStore
 from engine.kernels.native import load_library
 from engine.kernels.native.exchange import Exchange, Share, shared_memory
 from engine.models.decoder import Decoder
@@ -136,9 +134,11 @@ class Group:
         self._chain: Chain | None = None
         #: What sums on devices; `self.exchange` then has messages alone.
         self.collectives: Collectives | None = None
-        self._meeting_folder = ""
+        #: This machine's, at which other ranks reach those of this one.
+        self._address = LOOPBACK
+        #: By what the ranks meet on devices.
+        self._store = RanksStore(self._spread)
         if backend is not None:
-            self._meeting_folder = tempfile.mkdtemp(prefix="penstock-ranks-")
             self.collectives = Collectives(Share(0, self._of_stage), backend, ordered=config.deterministic)
             self.collectives.explain = self.check
             self._exchanges.append(self.collectives)
@@ -163,7 +163,6 @@ class Group:
             "quantization": config.quantization,
             "device": device.type,
             "backend": backend,
-            "meeting": str(self._store),
         }
         self._thread = threading.Thread(target=self._keep, name="penstock-ranks", daemon=True)
         self._thread.start()
@@ -181,17 +180,13 @@ class Group:
                 why = f"{self._named(each)}: its data types are {each.types!r}, and the lead's {types!r}"
                 raise EngineError(f"the model is not served: {why}")
 
-    @property
-    def _store(self) -> Path:
-        """The file by which torch.distributed meets."""
-        return Path(self._meeting_folder) / "store"
-
     def model_of(self, share: Decoder) -> LeadModel:
         """The model of all ranks, of this rank's share."""
         if self.collectives is not None:
             assert self.exchange is not None
             with self.in_time("to connect the ranks"):
-                self.collectives.connect(self._store, share.device)
+                self._store.set(READY, b"")
+                self.collectives.connect(self._store, share.device, self._address)
             return DeviceLead(share, self.exchange, self.collectives)
         if self.stage.ranks == 1:
             return LeadModel(share, self.exchange)
@@ -200,6 +195,15 @@ class Group:
         assert back is not None
         self._chain = Chain(after, back, self.check)
         return StagedModel(share, self.exchange, self._chain)
+
+    def _spread(self, key: str, value: bytes, source: _Follower | None = None) -> None:
+        """Tell all followers, but for the `source`, what a rank has set."""
+        message = json.dumps({"key": key, "value": value.hex()}).encode() + b"\n"
+        with self._changed:
+            for each in self._followers:
+                if each is not source:
+                    with suppress(OSError):  # it has ended, which is noticed
+                        each.socket.sendall(message)
 
     def load_adapter(self, folder: Path, version: str, number: int) -> None:
         """Have all followers load the adapter in `folder`, of this version, as `number`. Raises EngineError."""
@@ -311,7 +315,6 @@ class Group:
             self._chain.close()
         if self.collectives is not None:
             self.collectives.fail()
-            shutil.rmtree(self._meeting_folder, ignore_errors=True)
 
     # ---- its thread
 
@@ -355,6 +358,8 @@ class Group:
             meeting, self._nodes, self._own, traits_of(self._folder), part, lambda: self._closing, staged=staged
         )
         self._joined = joined
+        if self.collectives is not None:
+            self._address = joined.nodes[1].getsockname()[0]
         if not staged:
             assert self.exchange is not None
             self._mirrors = [
@@ -401,7 +406,8 @@ class Group:
                 assert self._joined.after is not None
                 links.append(("socket", self._joined.after.fileno()))
         local = {"folder": str(absolute(self._folder)), "files": self._files, "threads": self.threads, "index": rank}
-        local |= {"processes": self._own, "memory": self._memories[stage], "links": links, "tells": False}
+        local |= {"processes": self._own, "address": self._address, "memory": self._memories[stage]}
+        local |= {"links": links, "tells": False}
         return start_follower(control, local, [self._memories[stage], *(number for _, number in links)])
 
     def _read(self, follower: _Follower) -> bool:
@@ -418,6 +424,10 @@ class Group:
                 follower.ready |= "ready" in said
                 follower.types = said.get("types", follower.types)
                 follower.busy = said.get("busy", follower.busy)
+                if "key" in said:
+                    value = bytes.fromhex(said["value"])
+                    self._store.learn(said["key"], value)
+                    self._spread(said["key"], value, follower)
                 if "adapter" in said:
                     follower.adapters[said["adapter"]] = said["wrong"]
                 follower.error = said.get("error", follower.error)

@@ -435,9 +435,13 @@ class Node:
         logger.warning("%s: the lead ends its group; a second signal ends this part now", signal.Signals(number).name)
 
     def _start(self, part: Mapping[str, Any]) -> None:
+        assert self._control is not None
         ranks, stages, nodes = part["ranks"], part["stages"], part["nodes"]
         stages_here = max(1, stages // nodes)
         count = ranks * stages // nodes
+        gpus = torch.cuda.device_count() if part["device"] == "cuda" else count
+        if gpus < (count if part["backend"] == "nccl" else 1):
+            raise EngineError(f"node {self._node} has {gpus} GPUs, and {count} ranks of the model, which need one each")
         ranks_here = range(self._node * count, (self._node + 1) * count)
         controls = {rank: self._join("rank", self._lead, "the lead", rank=rank) for rank in ranks_here}
         memories = [shared_memory(ranks) for _ in range(stages_here)]
@@ -457,7 +461,7 @@ class Node:
             self._mirror(memories[0], ranks, nodes, part["peers"])
         threads = max(1, (self._threads or threads_of_each(1)) // len(ranks_here))
         local = {"folder": str(absolute(self._folder)), "files": files_of(self._folder), "threads": threads}
-        local["tells"] = True
+        local |= {"address": self._control.getsockname()[0], "tells": True}
         for i, rank in enumerate(ranks_here):
             stage, of_stage = divmod(i, ranks)
             used = links[stage : stage + 2] if not of_stage else []

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from engine import Engine, EngineConfig
 from engine.errors import DeviceLostError, EngineError
 from engine.execution.device import DeviceRunner
 from engine.execution.ranks.device import DeviceLead, RanksDeviceRunner, backend_of, follow_on_device
-from engine.kernels.collectives import Collectives
+from engine.execution.ranks.nodes import Node
+from engine.kernels.collectives import Collectives, RanksStore
 from engine.kernels.native import load_library
 from engine.kernels.native.exchange import Share
 from engine.models import load_model
@@ -37,17 +39,16 @@ CPU = torch.device("cpu")
 
 
 @contextmanager
-def ranks_of(
-    folder: Path, ranks: int, meeting: Path, dtype: str = "float32", *, ordered: bool = False
-) -> Iterator[DeviceLead]:
+def ranks_of(folder: Path, ranks: int, dtype: str = "float32", *, ordered: bool = False) -> Iterator[DeviceLead]:
     """The lead of ranks that are threads of this process."""
+    store = RanksStore()
     exchanges = exchanges_of(ranks)
     every = [Collectives(Share(rank, ranks), "gloo", ordered=ordered) for rank in range(ranks)]
     shares = [load_model(folder, dtype, CPU, "ragged", exchange=each) for each in every]
 
     def follow(rank: int) -> None:
         try:
-            every[rank].connect(meeting, CPU)
+            every[rank].connect(store, CPU)
             follow_on_device(shares[rank], exchanges[rank], every[rank])
         except DeviceLostError:
             return
@@ -58,7 +59,7 @@ def ranks_of(
     threads = [threading.Thread(target=follow, args=(rank,), daemon=True) for rank in range(1, ranks)]
     for thread in threads:
         thread.start()
-    every[0].connect(meeting, CPU)
+    every[0].connect(store, CPU)
     lead = DeviceLead(shares[0], exchanges[0], every[0])
     try:
         yield lead
@@ -82,7 +83,7 @@ def test_ranks_on_devices_compute_what_one_computes(name: str, ranks: int, tmp_p
     alone = load_model(folder, "float32", CPU, "ragged")
     logits = recorded(alone)
     expected = run(Driver(alone, tokens=40, overlap=1), prompts)
-    with ranks_of(folder, ranks, tmp_path / "meeting") as lead:
+    with ranks_of(folder, ranks) as lead:
         seen = recorded(lead)
         assert run(driver(lead, tokens=40), prompts) == expected
     assert len(seen) == len(logits)
@@ -111,20 +112,20 @@ def test_preempted_drawn_and_guessed_tokens_are_those_of_one_device(tmp_path: Pa
         return stepped.found, told
 
     tokens, scores = answers(load_model(folder, "float32", CPU, "ragged"), DeviceRunner)
-    with ranks_of(folder, 2, tmp_path / "meeting") as lead:
+    with ranks_of(folder, 2) as lead:
         found, seen = answers(lead, RanksDeviceRunner)
     assert found == tokens
     assert seen == pytest.approx(scores, abs=1e-4)
 
 
-def test_ordered_sums_are_the_same_beside_any_rows(tmp_path: Path) -> None:
+def test_ordered_sums_are_the_same_beside_any_rows() -> None:
     """In bf16, three parts whose sum depends on their order."""
     parts = [torch.randn(64, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(3)]
-    sums: dict[int, torch.Tensor] = {}
+    sums, store = dict[int, torch.Tensor](), RanksStore()
 
     def add(rank: int) -> None:
         end = Collectives(Share(rank, 3), "gloo", ordered=True)
-        end.connect(tmp_path / "meeting", CPU)
+        end.connect(store, CPU)
         sums[rank] = end.sum(parts[rank].clone())
 
     threads = [threading.Thread(target=add, args=(rank,)) for rank in range(3)]
@@ -170,6 +171,8 @@ def test_processes_compute_what_one_computes_until_one_is_killed(family: str, wh
     with Engine.load(folder, EngineConfig(**settings)) as engine:
         assert [output.token_ids for output in engine.generate(list(prompts), greedy(9))] == expected
         assert engine.fingerprint != alone
+        for process in (os.getpid(), *engine.stats().rank_processes):
+            assert listened_at(process) <= {"0100007F"}
         with pytest.raises(EngineError, match="adapters do not go with tensor_parallel on GPUs yet"):
             engine.load_adapter("a", write_adapter(tmp_path / "a"))
         lost: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -181,6 +184,20 @@ def test_processes_compute_what_one_computes_until_one_is_killed(family: str, wh
         )
 
 
+def listened_at(process: int) -> set[str]:
+    """The addresses at which a process listens, as the kernel writes them."""
+    own = set[str]()
+    for each in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            own.add(os.readlink(each))
+    sockets = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/{process}/net/{table}").read_text(encoding="ascii").splitlines()[1:]
+    ]
+    return {each[1].partition(":")[0] for each in sockets if each[3] == "0A" and f"socket:[{each[9]}]" in own}
+
+
 def test_what_ranks_on_gpus_need_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -188,8 +205,15 @@ def test_what_ranks_on_gpus_need_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
         backend_of(EngineConfig(pipeline_parallel=2), cuda)
     with pytest.raises(EngineError, match=r"tensor_parallel=2 on GPUs needs kernels='triton'"):
         backend_of(EngineConfig(tensor_parallel=2, kernels="sdpa"), cuda)
-    with pytest.raises(EngineError, match=r"tensor_parallel=2 needs as many GPUs, and this process sees 1"):
+    with pytest.raises(EngineError, match=r"tensor_parallel=2 needs 2 GPUs on this machine, and this process sees 1"):
         backend_of(EngineConfig(tensor_parallel=2, kernels="triton"), cuda)
     assert backend_of(EngineConfig(tensor_parallel=2, kernels="triton", graphs=False), cuda) == "gloo"
     assert backend_of(EngineConfig(kernels="triton"), cuda) is None
+    part = {"ranks": 4, "stages": 1, "nodes": 2, "device": "cuda", "backend": "nccl"}
+    node = Node(Path("m"), ("127.0.0.1", 1), 1, b"")
+    with (
+        socket.socket() as node._control,
+        pytest.raises(EngineError, match="node 1 has 1 GPUs, and 2 ranks of the model"),
+    ):
+        node._start(part)
     assert backend_of(EngineConfig(tensor_parallel=2), CPU) is None

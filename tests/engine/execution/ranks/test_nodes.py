@@ -74,8 +74,8 @@ def config(secret: str, port: int, **settings: Any) -> EngineConfig:
     )
 
 
-def alone(folder: Path) -> list[list[int]]:
-    with Engine.load(folder, EngineConfig(kv_cache_bytes=1 << 20, threads=1)) as engine:
+def alone(folder: Path, kernels: str = "auto") -> list[list[int]]:
+    with Engine.load(folder, EngineConfig(kv_cache_bytes=1 << 20, threads=1, kernels=kernels)) as engine:
         return [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
 
 
@@ -84,11 +84,17 @@ def started(pool: ThreadPoolExecutor, part: Node) -> Future[bool]:
 
 
 @pytest.mark.parametrize(
-    "divided", ["pipeline_parallel", pytest.param("tensor_parallel", marks=pytest.mark.exhaustive)]
+    ("divided", "kernels"),
+    [
+        ("pipeline_parallel", "native"),
+        pytest.param("tensor_parallel", "native", marks=pytest.mark.exhaustive),
+        pytest.param("tensor_parallel", "ragged", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_two_machines_are_one_engine_and_a_lost_rank_is_named(
-    divided: str, folder: Path, secret: str, monkeypatch: pytest.MonkeyPatch
+    divided: str, kernels: str, folder: Path, secret: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With kernels "ragged" by torch.distributed, as between GPUs."""
     monkeypatch.setattr(group, "_REASON_S", 60.0)  # of a machine that may be busy
     # Who is told of the loss closes the engine, before the group has ended all that it ends then.
     closed, close, kill = threading.Event(), nodes.Joined.close, group._Follower.kill
@@ -107,8 +113,8 @@ def test_two_machines_are_one_engine_and_a_lost_rank_is_named(
     part = Node(folder, ("127.0.0.1", port), 1, SECRET, threads=1)
     with ThreadPoolExecutor(1) as pool:
         running = started(pool, part)
-        with Engine.load(folder, config(secret, port, nodes=2, **{divided: 2})) as engine:
-            assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == alone(folder)
+        with Engine.load(folder, config(secret, port, nodes=2, kernels=kernels, **{divided: 2})) as engine:
+            assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == alone(folder, kernels)
             lost: queue.SimpleQueue[str] = queue.SimpleQueue()
             engine.on_lost = lambda why, suspects: lost.put(why)
             events: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -202,7 +208,7 @@ def test_a_machine_whose_lead_is_gone_ends_its_ranks(folder: Path, port_of_lead:
     part = Node(folder, ("127.0.0.1", port_of_lead.port), 1, SECRET, threads=1)
     with ThreadPoolExecutor(1) as pool:
         running = started(pool, part)
-        told = {"ranks": 1, "stages": 2, "nodes": 2}
+        told = {"ranks": 1, "stages": 2, "nodes": 2, "device": "cpu", "backend": None}
         joined = gather(port_of_lead, 2, 1, traits_of(folder), told, lambda: False)
         assert until(lambda: bool(part._processes))
         (process,) = part._processes.values()
