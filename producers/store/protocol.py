@@ -303,14 +303,24 @@ def celery_result(key: str, value: str | bytes, expires_s: int) -> Call:
     return Call(script(PACKAGE, "celery_result"), (key,), (value, expires_s))
 
 
-def release(task_id: str, claim_id: str, why: str = "", run: str = "", *, buried: bool = False) -> Call:
+def release(
+    task_id: str,
+    claim_id: str,
+    why: str = "",
+    run: str = "",
+    *,
+    error: str = "",
+    letter: str = "",
+    default_ttl_s: int = DEFAULT_TTL_S,
+) -> Call:
     """RELEASE: give a claim up; `why` is kept in the record; `run`: as in `Append`. Answers 1, or 0 if another delivery
     holds it.
 
-    `buried`: its message goes to the dead letters, so that the task waits for nothing.
+    `error`: of a task whose message goes to the dead letters, as nobody can use its record: it fails with this (JSON)
+    and is settled. `letter`, `default_ttl_s`: as of `settle`.
     """
     names = keys.task(task_id), keys.stream(task_id)
-    return Call(script(PACKAGE, "release"), names, (claim_id, why, int(buried), run))
+    return Call(script(PACKAGE, "release"), names, (claim_id, why, error, run, letter, default_ttl_s))
 
 
 def absolve(task_id: str, incarnation: str) -> Call:

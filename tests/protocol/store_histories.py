@@ -392,7 +392,7 @@ def keep_the_links(kind: type[StoreMachine]) -> None:
 
 
 def be_buried(kind: type[StoreMachine]) -> None:
-    """A task whose worker gives it back with its message waits for nothing."""
+    """A task whose message becomes a dead letter ends with it."""
     machine = kind()
     machine.begin(begun=(0, 0, 0), alive=(True, True, True))
     machine.claim("p", "i1", False, False, False)

@@ -15,6 +15,7 @@ from redis import Redis
 from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.levels import queue_of
+from producers.contract.record import error_json
 from producers.contract.stream import encode_token
 from producers.store import protocol
 from tests.histories import examples
@@ -302,14 +303,18 @@ class StoreMachine(Pair):
     def release(self, t: str, valid: bool, buried: bool = False) -> None:
         t = self.apt(t, lambda r: r.claim) if valid else t
         c = self.held(t, valid)
-        said = self.owned(t).of(protocol)
+        release = self.owned(t)
+        said, ends = release.of(protocol), buried and release is THIS
+        more: dict[str, Any] = {}
+        if ends:
+            more = {"error": error_json("dead_lettered", "broken"), "letter": LETTER, "default_ttl_s": TTL}
 
         def step() -> None:
-            answer = self.server.run(said.release(t, c, buried=buried))
+            answer = self.server.run(said.release(t, c, **more))
             before = self.model[t]
-            expected, self.model[t] = scripts.release(before, c, ALL, buried=buried)
+            expected, self.model[t] = scripts.release(before, c, ALL, buried=ends)
             assert answer == expected
-            self.released = t if expected and before and not before.end else ""
+            self.released = t if expected and before and not before.end and not ends else ""
 
         self.do(step)
 

@@ -9,6 +9,7 @@ import pytest
 
 from producers import Client, TaskFailed
 from producers.contract import keys
+from producers.contract.stream import encode_token
 from tests.stub_engine import PANIC, STALLED
 from tests.workers.rig import Rig
 
@@ -31,15 +32,20 @@ def test_a_task_that_cannot_be_finished_holds_up_no_other(served: Rig) -> None:
     served.check(others)
     assert log.read_text().count(f"Cannot go on with task {stuck}") == 1
     served.until(lambda: kept(served, stuck))
+    assert served.status(stuck) == "cancelled"
 
 
 def test_a_task_whose_stream_takes_no_tokens_is_tried_once(served: Rig) -> None:
     """Nobody could go on with it: what its stream has is not what its record says."""
     (broken,) = served.begun(1, more_than=3, max_tokens=4000)
-    served.store.xadd(keys.stream(broken), {"e": "[0,7,5]"}, id="1000000-0")
+    served.store.xadd(keys.stream(broken), {"e": encode_token(0, 7, 5, "x")}, id="1000000-0")
     served.until(lambda: kept(served, broken))
     served.check(served.fill(5))
     assert served.record(broken)["claims"] == "1"
+    with Client(served.url, served.store_url) as client, pytest.raises(TaskFailed, match="takes no more tokens"):
+        client.get(broken).result(timeout=60)
+    assert served.status(broken) == "failed"
+    assert "settled" in served.record(broken)
 
 
 def test_a_task_whose_tokens_an_operator_forbids_waits_until_they_are_allowed(served: Rig) -> None:

@@ -129,11 +129,10 @@ class Finisher(threading.Thread):
             self.release(delivery, delay, why)
 
     def bury(self, delivery: Delivery, reason: str, *, claimed: bool = False, code: str = "dead_lettered") -> None:
-        """Keeps a message as a dead letter, as there is no record to finish: an error becomes the task's result,
-        RELEASE if it was `claimed`, then ACK."""
+        """Keeps a message as a dead letter, as there is no record that could be finished: an error becomes the task's
+        result, RELEASE ends what was `claimed` with it, then ACK."""
         self._deliveries.end(delivery)
-        error = error_json(code, f"The message cannot be used: {reason}")
-        self._queue.put(_Ending(delivery, DEAD, error, reason=reason, claimed=claimed))
+        self._queue.put(_Ending(delivery, DEAD, _unusable(reason, code), reason=reason, claimed=claimed))
 
     def erase(self, delivery: Delivery) -> None:
         """Acknowledges a deleted plain task, after removing the result that a worker may have stored since."""
@@ -318,6 +317,7 @@ class Finisher(threading.Thread):
         elif isinstance(answer, Exception):
             logger.error("Cannot settle or release task %s: %s", delivery.task_id, answer, extra=delivery.subject)
             end.status, end.reason = DEAD, f"its record cannot be used: {answer}"
+            end.error = _unusable(end.reason)
             return False
         elif end.status == BACK:
             self._deliveries.give_back(delivery, end.delay)
@@ -346,7 +346,14 @@ def _dead_letter(end: _Ending) -> str:
     return end.reason
 
 
+def _unusable(reason: str, code: str = "dead_lettered") -> str:
+    return error_json(code, f"The message cannot be used: {reason}")
+
+
 def _settling(end: _Ending) -> Call:
-    if end.status in (RETRY, BACK, DEAD):
-        return release(end.delivery.task_id, end.delivery.uuid, end.why, end.delivery.run(), buried=end.status == DEAD)
-    return settle(end.delivery.task_id, letter=_dead_letter(end))
+    delivery = end.delivery
+    if end.status == DEAD:
+        return release(delivery.task_id, delivery.uuid, run=delivery.run(), error=end.error, letter=end.reason)
+    if end.status in (RETRY, BACK):
+        return release(delivery.task_id, delivery.uuid, end.why, delivery.run())
+    return settle(delivery.task_id, letter=_dead_letter(end))

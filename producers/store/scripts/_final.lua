@@ -23,6 +23,15 @@ local function prompt_used(task)
   return r[1] and r[2] or 0
 end
 
+-- Appends the terminal entry. Returns its position: behind all others, also where one has a number that no script gave it.
+local function append_end(stream, entry)
+  local at = redis.call('XLEN', stream)
+  if type(redis.pcall('XADD', stream, (at + 1) .. '-0', 'e', entry)) == 'table' then
+    at = string.match(redis.call('XADD', stream, '*', 'e', entry), '^%d+') - 1
+  end
+  return at
+end
+
 -- silent: no event is told, for the task is about to be deleted. result: JSON, what a task that generates nothing made.
 function finalise(task, stream, id, status, reasons, err, prompt, cached, silent, result)
   local r = redis.call('HMGET', task, 'n', 'discarded', 'batch', 'reserved', 'created', 'chunks', 'parent')
@@ -33,11 +42,10 @@ function finalise(task, stream, id, status, reasons, err, prompt, cached, silent
     local tokens = tonumber(redis.call('HGET', task, 'next:' .. c) or '0')
     out, longest = out + tokens, math.max(longest, tokens)
   end
-  local at = redis.call('XLEN', stream)
   local usage = string.format('{"prompt_tokens":%d,"cached_tokens":%d,"output_tokens":%d}', prompt, cached, out)
   local entry = '{"end":"' .. status .. '","reasons":' .. reasons .. ',"usage":' .. usage .. ',"error":' .. err
     .. (result and ',"result":' .. result or '') .. '}'
-  redis.call('XADD', stream, (at + 1) .. '-0', 'e', entry)
+  local at = append_end(stream, entry)
   redis.call('HSET', task, 'status', status, 'end', status, 'finished', now_ms(),
     'reasons', reasons, 'usage', usage, 'error', err)
   redis.call('ZREM', 'penstock:submitting', id)

@@ -1,30 +1,53 @@
 #!lua flags=allow-oom
--- RELEASE(c) | claim = c: the claim is cleared, also of a final unsettled task; `queued` if not final: it
--- waits again, unless it is given up. Counts no death.
+-- RELEASE(c) | claim = c: the claim is cleared, also of a final unsettled task; `queued` if not final: it waits again.
+-- Counts no death.
+-- A task whose message goes to the dead letters, as its record or stream is broken, ends: `failed`, or `cancelled` if a
+-- cancel was accepted; as far as what is broken can be written. Celery has its part already, so it is settled. The
+-- reason is noted, as by SETTLE.
 -- Whoever follows it (FOLLOW) is told: a worker of the release before, which may go on, knows the task's own channel alone.
 -- Why an unfinished task was given back is kept, for the first 32 times, with the number and time of its start.
 -- KEYS: task, stream
--- ARGV: claim, why ('': not kept), buried (1: its message goes, so that it waits for nothing), run (_run.lua)
+-- ARGV: claim, why ('': not kept), error (JSON: its message goes to the dead letters; or empty), run (_run.lua), the
+--       dead letter's reason, default TTL (seconds) of a task that is settled
 -- Answers: 1 released | 0
 -- include: _final.lua
 -- include: _run.lua
-local r = redis.call('HMGET', KEYS[1], 'status', 'claim', 'owner', 'given_back', 'claims', 'began')
+-- include: _settle.lua
+local r = redis.call('HMGET', KEYS[1], 'status', 'claim', 'owner', 'given_back', 'claims', 'began', 'cancel')
 if not r[1] or r[2] ~= ARGV[1] then
   return 0
 end
+local id = string.sub(KEYS[1], #'penstock:task:' + 1)
+if ARGV[3] ~= '' then
+  note_run(KEYS[1], ARGV[4])
+  local final, err = 'failed', ARGV[3]
+  if r[7] then
+    final, err = 'cancelled', 'null'
+  end
+  if not FINAL[r[1]] and not pcall(function()
+    finalise(KEYS[1], KEYS[2], id, final, '[]', err, prompt_used(KEYS[1]), 0)
+  end) then
+    redis.call('HSET', KEYS[1], 'status', final, 'end', final, 'finished', now_ms(), 'reasons', '[]',
+      'usage', '{"prompt_tokens":0,"cached_tokens":0,"output_tokens":0}', 'error', err)
+    redis.call('ZREM', 'penstock:deadlines', id)
+    pcall(wait_ends, KEYS[1])
+  end
+  redis.call('HSET', KEYS[1], 'letter', ARGV[5])
+  settle(KEYS[1], KEYS[2], id, ARGV[6])
+  return 1
+end
 redis.call('HDEL', KEYS[1], 'claim', 'owner')
 note_run(KEYS[1], ARGV[4])
-if not FINAL[r[1]] then
-  redis.call('HSET', KEYS[1], 'status', 'queued')
-  local followers = redis.call('HGET', KEYS[1], 'followers')
-  if followers then
-    tell_followers(followers, { string.sub(KEYS[1], #'penstock:task:' + 1), '' })
-  end
-  if ARGV[3] ~= '1' then
-    wait_begins(KEYS[1])
-  end
+if FINAL[r[1]] then
+  return 1
 end
-if not FINAL[r[1]] and ARGV[2] ~= '' then
+redis.call('HSET', KEYS[1], 'status', 'queued')
+local followers = redis.call('HGET', KEYS[1], 'followers')
+if followers then
+  tell_followers(followers, { id, '' })
+end
+wait_begins(KEYS[1])
+if ARGV[2] ~= '' then
   local fine, before = pcall(cjson.decode, r[4] or '[]')
   if fine and type(before) == 'table' and #before < 32 then
     local now, entries = now_ms(), redis.call('XLEN', KEYS[2])

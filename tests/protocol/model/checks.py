@@ -73,7 +73,7 @@ def _record(t: int, r: Rec, g: Ghost, deaths: int, cfg: Cfg) -> str:
         return "S6 the terminal entry contradicts the final status"
     if r.status == "in_progress" and not r.dated:
         return "S15 a task runs that was never queued, by its times"
-    if r.waits != (r.status in ("submitting", "queued")) and not (cfg.broken and not r.waits):
+    if r.waits != (r.status in ("submitting", "queued")):
         return "S24 the counts of what waits have a task that does not wait, or lack one that does"
     if r.deaths > deaths:
         return "S7 a death was counted that did not happen"
@@ -87,15 +87,13 @@ def _record(t: int, r: Rec, g: Ghost, deaths: int, cfg: Cfg) -> str:
 
 
 def good(s: State, cfg: Cfg) -> bool:
-    """Quiet, and everything that was accepted is final, settled, its links sent, its dead letter kept; of what is
-    broken, that alone."""
+    """Quiet, and everything that was accepted is final, settled, its links sent, its dead letter kept."""
     if s.queue or s.sorted or s.infl or s.sweep or any(p != IDLE for p in s.slots) or any(p != "done" for p in s.prods):
         return False
     for t, (r, g) in enumerate(zip(s.recs, s.ghosts, strict=True)):
-        if cfg.broken:
-            if t not in s.dead or (r and r.waits):
-                return False
-        elif g.accepted and not (g.final and (g.links or g.spared) and (r is None or (r.settled and not r.listed))):
+        if cfg.broken and t not in s.dead:
+            return False
+        if g.accepted and not (g.final and (g.links or g.spared) and (r is None or (r.settled and not r.listed))):
             return False
         if cfg.books and cfg.counting and t in s.dead and s.reaped[t]:
             return False

@@ -93,7 +93,9 @@ RULES: dict[str, Rule] = {
     "claim_uncounts": Rule("crash", "CLAIM counts what it starts no more, in the same script"),
     "final_uncounts": Rule("cancel", "whatever makes a record final counts it no more, in the same script"),
     "release_counts": Rule("drain", "RELEASE counts again what is not final, in the same script"),
-    "bury_uncounted": Rule("broken", "RELEASE of what becomes a dead letter does not: it waits for nothing"),
+    "bury_ends": Rule(
+        "broken", "RELEASE of what becomes a dead letter ends it, so that whoever polls it hears of that"
+    ),
     # the broker
     "ack_uuid": Rule("drain", "ACK and BACK name a fresh delivery UUID, not the message's own tag"),
     "fetch_atomic": Rule("crash", "FETCH pops and enters the delivery in flight in one script"),

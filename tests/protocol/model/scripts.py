@@ -336,12 +336,16 @@ def compact(r: Rec | None, entries: int, rules: Rules) -> tuple[str, Rec | None]
 
 
 def release(r: Rec | None, c: Any, rules: Rules, *, buried: bool = False) -> tuple[int, Rec | None]:
-    """`buried`: its message goes to the dead letters, and it waits for nothing."""
+    """`buried`: its message goes to the dead letters, and Celery has its part: it ends, and is settled."""
     if r is None or (r.claim != c and "release_fence" in rules):
         return 0, r
+    if buried and "bury_ends" in rules:
+        if r.status not in FINAL:
+            r = _final(r, "cancelled", rules) if r.cancel else _final(r, "failed", rules, why="dead")
+        return settle(r, letter=True)
     if r.status in FINAL:
         return (1, r._replace(claim=None, owner=None)) if "release_final" in rules else (0, r)
-    again = "release_counts" in rules and not (buried and "bury_uncounted" in rules)
+    again = "release_counts" in rules
     return 1, r._replace(
         status="queued", claim=None, owner=None, waits=1 if again and "waits_noted" in rules else r.waits + again
     )

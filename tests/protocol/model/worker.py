@@ -346,12 +346,12 @@ def _put_down(s: State, p: Slot, cfg: Cfg, rules: Rules) -> Iterator[Step]:
             store(s, t, r2),
         )
     elif p.pc in ("release_back", "release_ack"):
-        note = "released" if p.pc == "release_ack" and p.note != "buried" else p.note
-        yield (
-            "RELEASE",
-            p._replace(pc=p.pc[8:], note=note),
-            store(s, t, scripts.release(r, p.c, rules, buried=note == "buried")[1]),
-        )
+        buried = p.note == "buried"
+        note = "released" if p.pc == "release_ack" and not buried else p.note
+        after = store(s, t, scripts.release(r, p.c, rules, buried=buried)[1])
+        if buried and after is not s:  # the tracer ran before it
+            after = haunt(after, t, links=min(s.ghosts[t].links + 1, 2))
+        yield "RELEASE", p._replace(pc=p.pc[8:], note=note), after
     elif p.pc == "release_end":
         yield "RELEASE", IDLE, store(s, t, scripts.release(r, p.c, rules)[1])
     elif p.pc == "retry_pub":
