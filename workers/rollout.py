@@ -285,7 +285,9 @@ class Carrier:
             view = await self._look(record)
             remaining = view.remaining if view.remaining != 0 else await self._unsent(rollout)
             over = remaining == 0 and time.monotonic() > settled
-            if over and view.old == 0:
+            if over and (view.old == 0 or view.ends):
+                if view.old:
+                    self._tell_once(f"workers of version {rollout.before} that its autoscaler ends later: {view.old}")
                 return self._to(record, "done")
             if over and self.drain_old and (drained := await drain_idle(self.client, rollout.model, rollout.before)):
                 self._tell_once(f"told {drained} workers of version {rollout.before} to drain")
@@ -338,7 +340,7 @@ def _waits(view: FleetView, remaining: int | None, rollout: Rollout, *, drains: 
         start = f"`penstock worker --model {rollout.model}=FOLDER`, the folder of that version"
         hint = "" if view.old or view.ends else f" (no worker takes more of them: start one with {start})"
         return f"tasks left of version {version}: {'not known' if remaining is None else remaining}{hint}"
-    hint = "" if drains or view.ends else " (no autoscaler does: end them, or say --drain-old)"
+    hint = "" if drains else " (no autoscaler does: end them, or say --drain-old)"
     return f"no task is left of version {version}; workers of it that are yet to end: {view.old}{hint}"
 
 

@@ -46,6 +46,11 @@ def set_aliases(store: Redis, model: str, aliases: Mapping[str, str], removed: S
         missing = [name for name in removed if name not in before.aliases]
         if missing:
             raise RoutingError(f"{model} has no alias {missing[0]!r}")
+        leading = routing.leads(replace(before, aliases={}))
+        for name in removed:
+            if name in leading:
+                what, end = leading[name]
+                raise RoutingError(f"{what} of {model} leads to the alias {name!r}: end that first (`{end}`)")
         versions = {name: before.version_at(version) for name, version in aliases.items()}
         kept = {name: version for name, version in before.aliases.items() if name not in removed}
         default = versions.pop(DEFAULT, before.default)

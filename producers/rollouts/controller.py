@@ -12,7 +12,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -44,6 +44,8 @@ ANSWERS: Final = 64
 NOTED: Final = 1.1
 #: Time (s) after a promotion in which `penstock up` can start the baseline again.
 KNOWN_S: Final = 3600.0
+#: Time (ms) in which an autoscaler has noticed a rollout.
+SOON_MS: Final = 5000
 #: Who decides, in rows and in the audit log.
 BY: Final = "controller"
 
@@ -82,6 +84,7 @@ class Controller:
         ids = {state.id for state in states}
         self._matchers = {name: matcher for name, matcher in self._matchers.items() if name in ids}
         self._lost = {name: since for name, since in self._lost.items() if name in ids}
+        await asyncio.to_thread(self._end_deleted, {state.model for state in states})
         if not states:
             return {}
         fleet = await read_fleet(self._client.store, self._client.broker)
@@ -94,6 +97,12 @@ class Controller:
         if failure is not None:
             raise failure
         return {"rollouts_decided": decided}
+
+    def _end_deleted(self, judged: Container[str]) -> None:
+        """End what is left of rollouts whose state was deleted. `judged`: the models that have one under way."""
+        for record in rollouts.all_of(self._store):
+            if record.phase == "starting" and record.model not in judged:
+                end_deleted(self._store, record)
 
     def look(self, state: Canary, fleet: Fleet) -> int:
         """One look at a rollout. Returns 1 if it decided something."""
@@ -138,7 +147,7 @@ class Controller:
         given_up = (sane(scaling.get("given_up")) or 0.0) * 1000 >= state.begun
         if waited < state.plan.timeout_s and not given_up:
             return None
-        why = str(scaling.get("trouble") or "")
+        why = _start_trouble(scaling, state, canaries.now_ms(self._store))
         waits = f"ready workers of {state.version} after {waited:.0f} s: {ready} of {state.plan.workers}"
         more = f" ({unready} more are not ready)" if unready else ""
         return Decision("fail", "failed", f"it got no tasks; {waits}{more}{'; ' + why if why else ''}")
@@ -251,11 +260,19 @@ def next_step(state: Canary, reason: str) -> Decision:
 
 
 def start_trouble(store: Redis, state: Canary) -> str:
-    """What keeps a candidate's workers from coming up, as an autoscaler knows it; "" if nothing does, or none scales
-    them. Raises redis.RedisError or OSError."""
+    """What keeps a candidate's workers from coming up, as far as it is known; "" if nothing does. Raises
+    redis.RedisError or OSError."""
     scaling = parsed(store.hget(keys.SCALE_POOLS, f"{state.model}@{state.version}"))
-    decided = (sane(scaling.get("at")) or 0.0) * 1000 >= state.begun
-    return str(scaling.get("trouble") or "") if decided else ""
+    return _start_trouble(scaling, state, canaries.now_ms(store))
+
+
+def _start_trouble(scaling: Mapping[str, Any], state: Canary, now: int) -> str:
+    """`scaling`: the last state of the autoscaler's pool of the version."""
+    if (sane(scaling.get("at")) or 0.0) * 1000 >= state.begun:
+        return str(scaling.get("trouble") or "")
+    if now - state.begun < SOON_MS:
+        return ""
+    return f"no autoscaler has a pool of it: start them, by `penstock worker --model {state.model}=FOLDER`"
 
 
 def waits_for(state: Canary, found: list[Finding], compared: int, now: int, trouble: str = "") -> str:
@@ -306,17 +323,23 @@ def _interference(state: Canary, current: Routing) -> Decision | None:
 
 def routed(current: Routing, state: Canary) -> Routing:
     """The routing that a state asks for, where all else stays as it is. What others lead to the alias ends with it."""
-    aliases = {name: version for name, version in current.aliases.items() if name != ALIAS}
-    split = {target: percent for target, percent in current.split.items() if target != ALIAS}
+    ended = _without(current)
     if state.phase in canaries.UNDER_WAY:
-        aliases[ALIAS] = state.version
-        if state.percent:
-            split[ALIAS] = state.percent
-        return replace(current, aliases=aliases, split=split)
-    default = state.version if state.phase == "promoted" else current.default
-    rules = tuple(rule for rule in current.rules if rule.to != ALIAS)
-    shadow = None if current.shadow is not None and current.shadow.to == ALIAS else current.shadow
-    return replace(current, aliases=aliases, split=split, default=default, rules=rules, shadow=shadow)
+        part = {ALIAS: state.percent} if state.percent else {}
+        aliases = {**ended.aliases, ALIAS: state.version}
+        return replace(current, aliases=aliases, split={**ended.split, **part})
+    return replace(ended, default=state.version) if state.phase == "promoted" else ended
+
+
+def _without(current: Routing) -> Routing:
+    """The routing without a rollout's alias, and without what leads to that."""
+    return replace(
+        current,
+        aliases={name: version for name, version in current.aliases.items() if name != ALIAS},
+        split={target: percent for target, percent in current.split.items() if target != ALIAS},
+        rules=tuple(rule for rule in current.rules if rule.to != ALIAS),
+        shadow=None if current.shadow is not None and current.shadow.to == ALIAS else current.shadow,
+    )
 
 
 def decide(store: Redis, state: Canary, decision: Decision, by: str) -> Canary | None:
@@ -385,6 +408,25 @@ def _bring_up(store: Redis, state: Canary) -> None:
         # While it drains, `penstock up` knows the baseline, and starts its workers where somebody goes back to it.
         phase = "draining" if state.phase == "promoted" else "failed"
         rollouts.change(store, record, record.to(phase, rollouts.now(store), state.reason if phase == "failed" else ""))
+
+
+def end_deleted(store: Redis, record: Rollout) -> None:
+    """Give the baseline all tasks again where a rollout's state was deleted, with the record that it left; nothing
+    while there is one, or where the alias is not its own. Raises redis errors."""
+
+    def change(current: Routing) -> Routing:
+        state = canaries.read(store, record.model)
+        if (state is not None and state.under_way) or current.aliases.get(ALIAS) != record.version:
+            raise _Stale
+        return _without(current)
+
+    try:
+        routes.update(store, record.model, "rollout deleted: its part ends", change, by=BY)
+    except (RoutingError, _Stale):
+        return
+    reason = "the state of this rollout was deleted: the default has all tasks again"
+    rollouts.change(store, record, record.to("failed", rollouts.now(store), reason))
+    log.warning("rollout of %s to %s: its state was deleted, so its part ends", record.model, record.version)
 
 
 def _let_go(store: Redis, state: Canary) -> None:

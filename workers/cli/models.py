@@ -658,7 +658,11 @@ def rollout(
     ] = None,
     timeout: Annotated[
         float,
-        typer.Option(min=0, callback=finite, help="Seconds that the new workers may take to become ready, together."),
+        typer.Option(
+            min=0,
+            callback=finite,
+            help="Seconds that the new workers may take to become ready; the old version's tasks may take longer.",
+        ),
     ] = 600.0,
     drain_old: Annotated[
         bool,
@@ -676,8 +680,8 @@ def rollout(
 
     New workers come up first: `penstock up` starts them, and an autoscaler with a pool of the new version; elsewhere
     deploy them now. Once they are ready, new tasks go to the new version. Workers of the old version finish what was
-    queued for it. If this command is ended, run it again: it goes on. Exit status 1: the new workers did not become
-    ready, and nothing was switched.
+    queued for it, which is waited for; an autoscaler may keep them for longer. If this command is ended, run it again:
+    it goes on. Exit status 1: the new workers did not become ready, and nothing was switched.
     """
     if model is None and not status:
         raise Failure("name the model and its new version: penstock rollout NAME=FOLDER")

@@ -24,7 +24,7 @@ from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.stream import encode_token
 from producers.rollouts import operations
-from producers.rollouts.controller import Controller, act
+from producers.rollouts.controller import Controller, act, start_trouble
 from producers.rollouts.metrics import Evidence, defaults, usual
 from producers.rollouts.operations import RolloutError
 from producers.rollouts.report import report
@@ -317,6 +317,33 @@ def test_without_a_worker_it_stops_at_no_traffic_and_without_its_last_one_it_is_
     look(store)
     assert look(store, DOWN).reason == "no worker of b has been ready for 0 s"
     assert part(store) == ("a", None, None)
+
+
+def test_candidates_that_no_autoscaler_starts_are_said_to_need_a_worker(store: Redis) -> None:
+    state = started(store)
+    assert start_trouble(store, state) == "", "one may notice it yet"
+    early = replace(state, begun=state.begun - 60_000)
+    assert start_trouble(store, early).startswith("no autoscaler has a pool of it: start them, by `penstock worker")
+    store.hset(keys.SCALE_POOLS, "m@b", json.dumps({"at": state.begun / 1000 + 1, "trouble": "no room"}))
+    assert start_trouble(store, early) == "no room"
+
+
+async def test_a_rollout_whose_state_is_deleted_leaves_no_part_and_no_workers_behind(
+    store: Redis, valkey_url: str
+) -> None:
+    started(store)
+    look(store)
+    routes.add_rule(store, "m", routing.Rule(ALIAS, tenant="t"))
+    canaries.forget(store, "m")
+    async with AsyncClient(valkey_url) as client:
+        controller = Controller(client, valkey_url)
+        await controller.sweep()
+        controller.close()
+    record = rollouts.read(store, "m")
+    assert (part(store), routes.current(store, "m").rules) == (("a", None, None), ())
+    assert record is not None
+    assert (record.phase, "was deleted" in record.reason) == ("failed", True)
+    assert started(store).phase == "preparing", "the next one begins"
 
 
 OPERATIONS: dict[str, tuple[Callable[[Redis], Any], tuple[str, tuple[str, float | None, str | None]], list[str]]] = {

@@ -120,6 +120,17 @@ async def test_no_request_fails_and_each_is_made_by_one_version(rig: Rig) -> Non
     assert len(requests.ended) == sum(made.values())
 
 
+async def test_old_workers_that_an_autoscaler_keeps_warm_are_not_waited_for(rig: Rig) -> None:
+    cards.publish(rig.store, *described(find_model("tiny")))
+    old = up(rig, OLD)
+    up(rig, NEW)
+    begun = begin(rig.store, new(), 1, 1)
+    rig.store.set(keys.SCALE_LEADER, "one")
+    rig.store.hset(keys.SCALE_POOLS, f"tiny@{OLD}", json.dumps({"at": rig.store.time()[0]}))
+    assert (await carried(rig, begun)).phase == "done"
+    assert old.process.poll() is None, "it may be gone back to"
+
+
 async def test_one_that_is_cancelled_in_the_moment_of_the_switch_goes_on(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
