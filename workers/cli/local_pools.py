@@ -3,7 +3,9 @@
 start: the least number of the resolved version -> the autoscaler decides how many -> Local starts and drains them
 a rolling update begins (`producers.store.fleet.rollouts`): the new version is a pool beside the old one. So is the old
 one where this `up` was started in the middle of it, if the update names that version's folder
-it is done: the pool whose version is not the card's is forgotten when its last worker has ended
+it is done: the pool whose version is not the card's is forgotten when its last worker has ended and nothing of it is
+left. Tasks keep their version: so those that a rolled-back candidate took are done by it, also by a later `up`, or end
+as dead letters where they kill its workers
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from engine.execution.threads import threads_of_each
 from engine.text.checkpoint import model_version
 from producers.admin.fleet import Fleet
 from producers.connection.connect import is_redis
+from workers.autoscaler import watch
 from workers.autoscaler.actuators.local import Local, Slots
 from workers.autoscaler.policy import Rules
 from workers.autoscaler.pools import KEEP_WARM_S, PoolSettings, Scaled
@@ -155,13 +158,16 @@ class _Model:
 
     def scaled(self, fleet: Fleet) -> list[Scaled]:
         """The pools of this moment."""
-        rolling = _rolling(fleet.scaling.rollouts.get(self.name, {}))
-        for version, reference in rolling.items():
-            if reference and version not in self.versions:
+        rollout = fleet.scaling.rollouts.get(self.name, {})
+        references = _references(rollout)
+        rolling = references if rollout.get("phase") in ("starting", "draining") else {}
+        for version, reference in references.items():
+            if reference and version not in self.versions and (version in rolling or self._remaining(fleet, version)):
                 self.versions[version] = self._local(str(reference))
         card = fleet.versions.get(self.name)
         for version, local in list(self.versions.items()):
-            if version != card and version not in rolling and card in self.versions and not local.children:
+            ended = version != card and version not in rolling and not local.children
+            if ended and card in self.versions and self._remaining(fleet, version) == 0:
                 del self.versions[version]
         # A version that is not the card's has the number that its rollout waits for, or ends: the autoscaler's part.
         # One that is only kept warm gives its GPU to the card's version where that one needs it.
@@ -169,6 +175,9 @@ class _Model:
         keep_warm_s = 0.0 if default is not None and default.waits_for_slot else self._plan.keep_warm_s
         versions = [version for version in self.versions if rolling or not self._left_alone(version)]
         return [self._pool(version, keep_warm_s) for version in versions]
+
+    def _remaining(self, fleet: Fleet, version: str) -> int | None:
+        return watch.remaining_tasks(fleet, PoolSettings(self.name, version))
 
     def _left_alone(self, version: str) -> bool:
         """Whether the pool is left alone: it has a fixed number, and an operator told one of its workers to stop."""
@@ -209,9 +218,7 @@ class _Model:
         return Program(name, argv, env, notifies=True)
 
 
-def _rolling(rollout: Mapping[str, Any]) -> dict[str, Any]:
-    """The two versions of a rollout that is under way, with their references; None or "" without one."""
-    if rollout.get("phase") not in ("starting", "draining"):
-        return {}
+def _references(rollout: Mapping[str, Any]) -> dict[str, Any]:
+    """The two versions of a model's last rollout, with their references; None or "" without one."""
     both = (("version", "reference"), ("before", "before_reference"))
     return {str(rollout[version]): rollout.get(reference) for version, reference in both if version in rollout}

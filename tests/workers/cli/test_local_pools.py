@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.text.checkpoint import model_version
-from producers.admin.fleet import Fleet, Scaling
+from producers.admin.fleet import Fleet, Pool, Scaling
 from tests.producers.gateway.conftest import TINY
 from tests.waiting import auntil as until
 from workers.autoscaler.actuators import ActuatorError
@@ -119,6 +119,20 @@ async def test_a_version_that_is_kept_warm_gives_its_gpu_to_the_default_that_has
 async def test_a_version_whose_rollout_failed_is_forgotten(running: LocalPools) -> None:
     assert len(named(running, fleet(OLD, phase="starting", **NEW))) == 2
     assert named(running, fleet(OLD, phase="failed", **NEW)) == [f"tiny@{OLD}"]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_a_version_whose_rollout_failed_is_served_until_nothing_of_it_is_left(
+    running: LocalPools, *, restarted: bool
+) -> None:
+    """Tasks keep their version, so nobody else does those that it took: also an `up` that came later knows it."""
+    if not restarted:
+        running(fleet(OLD, phase="starting", **NEW))
+    after = fleet(OLD, phase="failed", **NEW)
+    after.pools.append(Pool("tiny@new.f", "tiny", in_flight=1))
+    assert named(running, after) == [f"tiny@{OLD}", "tiny@new"]
+    after.pools.clear()
+    assert named(running, after) == [f"tiny@{OLD}"]
 
 
 async def test_without_a_card_the_own_version_stays(running: LocalPools) -> None:
