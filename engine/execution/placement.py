@@ -83,6 +83,8 @@ def _free(model: Model, config: EngineConfig, capacity: Capacity, draft: Model |
         for resident in (model, draft):
             if resident is not None:
                 step += _measured(resident, capacity) if resident.kernels.ragged else _UNMEASURED
+    if isinstance(model, DeviceLead):
+        return model.least_free_bytes(config.memory_share, step, config.share)
     return free_bytes(model.device, config.memory_share, step, config.share)
 
 

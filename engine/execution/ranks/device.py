@@ -9,11 +9,13 @@ All ranks do the same in the same order, so that their sums meet. A step that fa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Final
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, distributed
@@ -27,9 +29,12 @@ from engine.kernels.collectives import Collectives
 from engine.kernels.native.exchange import Exchange, Share
 from engine.kv import KvSpace
 from engine.layers import AdaptedRows
+from engine.memory import GIB, free_bytes
 from engine.models import Model
 from engine.models.decoder import Decoder
 from engine.plan import StepPlan
+
+logger = logging.getLogger("penstock.engine")
 
 #: In a step's message, instead of the number of output rows: the step is a recorded one.
 _RECORDED: Final = -1
@@ -98,6 +103,22 @@ class DeviceLead(LeadModel):
         self.send(packed(Kind.LOGITS, (len(hidden),), ()))
         every = _gathered_logits(self.share, self._collectives, hidden.contiguous())
         return torch.cat([every[rank, :, : len(own)] for rank, own in enumerate(self._own)], 1)
+
+    def least_free_bytes(self, usable: float, step: int, share: float) -> int:
+        """The bytes that each rank's KV cache may take: the least of all ranks. See free_bytes; `step`: of this rank,
+        the only one that samples."""
+        assert self.exchange is not None
+        self.send(packed(Kind.MEMORY, (step,), [np.array([usable, share], np.float32)]))
+        every = self.exchange.gather(torch.tensor([free_bytes(self.device, usable, step, share)]))
+        assert every is not None
+        sizes = every.flatten().tolist()
+        least = min(sizes)
+        if least < sizes[0]:
+            logger.info(
+                "rank %d has %.1f GiB for its KV cache, this one %.1f: all take the former",
+                *(sizes.index(least), least / GIB, sizes[0] / GIB),
+            )
+        return int(least)
 
     def fail(self) -> None:
         """End the ranks' work: after an exception they are not at the same place any more."""
@@ -224,6 +245,10 @@ def follow_on_device(share: Decoder, exchange: Exchange, collectives: Collective
         elif kind == Kind.LOGITS:
             hidden = torch.empty(numbers[0], width, dtype=share.kernels.compute_dtype, device=share.device)
             _gathered_logits(share, collectives, hidden)
+        elif kind == Kind.MEMORY:
+            runner = None  # of the steps by which memory was measured
+            usable, part = arrays[0].tolist()
+            exchange.gather(torch.tensor([free_bytes(share.device, usable, numbers[0], part)]))
         else:
             assert runner is not None
             if kind == Kind.STEP:

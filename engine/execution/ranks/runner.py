@@ -40,6 +40,7 @@ class Kind(IntEnum):
     STEP = 2
     LOGITS = 3
     ADAPTERS = 4
+    MEMORY = 5
 
 
 class LeadModel:

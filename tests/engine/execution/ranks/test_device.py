@@ -18,6 +18,7 @@ import torch
 from engine import Engine, EngineConfig
 from engine.errors import DeviceLostError, EngineError
 from engine.execution.device import DeviceRunner
+from engine.execution.placement import plan_capacity
 from engine.execution.ranks.device import DeviceLead, RanksDeviceRunner, backend_of, follow_on_device
 from engine.execution.ranks.nodes import Node
 from engine.kernels.collectives import Collectives, RanksStore
@@ -89,6 +90,22 @@ def test_ranks_on_devices_compute_what_one_computes(name: str, ranks: int, tmp_p
     assert len(seen) == len(logits)
     for ours, theirs in zip(seen, logits, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
+
+
+def test_the_cache_is_sized_by_the_rank_with_the_least_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_model(tmp_path / "m", seed=5, tokenizer=False, **VARIANTS["gqa"])
+    sizes, given = iter((8 << 20, 5 << 20, 6 << 20, 7 << 20)), list[Any]()
+
+    def free(*how: Any) -> int:
+        given.append(how)
+        return next(sizes)
+
+    monkeypatch.setattr("engine.execution.ranks.device.free_bytes", free)
+    settings: dict[str, Any] = {"tensor_parallel": 4, "max_num_seqs": 512}
+    with ranks_of(folder, 4) as lead:
+        spaces = plan_capacity(lead, EngineConfig(**settings, memory_share=0.5, share=0.25)).spaces
+        assert spaces == plan_capacity(lead, EngineConfig(**settings, kv_cache_bytes=5 << 20)).spaces
+    assert given == [(CPU, 0.5, 0, 0.25)] * 4
 
 
 DRAWN = SamplingParams(max_tokens=7, temperature=0.9, seed=4, logprobs=1, prompt_logprobs=1, n=2, ignore_eos=True)
