@@ -148,7 +148,10 @@ def test_one_that_does_not_fit_fails_its_own_tasks_and_names_the_tensor(
     answer = completed(door, "wrong")
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "adapter_broken")
     said = answer.json()["error"]["message"]
-    assert "cannot be served: adapter_model.safetensors: base_model.model." in said
+    version = read_adapter(tmp_path / "wrong").version
+    assert (
+        f"the adapter wrong (version {version}) cannot be served: adapter_model.safetensors: base_model.model." in said
+    )
     assert "if its base was replaced after it was added, add one" in said
     assert "lora_A.weight has shape" in said
     assert completed(door, "one").json()["choices"][0]["text"] == expected["one"]

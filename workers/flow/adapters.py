@@ -51,25 +51,25 @@ class AdapterLoader(threading.Thread):
         self._store = served.settings.store
         self._deliveries = deliveries
         self._changed = threading.Condition()
-        # Guarded by it: versions asked for, in order, with the time; times of last use; failures with their times.
+        # Guarded by it: versions asked for, in order, with the time; times of last use; failures (why, code, time).
         self._wanted: dict[str, float] = {}
         self._used: dict[str, float] = {}
-        self._failed: dict[str, tuple[RequestError, float]] = {}
+        self._failed: dict[str, tuple[str, str, float]] = {}
         self._stopping = False
 
-    def ready(self, version: str) -> bool:
+    def ready(self, version: str, name: str) -> bool:
         """Whether a task with this adapter may begin now. Otherwise the adapter is to be loaded.
 
-        Raises RequestError if it could not be loaded.
+        Raises RequestError, which names it as its task does, if it could not be loaded.
         """
         now = time.monotonic()
         with self._changed:
             if version in self._loaded():
                 self._used[version] = now
                 return True
-            error, at = self._failed.get(version, (None, 0.0))
-            if error is not None and now - at < FAILED_S:
-                raise error
+            why, code, at = self._failed.get(version, ("", "", 0.0))
+            if why and now - at < FAILED_S:
+                raise RequestError(f"the adapter {name} (version {version}) {why}", param="model", code=code)
             if len(self._wanted) < MAX_WANTED:
                 self._wanted.setdefault(version, now)
                 self._changed.notify_all()
@@ -105,7 +105,7 @@ class AdapterLoader(threading.Thread):
                 if self._stopping:
                     return
                 version = next(iter(self._wanted))
-            error = None
+            why, code = "", "adapter_broken"
             try:
                 redis = connect(self._store) if redis is None else redis
                 self._load(redis, version)
@@ -114,20 +114,19 @@ class AdapterLoader(threading.Thread):
                 with self._changed:
                     self._changed.wait_for(lambda: self._stopping, RETRY_S)
                 continue
-            except AdapterGone as exc:
-                error = RequestError(str(exc), param="model", code="adapter_not_found")
+            except AdapterGone:
+                why, code = "was removed from the store", "adapter_not_found"
             except EngineClosedError:
                 return  # the engine is lost, and the worker gives itself up: no adapter is to blame
             except EngineError as exc:
-                text = (
-                    f"the adapter with the version {version} cannot be served: {exc}; if its base was replaced after "
-                    "it was added, add one that was trained for this version of the base"
+                why = (
+                    f"cannot be served: {exc}; if its base was replaced after it was added, add one that was trained "
+                    "for this version of the base"
                 )
-                error = RequestError(text, param="model", code="adapter_broken")
             except Exception as exc:
                 logger.exception("Adapter %s could not be loaded", version)
-                error = RequestError(f"the adapter could not be loaded: {exc!r}", param="model", code="adapter_broken")
-            self._loaded_or_failed(version, error)
+                why = f"could not be loaded: {exc!r}"
+            self._loaded_or_failed(version, why, code)
 
     def _loaded(self) -> Mapping[str, LoadedAdapter]:
         return self._engine.adapters
@@ -172,18 +171,18 @@ class AdapterLoader(threading.Thread):
         logger.info("Adapter %s is unloaded: others need its room", version)
         return True
 
-    def _loaded_or_failed(self, version: str, error: RequestError | None) -> None:
+    def _loaded_or_failed(self, version: str, why: str, code: str) -> None:
         now = time.monotonic()
         with self._changed:
             self._wanted.pop(version, None)
             self._failed.pop(version, None)
-            if error is None:
+            if not why:
                 self._used[version] = now
                 return
-            self._failed[version] = error, now
+            self._failed[version] = why, code, now
             while len(self._failed) > MAX_FAILED:
                 del self._failed[next(iter(self._failed))]
-        logger.warning("Tasks with adapter %s fail: %s", version, error)
+        logger.warning("Tasks with adapter %s fail: it %s", version, why)
 
 
 @contextmanager

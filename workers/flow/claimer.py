@@ -256,9 +256,7 @@ class Claimer(threading.Thread):
     def _submit(self, delivery: Delivery) -> bool:
         """Hands a task to the engine. False if our life ended meanwhile, or if its adapter is being loaded: then it
         goes back for a moment. Raises the error that keeps it from being started."""
-        adapter = None if delivery.record is None else delivery.record.fields.get("adapter")
-        if adapter is not None and not self._adapters.ready(adapter):
-            self._finisher.let_go(delivery, self._adapters.delay(adapter), "adapter_loading")
+        if not self._has_adapter(delivery):
             return False
         request = self._request(delivery)
         delivery.prompt_ids = request.prompt_ids
@@ -268,14 +266,23 @@ class Claimer(threading.Thread):
         if not self._deliveries.run(delivery):
             return False
         # From here on it is not unloaded. The prompt may have taken long.
-        if adapter is not None and not self._adapters.ready(adapter):
-            self._finisher.let_go(delivery, self._adapters.delay(adapter), "adapter_loading")
+        if not self._has_adapter(delivery):
             return False
         if delivery.record is not None and "prompt_tokens" not in delivery.record.fields:
             # A task that runs alone may be a suspect, whose worker dies before it has made a step.
             self._publisher.count(delivery, soon=len(self._deliveries.running) == 1)
         self._served.engine.submit(request, self._publisher.on_event)
         return True
+
+    def _has_adapter(self, delivery: Delivery) -> bool:
+        """Whether its adapter is loaded, if it has one; else it goes back for a moment. Raises RequestError if that
+        could not be loaded."""
+        record = delivery.record
+        adapter = None if record is None else record.fields.get("adapter")
+        if record is None or adapter is None or self._adapters.ready(adapter, record.model):
+            return True
+        self._finisher.let_go(delivery, self._adapters.delay(adapter), "adapter_loading")
+        return False
 
     def _look_again(self, delivery: Delivery) -> None:
         """Ends a task that was cancelled or revoked before the engine had it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,9 +64,9 @@ def test_files_are_not_read_again_and_again_while_there_is_no_room(
     loader = AdapterLoader(served, SimpleNamespace(running=running))  # type: ignore[arg-type]
     loader.start()
     try:
-        assert not loader.ready(VERSION)
+        assert not loader.ready(VERSION, "one")
         assert looked.wait(60)
-        while not loader.ready(VERSION):
+        while not loader.ready(VERSION, "one"):
             looked.clear()
             looked.wait(0.01)
         assert engine.tries == 2
@@ -78,14 +79,16 @@ def test_a_task_whose_adapter_was_unloaded_while_its_prompt_was_made_waits_for_i
     ready, given_back, submitted = iter([True, False]), list[str](), list[Any]()
     request = SimpleNamespace(prompt_ids=[1], params=SimpleNamespace(selects=False), course=None)
     claimer: Any = SimpleNamespace(
-        _adapters=SimpleNamespace(ready=lambda version: next(ready), delay=lambda version: 0.1),
+        _adapters=SimpleNamespace(ready=lambda version, name: next(ready), delay=lambda version: 0.1),
         _finisher=SimpleNamespace(let_go=lambda delivery, delay, why: given_back.append(why)),
         _request=lambda delivery: request,
         _deliveries=SimpleNamespace(run=lambda delivery: True, running={}),
         _publisher=SimpleNamespace(on_event=None),
         _served=SimpleNamespace(engine=SimpleNamespace(submit=lambda *args: submitted.append(args))),
     )
-    delivery: Any = SimpleNamespace(record=SimpleNamespace(fields={"adapter": VERSION, "prompt_tokens": "1"}))
+    claimer._has_adapter = partial(Claimer._has_adapter, claimer)
+    record = SimpleNamespace(model="one", fields={"adapter": VERSION, "prompt_tokens": "1"})
+    delivery: Any = SimpleNamespace(record=record)
     assert not Claimer._submit(claimer, delivery)
     assert (given_back, submitted) == (["adapter_loading"], [])
 
@@ -103,9 +106,9 @@ def test_no_adapter_is_to_blame_for_an_engine_that_is_lost(valkey: Redis, valkey
     engine = SimpleNamespace(adapters={}, adapter_bytes=1, load_adapter=load_adapter)
     served: Any = SimpleNamespace(engine=engine, settings=SimpleNamespace(store=valkey_url))
     loader = AdapterLoader(served, SimpleNamespace(running={}))  # type: ignore[arg-type]
-    assert not loader.ready(VERSION)
+    assert not loader.ready(VERSION, "one")
     loader.start()
     loader.join(60)
     assert not loader.is_alive()
-    assert not loader.ready(VERSION)
+    assert not loader.ready(VERSION, "one")
     assert loader.stop(0)
