@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 __all__ = ["app_of", "main"]
 
 #: The modules with commands, in the order of --help, and the commands that each adds; `MODULE:NAME` names another
-#: Typer of the module than its `app`.
+#: Typer of the module than its `app`. Several modules add theirs to one Typer.
 MODULES: Final = {
     "up": "up url",
     "demo": "demo",
     "run": "run chat",
     "tasks": "submit embed classify rerank tail result cancel explain tasks",
     "batch": "batch",
-    "comparison": "models",  # it adds its commands to those of `routing` and `models`
+    "models publication routing comparison": "models",
     "adapters": "adapters",
     "watermark": "watermark",
     "prepare": "quantize warm",
@@ -95,6 +95,7 @@ def app_of(command: str | None) -> Typer:
     app = root()
     alone = [name for name, commands in MODULES.items() if command in commands.split()]
     for name in alone or MODULES:
-        module, _, typer = name.partition(":")
-        app.add_typer(getattr(import_module(f"workers.cli.{module}"), typer or "app"))
+        modules, _, typer = name.partition(":")
+        *_, last = [import_module(f"workers.cli.{module}") for module in modules.split()]
+        app.add_typer(getattr(last, typer or "app"))
     return app

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from workers.cli import routing
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure, needs
+from workers.cli.models import app
 from workers.cli.options import ENGINE, Broker, DataDir, Json, Store, takes
 from workers.cli.servers import addresses
 from workers.cli.terminal import aligned, note, say
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from engine import Output
     from engine.text import ModelCard, Tokenizer
 
-#: The commands of `penstock models`.
-app = routing.app
 #: Bytes of a file of prompts, and prompts of it that are generated from.
 MAX_PROMPTS_BYTES: Final = 64 << 20
 GENERATED: Final = 16

@@ -1,4 +1,4 @@
-"""`penstock rollout start`, `status`, `pause`, `resume`, `promote`, `abort` and `report`: rollouts that judge."""
+"""`penstock rollout` replaces a model's version: at once (`now`), or by steps that are judged (`start` and others)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,31 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from workers.cli.exits import Failure, refusing, touching
-from workers.cli.models import rollout_app as app
-from workers.cli.options import Broker, DataDir, Json, Store
+from workers.cli.commands import Commands
+from workers.cli.exits import OPERATOR_STATUS, Exit, Failure, needs, refusing, touching
+from workers.cli.options import MODEL, Broker, DataDir, Json, Store, complete_model, find_models, finite
+from workers.cli.servers import open_store
 from workers.cli.terminal import aligned, note, say
 
 if TYPE_CHECKING:
     from redis import Redis
 
     from producers.store.fleet.canaries import Canary, Plan
+    from producers.store.fleet.rollouts import Rollout
+    from workers.rollout import New
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A model in the store.")]
 #: Bytes of a file of phrases.
 MAX_REFUSALS_BYTES: Final = 1 << 16
 _UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+app = Commands(
+    "Operations",
+    OPERATOR_STATUS,
+    "rollout",
+    "Replace a model's version: by steps that are judged (`start`), or at once.",
+)
 
 
 class _Group(TyperGroup):
@@ -45,6 +56,156 @@ class _Group(TyperGroup):
 
 
 app.info.cls = _Group
+
+
+@app.shown("penstock rollout tiny=./tiny-new --broker redis://10.0.0.5:6379/0", "now")
+def rollout(
+    model: Annotated[
+        str | None, typer.Argument(metavar="NAME=MODEL", help=MODEL, autocompletion=complete_model)
+    ] = None,
+    broker: Broker = None,
+    store: Store = None,
+    data_dir: DataDir = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Ready workers of the new version to wait for. Unset: as many as the old one has, and at least 1.",
+        ),
+    ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            callback=finite,
+            help="Seconds that the new workers may take to become ready; the old version's tasks may take longer.",
+        ),
+    ] = 600.0,
+    drain_old: Annotated[
+        bool,
+        typer.Option("--drain-old", help="Tell workers of the old version to drain once nothing is left for them."),
+    ] = False,
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="End the model's rollout, which must not have switched yet.")
+    ] = False,
+    status: Annotated[
+        bool, typer.Option("--status", help="Show the model's last rollout, or those of all models, and exit.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rollout's last state as JSON.")] = False,
+) -> None:
+    """Replace a model's version by another one in one step, without a failed request; `now` may be left out.
+
+    New workers come up first: `penstock up` starts them, and an autoscaler with a pool of the new version; elsewhere
+    deploy them now. Once they are ready, new tasks go to the new version. Workers of the old version finish what was
+    queued for it, which is waited for; an autoscaler may keep them for longer. If this command is ended, run it again:
+    it goes on. Exit status 1: the new workers did not become ready, and nothing was switched.
+    """
+    if model is None and not status:
+        raise Failure("name the model and its new version: penstock rollout NAME=FOLDER")
+    if status and cancel:
+        raise Failure("give --status or --cancel, not both")
+
+    import asyncio
+
+    from workers.connect import connect
+
+    with _refusals():
+        urls = _checked(broker, store, data_dir)
+        with connect(urls[1]) as client:
+            if status or cancel:
+                for record in _rollouts(client, model) if status else [_cancelled(client, str(model))]:
+                    _print_rollout(record, as_json)
+                return
+            ended = asyncio.run(_carried(urls, client, _new_version(str(model), urls), workers, timeout, drain_old))
+    _print_rollout(ended, as_json)
+    if ended.phase != "done":
+        raise Failure(f"the rollout is {ended.phase}: {ended.reason}", Exit.TASK_FAILED)
+
+
+def _new_version(reference: str, urls: tuple[str, str]) -> New:
+    """The new version, checked. On SQS its queues are made."""
+    from producers.contract import keys
+    from producers.contract.levels import beside
+    from workers.connect import check_queues
+    from workers.library.reference import described, split_reference, version_of
+    from workers.rollout import New
+
+    (model,) = find_models([reference])
+    with needs("gateway"):
+        url = split_reference(reference)[1] if version_of(reference) else ""
+        new = New(model, *described(model, note), url)
+    check_queues(*urls, beside(keys.version_queue(model.name, new.version)), make=True)
+    return new
+
+
+async def _carried(
+    urls: tuple[str, str], store: Redis, new: New, workers: int | None, limit_s: float, drain_old: bool
+) -> Rollout:
+    """Begin the rollout, or go on with it, until it has ended."""
+    from producers.admin.fleet import read_fleet
+    from producers.client.aio import AsyncClient
+    from workers.rollout import Carrier, begin, ready
+
+    async with AsyncClient(*urls) as client:
+        fleet = await read_fleet(client.store, client.broker)
+        begun = begin(store, new, workers, ready(fleet, new.model.name))
+        if begun.phase == "starting":
+            note(f"{begun.model}: {begun.before} -> {begun.version}")
+        return await Carrier(client, store, new, note, limit_s, drain_old).run(begun)
+
+
+def _rollouts(store: Redis, model: str | None) -> list[Rollout]:
+    from producers.store.fleet import rollouts
+    from workers.library import name_of
+
+    if model is None:
+        return rollouts.all_of(store)
+    record = rollouts.read(store, name_of(model))
+    if record is None:
+        raise Failure(f"{name_of(model)} was never rolled out")
+    return [record]
+
+
+def _cancelled(store: Redis, model: str) -> Rollout:
+    from workers.library import name_of
+    from workers.rollout import cancel
+
+    return cancel(store, name_of(model))
+
+
+def _print_rollout(record: Rollout, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(asdict(record)))
+        return
+    when = datetime.fromtimestamp(record.changed, UTC).isoformat(timespec="seconds")
+    reason = f": {record.reason}" if record.reason else ""
+    typer.echo(f"{record.model}  {record.before} -> {record.version}  {record.phase} since {when}{reason}")
+
+
+def _checked(broker: str | None, store: str | None, data_dir: Path | None) -> tuple[str, str]:
+    from workers.cli.servers import addresses
+    from workers.connect import check_servers
+
+    urls = addresses(broker, store, data_dir)
+    check_servers(*urls, queues=())
+    return urls
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises Failure for a bad URL, for a server that does not answer, and for Ctrl-C."""
+    from producers.client.steps import FAILURES
+    from producers.connection.trouble import error_text
+
+    try:
+        with refusing(ValueError):
+            yield
+    except FAILURES as error:
+        raise Failure(
+            f"broker or store do not answer ({error_text(error)}); run this again", Exit.UNREACHABLE
+        ) from error
+    except KeyboardInterrupt:
+        raise Failure("interrupted; the rollout stays where it is: run this again to go on", Exit.INTERRUPTED) from None
 
 
 def seconds(text: str) -> float:
@@ -99,20 +260,6 @@ def _phrases(file: Path | None) -> tuple[str, ...]:
     if not phrases:
         raise Failure(f"--refusals: {file} has no phrase: write one a line")
     return phrases
-
-
-@contextmanager
-def _records(broker: str | None, store: str | None, data_dir: Path | None) -> Iterator[Redis]:
-    """The store. What makes no sense, and a store that does not answer, are a Failure."""
-    from producers.connection.trouble import error_text
-    from workers.cli.servers import addresses
-    from workers.connect import LOST, connect
-
-    try:
-        with refusing(ValueError), connect(addresses(broker, store, data_dir)[1]) as records:
-            yield records
-    except LOST as error:
-        raise Failure(f"the store does not answer: {error_text(error)}") from error
 
 
 @app.shown("penstock rollout start tiny --to candidate --steps 1,5,25,100 --hold 10m --data-dir data")
@@ -182,7 +329,7 @@ def start(
     reference = ""
     if "/" in to or Path(to).exists():
         to, reference = _published(name, to, broker, store, data_dir)
-    with _records(broker, store, data_dir) as records:
+    with open_store(broker, store, data_dir) as records:
         state = operations.start(records, name, to, plan, reference)
         note(f"{name}: {state.before} -> {state.version}; see `penstock rollout status {name}`")
         _warn_unled(records)
@@ -198,7 +345,6 @@ def _refusing(plan: Any) -> Plan:
 def _published(name: str, folder: str, broker: str | None, store: str | None, data_dir: Path | None) -> tuple[str, str]:
     """Add the version of a folder to the store. Returns it, and its reference."""
     from producers.store.fleet import cards
-    from workers.cli.models import _checked, _new_version
     from workers.connect import connect
 
     urls = _checked(broker, store, data_dir)
@@ -219,7 +365,7 @@ def status(
     """Show where rollouts are, what they wait for, and what they have compared."""
     from producers.store.fleet import canaries
 
-    with _records(broker, store, data_dir) as records:
+    with open_store(broker, store, data_dir) as records:
         states = [state for state in canaries.all_of(records) if name in (None, state.model)]
         if name is not None and not states:
             raise Failure(f"{name} has no rollout: `penstock rollout start {name} --to VERSION` begins one")
@@ -236,7 +382,7 @@ def pause(
     """Let a rollout stay at its step. It is still rolled back if it turns out worse."""
     from producers.rollouts import operations
 
-    with _records(broker, store, data_dir) as records:
+    with open_store(broker, store, data_dir) as records:
         _show(records, operations.pause(records, name), as_json)
 
 
@@ -247,7 +393,7 @@ def resume(
     """Go on with a paused rollout."""
     from producers.rollouts import operations
 
-    with _records(broker, store, data_dir) as records:
+    with open_store(broker, store, data_dir) as records:
         _show(records, operations.resume(records, name), as_json)
 
 
@@ -263,7 +409,7 @@ def promote(
     """Go to a rollout's next step now, whatever it has compared."""
     from producers.rollouts import operations
 
-    with _records(broker, store, data_dir) as records:
+    with open_store(broker, store, data_dir) as records:
         _show(records, operations.promote(records, name, full=full), as_json)
 
 
@@ -274,7 +420,7 @@ def abort(
     """End a rollout: the default gets all tasks again, within a second."""
     from producers.rollouts import operations
 
-    with _records(broker, store, data_dir) as records:
+    with open_store(broker, store, data_dir) as records:
         _show(records, operations.abort(records, name), as_json)
 
 
@@ -293,7 +439,7 @@ def report(
     from producers.rollouts.report import report as reported
     from producers.store.fleet import canaries
 
-    with _records(broker, store, data_dir) as records:
+    with open_store(broker, store, data_dir) as records:
         state = canaries.read(records, name)
         if state is None:
             raise Failure(f"{name} has no rollout: `penstock rollout start {name} --to VERSION` begins one")

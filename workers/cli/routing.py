@@ -3,47 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from workers.cli import models
 from workers.cli.exits import OPERATOR_STATUS, Failure
+from workers.cli.models import app
 from workers.cli.options import Broker, DataDir, Json, Store
-from workers.cli.terminal import aligned, note, say
+from workers.cli.servers import open_store
+from workers.cli.terminal import aligned, say
 
 if TYPE_CHECKING:
-    from redis import Redis
-
     from producers.store.fleet.routing import Routing, Rule
     from producers.store.shadows import Report
-    from workers.library import LocalModels
 
-#: The commands of `penstock models`.
-app = models.app
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A model in the store.")]
-
-
-@contextmanager
-def _records(broker: str | None, store: str | None, data_dir: Path | None) -> Iterator[Redis]:
-    """The store. A routing that makes no sense, and a store that does not answer, are a Failure."""
-    from producers.connection.trouble import error_text
-    from producers.store.fleet.routing import RoutingError
-    from workers.cli.servers import addresses
-    from workers.connect import LOST, connect
-
-    try:
-        with connect(addresses(broker, store, data_dir)[1]) as records:
-            yield records
-    except RoutingError as error:
-        raise Failure(str(error)) from error
-    except LOST as error:
-        raise Failure(f"the store does not answer: {error_text(error)}") from error
 
 
 def _parted(given: Sequence[str], what: str) -> dict[str, str]:
@@ -82,7 +59,7 @@ def alias(
     """
     from producers.admin import routes
 
-    with _records(broker, store, data_dir) as records:
+    with open_store(broker, store, data_dir) as records:
         changes, removed = _parted(aliases or (), "ALIAS=VERSION"), remove or ()
         state = routes.set_aliases(records, name, changes, removed) if changes or removed else None
         _show(state or routes.current(records, name), as_json)
@@ -118,7 +95,7 @@ def split(
     percents = {target: _percent(target, value) for target, value in _parted(parts or (), "TARGET=PERCENT").items()}
     if off and percents:
         raise Failure("--off ends the split: give no parts with it")
-    with _records(broker, store, data_dir) as records:
+    with open_store(broker, store, data_dir) as records:
         if percents or off or sticky:
             state = routes.set_split(records, name, percents if percents or off else None, sticky)
         else:
@@ -151,7 +128,7 @@ def rule(
     conditions = (tenant, tier, header)
     if (to is None) != (conditions == (None, None, None)):
         raise Failure("a rule needs --to TARGET, and one of --tenant, --tier and --header")
-    with _records(broker, store, data_dir) as records:
+    with open_store(broker, store, data_dir) as records:
         new = [] if to is None else [Rule(to, *conditions)]
         if clear:
             state = routes.set_rules(records, name, new)
@@ -194,7 +171,7 @@ def stage(
     from producers.admin import routes
 
     changes = _parted(stages or (), "VERSION=STAGE")
-    with _records(broker, store, data_dir) as records:
+    with open_store(broker, store, data_dir) as records:
         state = routes.set_stages(records, name, changes, reason) if changes else None
         if require is not None:
             state = routes.set_approval(records, name, required=require)
@@ -226,7 +203,7 @@ def shadow(
 
     if (to is None) != (percent is None) or (off and to is not None):
         raise Failure("give --to TARGET and --percent together, or --off, or nothing of them")
-    with _records(broker, store, data_dir) as records:
+    with open_store(broker, store, data_dir) as records:
         if to is not None and percent is not None:
             state = routes.set_shadow(records, name, Shadow(to, percent))
         else:
@@ -277,7 +254,7 @@ def routing(
     from producers.admin import routes
     from producers.store.fleet import routing as kept
 
-    with _records(broker, store, data_dir) as records:
+    with open_store(broker, store, data_dir) as records:
         state = routes.current(records, name) if back_to is None else routes.restore(records, name, back_to)
         _show(state, as_json)
         for old in kept.history(records, name)[1:] if history else ():
@@ -293,7 +270,7 @@ def versions(
     from producers.contract import keys
     from producers.store.fleet import cards
 
-    with _records(broker, store, data_dir) as records:
+    with open_store(broker, store, data_dir) as records:
         state = routes.current(records, name)
         found = cards.versions_of(records.hgetall(keys.VERSIONS), name)
     for version, card in found.items():
@@ -303,79 +280,6 @@ def versions(
             typer.echo(json.dumps({**row, "at": card.get("at")}))
             continue
         say(f"{version}  {_when(card.get('at', 0))}  {state.stage(version):8}  {', '.join(aliases)}".rstrip())
-
-
-@app.shown("penstock models gc --data-dir data", status=OPERATOR_STATUS)
-def gc(
-    yes: Annotated[bool, typer.Option("--yes", help="Remove them. Without it they are only listed.")] = False,
-    local: Annotated[
-        bool,
-        typer.Option("--local", help="Also those of the local model folder, but for the last pulled of each model."),
-    ] = False,
-    place: Annotated[
-        str | None,
-        typer.Option(
-            "--bucket",
-            metavar="s3://BUCKET/PREFIX",
-            help="Also what broken publishes have left there a day ago: versions without a manifest, and uploads.",
-        ),
-    ] = None,
-    broker: Broker = None,
-    store: Store = None,
-    data_dir: DataDir = None,
-    as_json: Json = False,
-) -> None:
-    """Remove versions that nothing uses from the store: no worker serves them, no routing or rollout names them, their
-    stage is neither staging nor approved, and no tasks may wait for them.
-
-    Of the local model folder it knows only what this system uses.
-    """
-    import shutil
-
-    from producers.admin import routes
-    from producers.store.fleet.cards import profile_field
-    from producers.store.fleet.routing import RoutingError
-    from workers.library import LocalModels, bucket
-
-    uploads_to = None if place is None else models.bucket_at(place)
-    with _records(broker, store, data_dir) as records:
-        unused = routes.unused_versions(records)
-        used = {version for name in routes.models_of(records) for version in routes.uses(records, name)}
-        for name, version in unused:
-            if yes:
-                try:
-                    routes.remove_version(records, name, version)
-                except RoutingError as error:
-                    note(str(error))
-                    continue
-            _show_removed({"version": profile_field(name, version)}, yes, as_json)
-        for folder in _unused_folders(LocalModels.default(), used) if local else ():
-            if yes:
-                shutil.rmtree(folder)
-            _show_removed({"folder": str(folder)}, yes, as_json)
-        for stored in bucket.abandoned(uploads_to) if uploads_to is not None else ():
-            if yes and not bucket.remove_abandoned(stored):
-                continue
-            _show_removed({"bucket": str(stored.model.bucket)}, yes, as_json)
-        if yes and uploads_to is not None and (count := bucket.end_uploads(uploads_to)):
-            note(f"ended {count} uploads to {uploads_to} that got nothing for a day")
-
-
-def _unused_folders(models: LocalModels, used: set[str]) -> list[Path]:
-    latest: set[str] = set()
-    folders = []
-    for pulled in models.all():
-        if pulled.name in latest and pulled.version not in used:
-            folders.append(pulled.folder)
-        latest.add(pulled.name)
-    return folders
-
-
-def _show_removed(row: Mapping[str, str], removed: bool, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps({**row, "removed": removed}))
-    else:
-        say(f"{next(iter(row.values()))} {'removed' if removed else 'is unused; --yes removes it'}")
 
 
 def _percent(target: str, value: str) -> float:

@@ -21,6 +21,7 @@ from workers.cli.exits import Exit, Failure, refusing
 if TYPE_CHECKING:
     from asyncio import Runner
 
+    from redis import Redis as BlockingRedis
     from redis.asyncio import Redis
 
     from producers.client.aio import AsyncClient
@@ -92,6 +93,17 @@ def records(broker: str | None, store: str | None, data_dir: Path | None) -> Ite
                 yield client, loop
             finally:
                 loop.run(client.aclose())
+
+
+@contextmanager
+def open_store(broker: str | None, store: str | None, data_dir: Path | None) -> Iterator[BlockingRedis]:
+    """The store that a command's options name, for calls that block. Raises Failure as `records` does."""
+    from workers.connect import connect
+
+    with refusing(ValueError):
+        url = store_address(broker, store, data_dir)
+        with answering(url), connect(url) as client:
+            yield client
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from workers.cli import embedded_valkey
 from workers.cli.client import Gateway
 from workers.cli.exits import Exit, Failure
 from workers.cli.local_pools import LocalPools, Plan
-from workers.cli.models import publish_own
+from workers.cli.publication import publish_own
 from workers.cli.servers import open_port
 from workers.connect import check_servers
 from workers.errors import Refused

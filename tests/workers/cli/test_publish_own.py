@@ -6,7 +6,7 @@ from redis import Redis
 
 from engine.text import ModelCard
 from producers.store.fleet import cards, rollouts
-from workers.cli.models import publish_own
+from workers.cli.publication import publish_own
 from workers.library import find_model
 from workers.library.reference import BUNDLED, described
 from workers.rollout import New, begin
