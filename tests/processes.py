@@ -27,7 +27,7 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
 from producers.store.protocol import admit
-from tests.waiting import pauses
+from tests.waiting import PATIENCE_S, pauses
 from tests.warm import Forked
 from workers import processes
 
@@ -138,10 +138,10 @@ class Worker:
         """Those of its names that are in the broker's books."""
         return [name for name in self._redis.hkeys(broker_keys.INCARNATIONS) if name.startswith(f"{self.name}.")]
 
-    def wait_ready(self, seconds: float = 60) -> None:
+    def wait_ready(self, seconds: float = PATIENCE_S) -> None:
         self.wait_until(lambda: bool(self.incarnations), seconds)
 
-    def wait_until(self, condition: Callable[[], Any], seconds: float = 60) -> None:
+    def wait_until(self, condition: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
         """Wait for it while the worker lives; what its log says is in the error otherwise."""
         deadline, pause = time.monotonic() + seconds, pauses(0.01)
         while not condition():
@@ -158,7 +158,7 @@ class Worker:
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)
 
-    def stop(self, how: signal.Signals = signal.SIGTERM, seconds: float = 60) -> int:
+    def stop(self, how: signal.Signals = signal.SIGTERM, seconds: float = PATIENCE_S) -> int:
         if self.process.poll() is None:
             self.process.send_signal(how)
         return self.process.wait(seconds)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from tests.waiting import pauses
+from tests.waiting import PATIENCE_S, pauses
 from tests.warm import Forked
 
 
@@ -47,7 +47,7 @@ class Process:
         self.log = Path(tempfile.mkstemp(prefix="penstock-", suffix=".log")[1])
         self.process = Forked([sys.executable, "-m", module, *args], {**os.environ, **env}, self.log)
 
-    def until(self, condition: Callable[[], Any], seconds: float = 60) -> Any:
+    def until(self, condition: Callable[[], Any], seconds: float = PATIENCE_S) -> Any:
         """Wait for a true answer, and give it."""
         deadline, pause = time.monotonic() + seconds, pauses(0.01)
         while not (answer := condition()):
@@ -57,7 +57,7 @@ class Process:
             time.sleep(next(pause))
         return answer
 
-    def stop(self, how: signal.Signals = signal.SIGTERM, seconds: float = 60) -> int:
+    def stop(self, how: signal.Signals = signal.SIGTERM, seconds: float = PATIENCE_S) -> int:
         if self.process.poll() is None:
             self.process.send_signal(how)
         return self.process.wait(seconds)

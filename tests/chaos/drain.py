@@ -98,7 +98,7 @@ def measure(
         ears.start()
         length = int((drain + boot) / step)
         ids = fill(redis, QUEUE, running, max_tokens=length)
-        first.wait_until(lambda: all(len(ears.came[task_id]) > 3 for task_id in ids), 60)
+        first.wait_until(lambda: all(len(ears.came[task_id]) > 3 for task_id in ids))
         with Worker(url, STUB_STEP_S=step if then is None else then, **room) as second:
             second.wait_ready()
             began = time.monotonic()

@@ -21,7 +21,7 @@ from tests.exhaustive import few
 from tests.processes import Worker
 from tests.producers.store.test_s3 import bucket_of
 from tests.stub_engine import text_of
-from tests.waiting import within
+from tests.waiting import PATIENCE_S, within
 
 #: What a sweeper says for a batch that changes something.
 STEPS = ("BEGIN", "EXPAND", "QUEUED", "PART", "WRITTEN", "FINALIZE", "END", "CLOSE")
@@ -43,7 +43,7 @@ def strike(valkey: Redis, port: int, url: str, folder: Path | str, aim: Aim) -> 
         with sweeper(tap.url, "first", folder) as first:
             tap.pid.set_result(first.pid)
             assert within(lambda: job.ended() or tap.struck), "the first sweeper hangs"
-            struck = tap.struck is not None and tap.hit.wait(60)
+            struck = tap.struck is not None and tap.hit.wait(PATIENCE_S)
         valkey.delete(keys.SWEEPER)  # as if the time of its lease were over
         if not job.ended():
             with sweeper(url, "second", folder):

@@ -17,7 +17,7 @@ from tests.chaos.sourcing import SourcesProcess, Watched, free_leases, load_scri
 from tests.chaos.sweeping import Sweeper
 from tests.chaos.tap import Aim, Killer, Mode
 from tests.exhaustive import few
-from tests.waiting import within
+from tests.waiting import PATIENCE_S, within
 
 #: What a process says for a file that changes something; each is said by every one that is not killed.
 WRITES = ("INBOX_TAKE", "LEAD", "ZADD files", "FILE_MADE", "BATCH_CREATE", "FILE_REMOVED", "ZREM files", "INBOX_DONE")
@@ -38,7 +38,7 @@ def strike(valkey: Redis, port: int, url: str, folder: Path, aim: Aim) -> tuple[
         with SourcesProcess(tap.url, folder, watched.table) as first:
             tap.pid.set_result(first.pid)
             assert within(lambda: watched.delivered("a b") or tap.struck), "the first process hangs"
-            struck = tap.struck is not None and tap.hit.wait(60)
+            struck = tap.struck is not None and tap.hit.wait(PATIENCE_S)
         free_leases(valkey)
         with SourcesProcess(url, folder, watched.table):
             assert within(lambda: watched.delivered("a b")), f"the second process hangs after {tap.struck}"
@@ -67,7 +67,7 @@ def test_it_may_end_while_it_copies(valkey: Redis, valkey_url: str, tmp_path: Pa
     with SourcesProcess(valkey_url, tmp_path, watched.table, module="tests.chaos.held_copies") as first:
         first.until(lambda: any(path.stat().st_size for path in incoming.glob("*")))
         first.process.send_signal(how)
-        first.process.wait(60)
+        first.process.wait(PATIENCE_S)
     assert watched.batches() == [], "it ended before that"
     if how == signal.SIGKILL:
         assert any(incoming.iterdir())

@@ -17,6 +17,7 @@ from tests.chaos.tap import MODES, Killer, Mode
 from tests.exhaustive import few
 from tests.producers.conftest import model
 from tests.producers.sources.conftest import Serving, send_unsent, serving
+from tests.waiting import PATIENCE_S
 
 __all__ = ["model", "serving"]
 
@@ -92,8 +93,8 @@ def test_it_may_die_between_any_two_calls(
             except AssertionError:
                 assert tap.struck, first.log.read_text()
             if tap.struck and mode != "drop":
-                assert tap.hit.wait(60)
-                first.process.wait(60)
+                assert tap.hit.wait(PATIENCE_S)
+                first.process.wait(PATIENCE_S)
         released(valkey, valkey_url)
         with SourcesProcess(valkey_url, tmp_path, CONFIG) as second:
             second.until(lambda: over(valkey, serving) or released(valkey, valkey_url))

@@ -14,7 +14,7 @@ from tests.chaos.calls import Call
 from tests.chaos.sweeping import Left, Sweeper
 from tests.chaos.tap import Killer, Mode, at
 from tests.exhaustive import few
-from tests.waiting import within
+from tests.waiting import PATIENCE_S, within
 
 #: Calls without which nothing is done, and one that only counts what was.
 NEEDED = {"LEAD", "COMPACT", "ORPHAN", "EXPIRE", "LPUSH queue", "QUEUED", "LEDGER_FOLD", "LEDGER_ROLL"}
@@ -33,7 +33,7 @@ def strike(valkey: Redis, port: int, url: str, mode: Mode | None, kind: str) -> 
             assert within(lambda: left.done() or tap.struck), "the first sweeper hangs"
             struck, calls = tap.struck is not None, list(tap.calls)
             if struck:
-                assert tap.hit.wait(60)
+                assert tap.hit.wait(PATIENCE_S)
         valkey.delete(keys.SWEEPER)  # as if the time of its lease were over
         if not left.done():
             with Sweeper(url, "second"):

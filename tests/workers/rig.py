@@ -20,7 +20,7 @@ from producers.contract.record import Record
 from producers.store.protocol import cancel
 from tests.processes import Worker, fill, valkey
 from tests.stub_engine import StubEngine, token
-from tests.waiting import pauses
+from tests.waiting import PATIENCE_S, pauses
 
 POOL = keys.Pool("stub", "v1", "stub")
 QUEUE = POOL.version_queue
@@ -81,7 +81,7 @@ class Rig:
             worker.process.wait()
             worker.log.unlink(missing_ok=True)
 
-    def until(self, condition: Callable[[], Any], seconds: float = 60) -> None:
+    def until(self, condition: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
         """Wait for it; what the workers' logs say is in the error otherwise."""
         deadline, pause = time.monotonic() + seconds, pauses(0.02)
         while not condition():
@@ -147,7 +147,7 @@ class Rig:
     def settled(self, ids: list[str]) -> bool:
         return all(self.store.hexists(keys.task(task_id), "settled") for task_id in ids)
 
-    def until_settled(self, ids: list[str], seconds: float = 60) -> None:
+    def until_settled(self, ids: list[str], seconds: float = PATIENCE_S) -> None:
         """Wait for each; one that was seen to be settled is not asked for again."""
         left = ids[::-1]
 

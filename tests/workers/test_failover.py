@@ -109,11 +109,14 @@ def test_a_suspended_worker_is_taken_by_nobody_before_its_lease_lapses(rig: Rig)
 def test_who_loses_no_more_than_alive_connections_is_taken_by_nobody(rig: Rig) -> None:
     """Nor by one who was cut off as well. Afterwards they look as before."""
     first, ids = with_tasks(rig, max_tokens=600)
-    second = rig.worker(**SOON)
+    second = another(rig)
     old = [first.incarnations, second.incarnations]
-    for _ in range(3):
+    channels = [keys.alive(name) for worker in (first, second) for name in worker.incarnations]
+    for cuts in (1, 2, 3):
         cut_pubsub(rig)
-        rig.until(lambda: {lease.get("listens") for lease in rig.leases()} == {None})
+        for worker in (first, second):
+            rig.until(lambda at=worker, n=cuts: at.log.read_text().count("Lost the control channel") >= n)
+        rig.until(lambda: all(count for _, count in rig.redis.pubsub_numsub(*channels)))
         rig.until(lambda: [lease.get("listens") for lease in rig.leases()] == [True, True])
     assert [first.incarnations, second.incarnations] == old
     assert {lease["false_takeovers"] for lease in rig.leases()} == {0}
