@@ -1,11 +1,16 @@
 """The process of a follower: `python -m engine.execution.ranks.follower LOCAL`, started by a Group or a Node.
 
-LOCAL is JSON of what this machine has: `socket` to the lead, `parent`, `folder` and its `files`, `threads`, the
-`index` of the rank among the machine's `processes`, the machine's `address`, `memory` of its stage, `links` as pairs
-of kind and descriptor, and whether it `tells` the lead how busy its stage is, because that is another machine's. It
-reads its setup, which is alike on all machines, from the socket, loads its share, says so, and does what the lead
-sends. It ends with the lead. A signal to the whole group of processes, such as Ctrl-C, a closed terminal's SIGHUP or
-a service manager's SIGTERM, is the lead's, who drains first.
+    socket: the lead's setup, one JSON line -> load this rank's share -> report `ready` -> repeat each step of the lead
+            later lines: adapters to load   -> load them, report `adapter`
+
+LOCAL is JSON of this machine's part: the descriptor of the `socket` to the lead; `parent`, the process that started
+this one; `folder` and its `files` (files_of); `threads`; the `index` of the rank among the machine's `processes`; the
+machine's `address`; the descriptor of the `memory` of its stage's sums; `links`, as pairs of kind and descriptor; and
+`tells`: whether to report how busy the stage is, which the lead cannot see on another machine. The setup is the same on
+all machines.
+
+A follower ends with the lead. It ignores signals to the whole group of processes, such as Ctrl-C, a closed terminal's
+SIGHUP or a service manager's SIGTERM, because the lead drains first.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ if TYPE_CHECKING:
 
 #: prctl(2)
 _PR_SET_PDEATHSIG: Final = 1
-#: The least seconds between two signs of life while weights are read, and those between two of a stage that computes.
+#: Seconds between two reports while weights are read, and between two of how busy a stage is.
 _SIGN_S: Final = 1.0
 
 
@@ -38,14 +43,14 @@ def main() -> None:
         signal.signal(ignored, signal.SIG_IGN)
     local = json.loads(sys.argv[1])
     lead = socket.socket(fileno=local["socket"])
-    told = lead.makefile("rb")
+    lines = lead.makefile("rb")
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != local["parent"]:
-        return  # it ended before the call
-    setup = json.loads(told.readline())
-    listener = _Listener(lead, told)
+        return  # the parent ended before the call
+    setup = json.loads(lines.readline())
+    listener = _Listener(lead, lines)
     listener.start()
-    _say(lead, started=True)
+    _report(lead, started=True)
     ends: list[Link | Collectives] = []
     try:
         # Only now, because this takes seconds.
@@ -63,7 +68,7 @@ def main() -> None:
         from engine.models import load_model
         from engine.models.shares import files_of
 
-        _say(lead, imported=True)  # of a machine that is busy this may have taken a minute
+        _report(lead, imported=True)  # which may have taken a minute on a busy machine
         folder = Path(local["folder"])
         if files_of(folder) != local["files"]:
             raise ModelError(f"{folder}: its files have changed since the lead looked; start again")
@@ -108,8 +113,8 @@ def main() -> None:
             )
             model.kernels.use_threads(None)
             listener.share = model
-            listener.store = RanksStore(lambda key, value: _say(lead, key=key, value=value.hex()))
-            _say(lead, ready=True, types=types_of(model))
+            listener.store = RanksStore(lambda key, value: _report(lead, key=key, value=value.hex()))
+            _report(lead, ready=True, types=types_of(model))
             if collectives is not None:
                 assert exchange is not None
                 listener.store.wait([READY])
@@ -118,22 +123,22 @@ def main() -> None:
             if exchange is None or links:
                 before, after = BusyLink(links[0]), links[1]
                 if local["tells"]:
-                    threading.Thread(target=_tell_busy, args=(lead, before), daemon=True).start()
+                    threading.Thread(target=_report_busy, args=(lead, before), daemon=True).start()
                 lead_stage(model, exchange, before, after, listener.adapters)
             else:
                 follow(model, exchange, listener.adapters)
     except BaseException as error:
         from engine.errors import DeviceLostError
 
-        # Of a loss among the others the lead has a cause of its own, or will have.
-        _say(lead, **{"lost" if isinstance(error, DeviceLostError) else "error": f"{type(error).__name__}: {error}"})
+        # DeviceLostError: another rank failed first, and the lead has, or will have, the first cause.
+        _report(lead, **{"lost" if isinstance(error, DeviceLostError) else "error": f"{type(error).__name__}: {error}"})
         for each in ends:
             each.fail()
         raise
 
 
 class _Signs:
-    """Tells the lead, now and then, that weights are being read."""
+    """The progress of reading weights, reported to the lead every `_SIGN_S`: it gives up a silent follower."""
 
     def __init__(self, lead: socket.socket) -> None:
         self._lead, self._last = lead, time.monotonic()
@@ -141,49 +146,49 @@ class _Signs:
     def __call__(self, done: int, total: int) -> None:
         if time.monotonic() - self._last > _SIGN_S:
             self._last = time.monotonic()
-            _say(self._lead, read=done)
+            _report(self._lead, read=done)
 
 
-def _tell_busy(lead: socket.socket, link: BusyLink) -> None:
-    """Tell the lead, again and again, what share of the time this stage had something to do."""
+def _report_busy(lead: socket.socket, link: BusyLink) -> None:
+    """Report to the lead, every `_SIGN_S`, in what share of the time this stage worked."""
     worked, last = link.worked_s(), time.monotonic()
     while True:
         time.sleep(_SIGN_S)
         before, since = worked, last
         worked, last = link.worked_s(), time.monotonic()
-        _say(lead, busy=round((worked - before) / (last - since), 2))
+        _report(lead, busy=round((worked - before) / (last - since), 2))
 
 
-def _say(lead: socket.socket, **said: Any) -> None:
+def _report(lead: socket.socket, **message: Any) -> None:
     try:
-        lead.sendall(json.dumps(said).encode() + b"\n")
+        lead.sendall(json.dumps(message).encode() + b"\n")
     except OSError:
         os._exit(os.EX_OK)  # the lead has ended
 
 
 class _Listener(threading.Thread):
-    """Does what the lead says on the socket, and ends this process, whatever it does, when that is closed: when the
-    lead ends or closes the group."""
+    """Loads the adapters that the lead names on the socket. Ends this process, whatever its other threads do, when the
+    socket is closed: the lead has ended, or closed the group."""
 
-    def __init__(self, lead: socket.socket, told: BinaryIO) -> None:
+    def __init__(self, lead: socket.socket, lines: BinaryIO) -> None:
         super().__init__(daemon=True)
-        self._lead, self._told = lead, told
+        self._lead, self._lines = lead, lines
         #: This rank's part of the model, once it is loaded.
         self.share: Decoder | None = None
-        #: By what it meets the other ranks, from then on.
+        #: Where it finds the other ranks' addresses, once the model is loaded.
         self.store: RanksStore | None = None
         #: The loaded adapters by number.
         self.adapters: dict[int, Adapter] = {}
 
     def run(self) -> None:
         try:
-            for line in self._told:
-                asked = json.loads(line)
-                if "key" in asked:
+            for line in self._lines:
+                order = json.loads(line)
+                if "key" in order:
                     assert self.store is not None
-                    self.store.learn(asked["key"], bytes.fromhex(asked["value"]))
+                    self.store.learn(order["key"], bytes.fromhex(order["value"]))
                     continue
-                self._load(asked["adapter"], asked["folder"], asked["version"])
+                self._load(order["adapter"], order["folder"], order["version"])
         finally:
             os._exit(os.EX_OK)
 
@@ -191,7 +196,7 @@ class _Listener(threading.Thread):
         from engine.adapters import load_adapter
         from engine.errors import EngineError
 
-        wrong = ""
+        failure = ""
         try:
             assert self.share is not None
             adapter = load_adapter(folder, self.share)
@@ -199,8 +204,8 @@ class _Listener(threading.Thread):
                 raise EngineError(f"its files are version {adapter.version}, and the lead's {version}")
             self.adapters[number] = adapter
         except (EngineError, OSError, RuntimeError, ValueError, MemoryError) as error:
-            wrong = f"{type(error).__name__}: {error}"
-        _say(self._lead, adapter=number, wrong=wrong)
+            failure = f"{type(error).__name__}: {error}"
+        _report(self._lead, adapter=number, failure=failure)
 
 
 if __name__ == "__main__":

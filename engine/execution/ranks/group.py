@@ -1,9 +1,14 @@
-"""The lead's side of the followers' processes: starts those of this machine, meets other machines, waits until all have
-their shares, notices their ends.
+"""The lead's side of the followers' processes: starts those of this machine, connects to those of others, waits until
+all have loaded their shares, and ends the group when one is lost.
 
-A follower is lost when its socket closes, which the kernel does whatever ends it. Then all are: the exchange fails, so
-that nobody waits for the lost one, and the others are killed. They end with the lead in the same way, and the kernel
-kills them when the thread that started them ends (PR_SET_PDEATHSIG), which lives as long as the lead.
+    Group's thread: connect to other nodes -> start the processes of this one -> read what each sends on its socket:
+                    imported, bytes read, ready, adapter loaded, error, busy      -> `wait`, `load_adapter` wait for
+                    these sample the exchanges' rounds: for which rank do others wait?  -> `slow_rank`
+
+A follower is lost when its socket closes, which the kernel does whatever ends its process. Then the group is lost: the
+exchanges fail, so that no rank waits for the lost one, and the other followers are killed. A follower ends with the
+lead in the same way. The kernel also kills it when the thread that started it ends (PR_SET_PDEATHSIG), and that thread
+lives as long as the lead.
 """
 
 from __future__ import annotations
@@ -40,45 +45,49 @@ from engine.text.gguf import absolute
 
 logger = logging.getLogger("penstock.engine")
 
-#: A follower that says nothing for this long, in seconds, while it starts and reads its weights does not come.
+#: Seconds of silence after which a follower that is starting or reading its weights is given up.
 SILENCE_S: Final = 120.0
-#: Seconds in which kernels are compiled and steps recorded on all devices.
+#: Seconds within which all devices must have compiled their kernels and recorded their steps.
 COMPILE_S: Final = 600.0
-#: Seconds that an end may take before it is enforced.
+#: Seconds that a follower has to end by itself before it is killed.
 _END_S: Final = 5.0
 #: Seconds that the reason of a failure may take to arrive after the failure.
 _REASON_S: Final = 5.0
-#: Seconds that the loss of a rank may take to be noticed after another has noticed it.
+#: Seconds for which the first cause of a loss is waited for after another rank has reported it at second hand.
 _CAUSE_S: Final = 8.0
-#: Seconds between two looks at how far the ranks have come, and the weight of a look among all.
-_LOOK_S: Final = 0.05
-_LOOK_WEIGHT: Final = 0.02
-#: The share of looks from which a rank is slow, and how many times the next one's it is.
+#: Seconds between two samples of the ranks' rounds, and the weight of a sample in the moving average.
+_SAMPLE_S: Final = 0.05
+_SAMPLE_WEIGHT: Final = 0.02
+#: A rank is slow if others wait for it at this share of samples, and at so many times the share of the next rank.
 _SLOW_SHARE, _SLOW_TIMES = 0.4, 2.0
-#: Seconds after which a stage that should tell how busy it is, and does not, is: it is stopped, say.
+#: Seconds of silence after which a stage that should report how busy it is counts as busy: it may be stopped.
 _BUSY_S: Final = 3.0
-#: The most bytes of a follower's message.
-_LONGEST: Final = 1 << 16
+#: The maximum length of what is read from a follower at one time, in bytes.
+_MAX_MESSAGE: Final = 1 << 16
 
 
 @dataclass(slots=True)
 class _Follower:
+    """A follower as the lead knows it: its process or machine, and what it has reported."""
+
     rank: int
     process: subprocess.Popen[bytes] | None
-    """None: it is another machine's."""
+    """None if it runs on another machine."""
     socket: socket.socket
-    heard: float
+    last_heard: float
+    """When it last sent something, by time.monotonic."""
     ready: bool = False
     types: str = ""
-    """Its data types, once it is ready."""
+    """types_of its share, once it is ready."""
     busy: float = 0.0
-    """The share of the last second in which its stage had something to do, if it tells that."""
+    """The share of the last second in which its stage worked, if it reports that."""
     error: str = ""
     lost: str = ""
-    """How it says that others are lost."""
+    """Its report that other ranks are lost: a reason at second hand."""
     unread: bytes = b""
+    """The beginning of a line whose end has not come yet."""
     adapters: dict[int, str] = field(default_factory=dict)
-    """The numbers of adapters that it was to load, with what went wrong."""
+    """By the number of an adapter that it was to load: the error; empty if it is loaded."""
 
     def kill(self) -> None:
         if self.process is not None:
@@ -90,7 +99,9 @@ class Group:
     """The followers of a model's lead. Any thread may call its methods."""
 
     def __init__(self, folder: Path, config: EngineConfig, threads: int, device: torch.device) -> None:
-        """Start them; `wait` waits for them. `threads`: of each rank. `device`: of the model. Raises EngineError."""
+        """Begin to start the followers; `wait` waits for them. `folder`: the model's. `threads`: of each rank.
+        `device`: of the model. Raises EngineError if these ranks cannot compute on that device, or the port is in
+        use."""
         library = load_library()
         backend = backend_of(config, device)
         if library is None or (backend is None and config.kernels not in ("auto", "native")):
@@ -100,12 +111,12 @@ class Group:
                     "compiler is"
                 )
             )
-        #: Called once, on a thread of the group, when a follower is lost that had come.
+        #: Called once, on a thread of the group, when a follower is lost after all were ready.
         self.on_lost: Callable[[], None] | None = None
-        #: Of each rank.
+        #: The number of threads of each rank.
         self.threads = threads
         self._ranks = config.ranks
-        self._of_stage, self.stage = config.tensor_parallel, Share(0, config.pipeline_parallel)
+        self._stage_ranks, self.stage = config.tensor_parallel, Share(0, config.pipeline_parallel)
         self._followers: list[_Follower] = []
         self._changed = threading.Condition()
         self._lost = ""
@@ -113,48 +124,50 @@ class Group:
         self._folder, self._nodes, self._joined = folder, config.nodes, Joined()
         self._files = files_of(folder)
         stages = self.stage.ranks
-        #: The ranks of this machine.
-        self._own = self._ranks // self._nodes
-        own_stages = max(1, stages // self._nodes)
-        # The memory of each own stage's sums, and of the links between own stages; that after the last one leads back
-        # here, unless the next stage is another machine's.
-        self._memories = [shared_memory(self._of_stage) for _ in range(own_stages)]
-        self._links = [shared_memory(2) for _ in range(own_stages - 1 + (self._nodes == 1 < stages))]
+        #: The number of ranks on each machine.
+        self._local_ranks = self._ranks // self._nodes
+        stages_here = max(1, stages // self._nodes)
+        # The memory of the sums of each stage on this machine, and of the links after these stages. The last link leads
+        # back to the lead; with several machines the last stage here is linked by a socket instead.
+        self._memories = [shared_memory(self._stage_ranks) for _ in range(stages_here)]
+        self._links = [shared_memory(2) for _ in range(stages_here - 1 + (self._nodes == 1 < stages))]
         ends = [Share(int(i + 1 == stages), 2) for i in range(len(self._links))]
-        sums = [Exchange(library, each, Share(0, self._of_stage), self._own) for each in self._memories]
-        links = [Exchange(library, memory, end, self._own) for memory, end in zip(self._links, ends, strict=True)]
-        #: All exchanges and links. This rank takes part in those of the first stage, and its links.
+        sums = [Exchange(library, each, Share(0, self._stage_ranks), self._local_ranks) for each in self._memories]
+        links = [
+            Exchange(library, memory, end, self._local_ranks) for memory, end in zip(self._links, ends, strict=True)
+        ]
+        #: All exchanges and links of this machine; the lead itself uses its stage's and its own links alone.
         self._exchanges: list[Exchange | SocketLink | Collectives] = [*sums, *links]
         for each in self._exchanges:
             each.explain = self.check
-        #: This rank's end of the first stage's sums. None if it has that stage for itself.
-        self.exchange = sums[0] if self._of_stage > 1 else None
-        #: This rank's links, to the second stage and from the last one.
-        self._ends: tuple[Link | None, Link | None] = (links[0] if links else None, links[-1] if links else None)
+        #: The lead's end of the first stage's sums. None if the lead is the stage's only rank.
+        self.exchange = sums[0] if self._stage_ranks > 1 else None
+        #: The lead's links, to the second stage and from the last one.
+        self._lead_links: tuple[Link | None, Link | None] = (links[0] if links else None, links[-1] if links else None)
         self._chain: Chain | None = None
-        #: What sums on devices; `self.exchange` then has messages alone.
+        #: The sums of ranks on devices; `self.exchange` then carries messages alone.
         self.collectives: Collectives | None = None
-        #: This machine's, at which other ranks reach those of this one.
+        #: The address at which ranks of other machines reach those of this one.
         self._address = LOOPBACK
-        #: By what the ranks meet on devices.
+        #: Where ranks on devices find each other's addresses.
         self._store = RanksStore(self._spread)
         if backend is not None:
-            self.collectives = Collectives(Share(0, self._of_stage), backend, ordered=config.deterministic)
+            self.collectives = Collectives(Share(0, self._stage_ranks), backend, ordered=config.deterministic)
             self.collectives.explain = self.check
             self._exchanges.append(self.collectives)
         self._rounds: list[list[int]] = []
-        #: By rank: the share of looks at which others waited for it.
-        self._waits = dict.fromkeys(range(1, self._own if stages > 1 else self._ranks), 0.0)
+        #: By rank: the moving average of the share of samples at which others waited for it.
+        self._waits = dict.fromkeys(range(1, self._local_ranks if stages > 1 else self._ranks), 0.0)
         if stages > 1:  # of another machine's stages, their first ranks
-            self._waits |= dict.fromkeys(range(self._own, self._ranks, self._of_stage), 0.0)
+            self._waits |= dict.fromkeys(range(self._local_ranks, self._ranks, self._stage_ranks), 0.0)
         self._mirrors: list[Mirror] = []
-        #: What the first rank says that was not lost itself, and when.
+        #: The first report at second hand that ranks are lost, and when it came, by time.monotonic.
         self._second_hand: tuple[str, float] | None = None
         self._meeting = None
         if self._nodes > 1:
             self._meeting = Meeting(config.ranks_address, read_secret(str(config.ranks_secret)))
         self._setup: dict[str, Any] = {
-            "ranks": self._of_stage,
+            "ranks": self._stage_ranks,
             "stages": stages,
             "dtype": config.dtype,
             "deterministic": config.deterministic,
@@ -164,12 +177,12 @@ class Group:
             "device": device.type,
             "backend": backend,
         }
-        self._thread = threading.Thread(target=self._keep, name="penstock-ranks", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="penstock-ranks", daemon=True)
         self._thread.start()
 
     def wait(self, types: str) -> None:
-        """Wait until all followers have their shares. `types`: types_of this rank's. Raises EngineError, saying which
-        has not come, or has others, and why."""
+        """Wait until all followers have loaded their shares. `types`: types_of the lead's share. Raises EngineError
+        naming the rank that is lost, and why, or whose data types differ."""
         with self._changed:
             while not self._lost and not (self._followers and all(each.ready for each in self._followers)):
                 self._changed.wait()
@@ -177,11 +190,12 @@ class Group:
                 raise EngineError(f"the model is not served: {self._lost}")
         for each in self._followers:
             if each.types != types:
-                why = f"{self._named(each)}: its data types are {each.types!r}, and the lead's {types!r}"
-                raise EngineError(f"the model is not served: {why}")
+                reason = f"{self._name_of(each)}: its data types are {each.types!r}, and the lead's {types!r}"
+                raise EngineError(f"the model is not served: {reason}")
 
     def model_of(self, share: Decoder) -> LeadModel:
-        """The model of all ranks, of this rank's share."""
+        """The model of all ranks. `share`: the lead's. Raises EngineError if ranks on devices do not connect in
+        time."""
         if self.collectives is not None:
             assert self.exchange is not None
             with self.in_time("to connect the ranks"):
@@ -190,70 +204,73 @@ class Group:
             return DeviceLead(share, self.exchange, self.collectives)
         if self.stage.ranks == 1:
             return LeadModel(share, self.exchange)
-        after, back = self._ends
+        after, back = self._lead_links
         assert after is not None
         assert back is not None
         self._chain = Chain(after, back, self.check)
         return StagedModel(share, self.exchange, self._chain)
 
     def _spread(self, key: str, value: bytes, source: _Follower | None = None) -> None:
-        """Tell all followers, but for the `source`, what a rank has set."""
+        """Send a value that a rank has set in its store to all followers but the `source`."""
         message = json.dumps({"key": key, "value": value.hex()}).encode() + b"\n"
         with self._changed:
             for each in self._followers:
                 if each is not source:
-                    with suppress(OSError):  # it has ended, which is noticed
+                    with suppress(OSError):  # it has ended, which the selector will show
                         each.socket.sendall(message)
 
     def load_adapter(self, folder: Path, version: str, number: int) -> None:
-        """Have all followers load the adapter in `folder`, of this version, as `number`. Raises EngineError."""
-        told = {"adapter": number, "folder": str(folder.resolve()), "version": version}
-        message = json.dumps(told).encode() + b"\n"
+        """Make all followers load the adapter in `folder`, of this version, as `number`. Raises EngineError naming a
+        rank that cannot."""
+        arguments = {"adapter": number, "folder": str(folder.resolve()), "version": version}
+        message = json.dumps(arguments).encode() + b"\n"
         with self._changed:
             for each in self._followers:
-                with suppress(OSError):  # it has ended, and then they are lost
+                with suppress(OSError):  # it has ended, and the group will be lost
                     each.socket.sendall(message)
             while not self._lost and not all(number in each.adapters for each in self._followers):
                 self._changed.wait()
-            errors = [f"rank {each.rank}: {why}" for each in self._followers if (why := each.adapters.pop(number, ""))]
-            if self._lost or errors:
-                raise EngineError(f"{folder} is not loaded: {self._lost or errors[0]}")
+            errors = {each.rank: each.adapters.pop(number, "") for each in self._followers}
+            failed = [f"rank {rank}: {error}" for rank, error in errors.items() if error]
+            if self._lost or failed:
+                raise EngineError(f"{folder} is not loaded: {self._lost or failed[0]}")
 
-    def _looks(self) -> bool:
-        """Look at whom the others wait for. Returns False if no rank has moved, and none is waited for."""
+    def _observe_waits(self) -> bool:
+        """Sample for which ranks others wait, for `slow_rank`. Returns False if no rank has moved and none is waited
+        for: no step runs."""
         rounds = [each.rounds() for each in self._exchanges if isinstance(each, Exchange)]
         moved, self._rounds = rounds != self._rounds, rounds
         # A stage at work keeps others waiting while the lead waits for the last one.
-        ends = self._chain is not None and self._chain.waits
-        waited: dict[int, float] = {}
-        for i, each in enumerate(rounds):
-            behind = [(each[0] - each[own]) % (1 << 32) for own in range(1, len(each))]
+        lead_waits = self._chain is not None and self._chain.waits
+        waited_for: dict[int, float] = {}
+        for i, (first, *others) in enumerate(rounds):
+            behind = [(first - other) % (1 << 32) for other in others]
             if i < len(self._memories):
-                # The stage's first rank is further.
-                slower = (i * self._of_stage + own + 1 for own, by in enumerate(behind) if 0 < by < 1 << 31)
-                waited |= dict.fromkeys(slower, 1.0)
-            elif ends and behind[0] < 1 << 31 and (stage := i - len(self._memories) + 1) < self.stage.ranks:
-                # Who waits for a message is one further than its sender.
-                waited[stage * self._of_stage] = 1.0
-        if ends:
-            waited |= {each.rank: self._busy(each) for each in list(self._followers) if each.process is None}
-        if moved or waited:
+                # The stage's first rank has come further than these.
+                ranks = enumerate(behind, i * self._stage_ranks + 1)
+                waited_for |= {rank: 1.0 for rank, by in ranks if 0 < by < 1 << 31}
+            elif lead_waits and behind[0] < 1 << 31 and (stage := i - len(self._memories) + 1) < self.stage.ranks:
+                # The receiver, which waits for a message, is one round ahead of the sender.
+                waited_for[stage * self._stage_ranks] = 1.0
+        if lead_waits:
+            waited_for |= {each.rank: self._busy(each) for each in list(self._followers) if each.process is None}
+        if moved or waited_for:
             for rank in self._waits:
-                self._waits[rank] += _LOOK_WEIGHT * (waited.get(rank, 0.0) - self._waits[rank])
-        return moved or bool(waited)
+                self._waits[rank] += _SAMPLE_WEIGHT * (waited_for.get(rank, 0.0) - self._waits[rank])
+        return moved or bool(waited_for)
 
     @staticmethod
     def _busy(follower: _Follower) -> float:
-        return 1.0 if time.monotonic() - follower.heard > _BUSY_S else follower.busy
+        return 1.0 if time.monotonic() - follower.last_heard > _BUSY_S else follower.busy
 
     @property
     def processes(self) -> tuple[int, ...]:
-        """The ids of the followers' processes on this machine."""
+        """The process ids of the followers on this machine."""
         return tuple(each.process.pid for each in list(self._followers) if each.process is not None)
 
     @property
     def slow_rank(self) -> str:
-        """The rank for which the others wait most of the time, in words; empty if none stands out."""
+        """A description of the rank for which the others wait most of the time; empty if no rank stands out."""
         order = sorted(self._waits, key=self._waits.__getitem__, reverse=True)
         if not order or self._waits[order[0]] < _SLOW_SHARE:
             return ""
@@ -262,14 +279,14 @@ class Group:
         slow = next((each for each in list(self._followers) if each.rank == order[0]), None)
         if slow is None:  # it has not started
             return ""
-        return f"the others wait for {self._named(slow)} at {self._waits[order[0]]:.0%} of looks"
+        return f"the others wait for {self._name_of(slow)} at {self._waits[order[0]]:.0%} of looks"
 
     @contextmanager
     def in_time(self, doing: str) -> Iterator[None]:
-        """Give the ranks up, and raise EngineError, if the block takes longer than SILENCE_S; where kernels may be
-        compiled in it, COMPILE_S."""
+        """A context that ends the group, and raises EngineError, if its block takes longer than SILENCE_S, or COMPILE_S
+        for ranks on devices, which may compile kernels in it. `doing`: what the block does, for the message."""
         limit = SILENCE_S if self.collectives is None else COMPILE_S
-        late = threading.Timer(limit, lambda: self._lose(f"{doing} takes more than {limit:.0f} s{self._who()}"))
+        late = threading.Timer(limit, lambda: self._lose(f"{doing} takes more than {limit:.0f} s{self._slow_suffix()}"))
         late.daemon = True
         late.start()
         try:
@@ -279,9 +296,10 @@ class Group:
         finally:
             late.cancel()
 
-    def _who(self) -> str:
-        why = self.slow_rank
-        return f": {why}" if why else ""
+    def _slow_suffix(self) -> str:
+        """`slow_rank` after a colon, or nothing."""
+        reason = self.slow_rank
+        return f": {reason}" if reason else ""
 
     def check(self) -> None:
         """Raise DeviceLostError if a rank has failed."""
@@ -291,7 +309,7 @@ class Group:
             raise DeviceLostError(self._lost or "a rank failed")
 
     def close(self) -> None:
-        """End the followers, by force after some seconds."""
+        """End the followers, and kill those that have not ended after `_END_S`."""
         with self._changed:
             self._closing = True
             followers = list(self._followers)
@@ -306,7 +324,7 @@ class Group:
             except subprocess.TimeoutExpired:
                 process.kill()
         self._thread.join()
-        self._joined.close(lost=lost)  # the last of them may have come meanwhile
+        self._joined.close(lost=lost)  # the last node may have connected meanwhile
         if self._mirrors and self.exchange is not None:
             self.exchange.fail()
             for mirror in self._mirrors:
@@ -318,7 +336,7 @@ class Group:
 
     # ---- its thread
 
-    def _keep(self) -> None:
+    def _run(self) -> None:
         try:
             if self._meeting is not None:
                 self._gather(self._meeting)
@@ -337,8 +355,8 @@ class Group:
             for each in self._followers:
                 selector.register(each.socket, selectors.EVENT_READ, each)
             while selector.get_map():
-                # More often while steps run, to see whom the others wait for.
-                for key, _ in selector.select(_LOOK_S if self._looks() else 1.0):
+                # Short waits while steps run, to sample for whom the others wait.
+                for key, _ in selector.select(_SAMPLE_S if self._observe_waits() else 1.0):
                     if not self._read(key.data):
                         selector.unregister(key.fileobj)
                         self._ended(key.data)
@@ -351,11 +369,11 @@ class Group:
             each.socket.close()
 
     def _gather(self, meeting: Meeting) -> None:
-        """Wait for the other machines. Raises EngineError."""
+        """Connect to the other machines. Raises EngineError naming the node that has not come, or differs."""
         part = {**self._setup, "nodes": self._nodes}
         staged = self.stage.ranks > 1
         joined = gather(
-            meeting, self._nodes, self._own, traits_of(self._folder), part, lambda: self._closing, staged=staged
+            meeting, self._nodes, self._local_ranks, traits_of(self._folder), part, lambda: self._closing, staged=staged
         )
         self._joined = joined
         if self.collectives is not None:
@@ -363,9 +381,9 @@ class Group:
         if not staged:
             assert self.exchange is not None
             self._mirrors = [
-                Mirror(self.exchange, own, node * self._own + own, end)
+                Mirror(self.exchange, i, node * self._local_ranks + i, end)
                 for node, ends in joined.sums.items()
-                for own, end in ends.items()
+                for i, end in ends.items()
             ]
             return
         assert joined.after is not None
@@ -375,79 +393,79 @@ class Group:
         for link in (back, after):
             link.explain = self.check
             self._exchanges.append(link)
-        self._ends = (after if len(self._memories) == 1 else self._ends[0], back)
+        self._lead_links = (after if len(self._memories) == 1 else self._lead_links[0], back)
 
     def _start(self, rank: int) -> None:
-        stage, own = divmod(rank, self._of_stage)
+        stage, rank_in_stage = divmod(rank, self._stage_ranks)
         process = None
-        if rank < self._own:
-            ours, theirs = socket.socketpair()
-            with theirs:
+        if rank < self._local_ranks:
+            lead_end, follower_end = socket.socketpair()
+            with follower_end:
                 try:
-                    process = self._process(rank, stage, own, theirs)
+                    process = self._process(rank, stage, rank_in_stage, follower_end)
                 except OSError:
-                    ours.close()
+                    lead_end.close()
                     raise
         else:
-            ours = self._joined.ranks[rank]
-        with suppress(OSError):  # it has ended, which is noticed
-            ours.sendall(json.dumps({**self._setup, "rank": own, "stage": stage}).encode() + b"\n")
+            lead_end = self._joined.ranks[rank]
+        with suppress(OSError):  # it has ended, which the selector will show
+            lead_end.sendall(json.dumps({**self._setup, "rank": rank_in_stage, "stage": stage}).encode() + b"\n")
         with self._changed:
-            self._followers.append(_Follower(rank, process, ours, time.monotonic()))
+            self._followers.append(_Follower(rank, process, lead_end, time.monotonic()))
             if self._closing:
-                shut(ours)
+                shut(lead_end)
 
-    def _process(self, rank: int, stage: int, own: int, control: socket.socket) -> subprocess.Popen[bytes]:
+    def _process(self, rank: int, stage: int, rank_in_stage: int, control: socket.socket) -> subprocess.Popen[bytes]:
         """Start the process of a rank of this machine."""
         links: list[tuple[str, int]] = []
-        if stage and not own:
+        if stage and not rank_in_stage:
             links = [("memory", each) for each in self._links[stage - 1 : stage + 1]]
             if len(links) == 1:
                 assert self._joined.after is not None
                 links.append(("socket", self._joined.after.fileno()))
         local = {"folder": str(absolute(self._folder)), "files": self._files, "threads": self.threads, "index": rank}
-        local |= {"processes": self._own, "address": self._address, "memory": self._memories[stage]}
+        local |= {"processes": self._local_ranks, "address": self._address, "memory": self._memories[stage]}
         local |= {"links": links, "tells": False}
         return start_follower(control, local, [self._memories[stage], *(number for _, number in links)])
 
     def _read(self, follower: _Follower) -> bool:
-        """Read what a follower says. Returns False at its end."""
+        """Read what a follower has sent. Returns False once its socket is closed."""
         try:
-            data = follower.socket.recv(_LONGEST)
+            data = follower.socket.recv(_MAX_MESSAGE)
         except OSError:
             data = b""
         *lines, follower.unread = (follower.unread + data).split(b"\n")
         with self._changed:
-            follower.heard = time.monotonic()
+            follower.last_heard = time.monotonic()
             for line in lines:
-                said = json.loads(line)
-                follower.ready |= "ready" in said
-                follower.types = said.get("types", follower.types)
-                follower.busy = said.get("busy", follower.busy)
-                if "key" in said:
-                    value = bytes.fromhex(said["value"])
-                    self._store.learn(said["key"], value)
-                    self._spread(said["key"], value, follower)
-                if "adapter" in said:
-                    follower.adapters[said["adapter"]] = said["wrong"]
-                follower.error = said.get("error", follower.error)
-                follower.lost = said.get("lost", follower.lost)
+                message = json.loads(line)
+                follower.ready |= "ready" in message
+                follower.types = message.get("types", follower.types)
+                follower.busy = message.get("busy", follower.busy)
+                if "key" in message:
+                    value = bytes.fromhex(message["value"])
+                    self._store.learn(message["key"], value)
+                    self._spread(message["key"], value, follower)
+                if "adapter" in message:
+                    follower.adapters[message["adapter"]] = message["failure"]
+                follower.error = message.get("error", follower.error)
+                follower.lost = message.get("lost", follower.lost)
             self._changed.notify_all()
         if follower.error and not self._closing:  # its process may take long to end
-            self._lose(f"{self._named(follower)}: {follower.error}")
+            self._lose(f"{self._name_of(follower)}: {follower.error}")
         if follower.lost and self._second_hand is None:
-            self._second_hand = f"{self._named(follower)}: {follower.lost}", time.monotonic()
+            self._second_hand = f"{self._name_of(follower)}: {follower.lost}", time.monotonic()
         return bool(data)
 
     def _take_second_hand(self, after: float) -> None:
-        """Lose the group for what a rank says of others, once it was said `after` seconds ago."""
+        """Lose the group for a reason at second hand, `after` seconds after its report, if no first cause has come."""
         if self._second_hand is not None and not self._lost and not self._closing:
-            why, since = self._second_hand
+            reason, since = self._second_hand
             if time.monotonic() - since >= after:
-                self._lose(why)
+                self._lose(reason)
 
-    def _named(self, follower: _Follower) -> str:
-        whose = f"on node {follower.rank // self._own}"
+    def _name_of(self, follower: _Follower) -> str:
+        whose = f"on node {follower.rank // self._local_ranks}"
         if follower.process is not None:
             whose = f"process {follower.process.pid}"
         return f"rank {follower.rank} of {self._ranks} ({whose})"
@@ -461,35 +479,35 @@ class Group:
         if self._lost or follower.lost:
             return
         if follower.process is None:
-            why = self._told_by(follower.rank // self._own, follower.rank)
+            reason = self._reported_end(follower.rank // self._local_ranks, follower.rank)
         else:
             try:
-                why = end_of(follower.process.wait(_REASON_S))
+                reason = end_of(follower.process.wait(_REASON_S))
             except subprocess.TimeoutExpired:
-                why = end_of(None)
-        self._lose(f"{self._named(follower)}: {why}")
+                reason = end_of(None)
+        self._lose(f"{self._name_of(follower)}: {reason}")
 
-    def _told_by(self, node: int, rank: int) -> str:
-        """How a node says that its rank has ended."""
+    def _reported_end(self, node: int, rank: int) -> str:
+        """How a rank of another machine has ended, as its node reports it."""
         end = self._joined.nodes[node]
         end.settimeout(_REASON_S)
         try:
-            lines = end.recv(_LONGEST).decode().splitlines()
+            lines = end.recv(_MAX_MESSAGE).decode().splitlines()
         except OSError:
             lines = []
-        told = [json.loads(line) for line in lines if line.startswith("{")]
-        return next((each["end"] for each in told if each.get("rank") == rank), "its connection is lost")
+        reports = [json.loads(line) for line in lines if line.startswith("{")]
+        return next((each["end"] for each in reports if each.get("rank") == rank), "its connection is lost")
 
     def _refuse_silence(self) -> None:
         for each in self._followers:
-            silent = time.monotonic() - each.heard
+            silent = time.monotonic() - each.last_heard
             if not each.ready and not self._lost and not self._closing and silent > SILENCE_S:
                 self._lose(f"rank {each.rank} of {self._ranks} has said nothing for {silent:.0f} s, and is given up")
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, reason: str) -> None:
         with self._changed:
-            first, self._lost = not self._lost, self._lost or why
-            came = all(each.ready for each in self._followers)
+            first, self._lost = not self._lost, self._lost or reason
+            all_ready = all(each.ready for each in self._followers)
             self._changed.notify_all()
         for exchange in self._exchanges:
             exchange.fail()
@@ -498,6 +516,6 @@ class Group:
         for end in self._joined.nodes.values():
             shut(end)
         if first:
-            logger.error("The ranks of the model are lost: %s", why)
-            if came and self.on_lost is not None:
+            logger.error("The ranks of the model are lost: %s", reason)
+            if all_ready and self.on_lost is not None:
                 self.on_lost()

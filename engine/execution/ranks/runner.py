@@ -1,4 +1,16 @@
-"""The runner and model of a stage's first rank, and what the other ranks do with what these send."""
+"""The runner and model of a stage's first rank, and the loop of the stage's other ranks (`follow`).
+
+    first rank                                   other ranks
+    CACHES   blocks of each KV group        ->   make their KV caches; all wait for all
+    COPIES   of KV blocks                   ->   copy
+    ADAPTERS of the next step's rows        ->   kept for the step
+    STEP     arrays of BatchBuilder.batch   ->   run their share of it; the products' sums go through the exchange
+             tokens with the highest logits <-   of each rank's part of the vocabulary, for greedy rows
+    LOGITS   hidden states                  ->   their part of the vocabulary
+                                            <-   logits
+
+A message is bytes: int64 kind, numbers and shapes of arrays, then the arrays (`packed`, `unpacked`).
+"""
 
 from __future__ import annotations
 
@@ -27,13 +39,13 @@ from engine.plan import Sampled, StepPlan
 
 #: The index of the output rows among a step's arrays.
 _OUTPUT_ROWS = 2
-#: The types of arrays. A message holds their indexes.
+#: The data types of arrays. A message holds their indexes.
 _TYPES = tuple(np.dtype(name) for name in ("int64", "int32", "float32", "bool"))
 _CODES = {kind: i for i, kind in enumerate(_TYPES)}
 
 
 class Kind(IntEnum):
-    """What a message asks for, or answers."""
+    """The kinds of messages."""
 
     CACHES = 0
     COPIES = 1
@@ -44,11 +56,10 @@ class Kind(IntEnum):
 
 
 class LeadModel:
-    """A Model: the share of a stage's first rank, with the logits of all ranks of the stage. The stage's followers do
-    the same by `follow`."""
+    """A Model: the share of a stage's first rank, with the logits of all ranks of the stage."""
 
     def __init__(self, share: Decoder, exchange: Exchange | None) -> None:
-        """`exchange`: this rank's end; None if it has the stage for itself."""
+        """`exchange`: this rank's end; None if it is the stage's only rank."""
         self.share, self.exchange = share, exchange
         self.kernels, self.device, self.dtype = share.kernels, share.device, share.dtype
         self.vocab_size, self.context_length = share.vocab_size, share.context_length
@@ -60,35 +71,35 @@ class LeadModel:
         hidden = torch.zeros(1, width, dtype=share.kernels.compute_dtype)
         self._finds_peaks = exchange is not None and share.has_head and share.peak_values(hidden) is not None
         self._peaks: tuple[Tensor, Tensor] | None = None
-        # The followers know an adapter by its number, until it is gone here.
+        # An adapter's number, by which the followers know it until it is freed here.
         self._numbers: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
-        self._gone: deque[int] = deque()
+        self._unloaded: deque[int] = deque()
         ranks = 1 if exchange is None else exchange.share.ranks
-        self._own = [Share(rank, ranks).of(self.vocab_size) for rank in range(ranks)]
+        self._vocabularies = [Share(rank, ranks).of(self.vocab_size) for rank in range(ranks)]
 
     def number(self, adapter: Adapter, number: int) -> None:
-        """The followers have loaded `adapter`, as `number`."""
+        """Note that the followers have loaded `adapter` as `number`. When it is freed here, they free it."""
         self._numbers[adapter] = number
-        weakref.finalize(adapter, self._gone.append, number)
+        weakref.finalize(adapter, self._unloaded.append, number)
 
     def adapters_message(self, rows: StepAdapters | None) -> bytes:
-        """The adapters of the next step's rows, if there are some, and those that are gone. Empty if there are none."""
-        gone = [self._gone.popleft() for _ in range(len(self._gone))]
-        if rows is None and not gone:
+        """A message with the adapters of the next step's rows, and those that are freed. Empty if there are neither."""
+        unloaded = [self._unloaded.popleft() for _ in range(len(self._unloaded))]
+        if rows is None and not unloaded:
             return b""
         tokens = None if rows is None else rows.tokens
         assert tokens is None or isinstance(tokens, AdapterRows)
         present = [] if tokens is None else [self._numbers[adapter] for adapter in tokens.adapters]
         owners = [] if tokens is None else [tokens.owners]
-        return packed(Kind.ADAPTERS, (len(present), *present, *gone), owners)
+        return packed(Kind.ADAPTERS, (len(present), *present, *unloaded), owners)
 
     def send(self, message: bytes | memoryview) -> None:
-        """Send a message to the stage's followers."""
+        """Send a message of `packed` to the stage's followers. Raises DeviceLostError."""
         if self.exchange is not None and message:
             self.exchange.send(message)
 
     def gather_ready(self) -> None:
-        """Wait until all followers have done what they were sent."""
+        """Wait until all followers have handled all messages. Raises DeviceLostError."""
         if self.exchange is not None:
             self.exchange.gather(torch.zeros(1))
 
@@ -97,33 +108,37 @@ class LeadModel:
         if self.exchange is None:
             return self.share.logits(hidden)
         self.exchange.send(packed(Kind.LOGITS, (), [hidden.numpy()]))
-        every = self.exchange.gather(_own_logits(self.share, hidden))
-        assert every is not None
-        return torch.cat([every[rank, :, : len(own)] for rank, own in enumerate(self._own)], 1)
+        by_rank = self.exchange.gather(_share_logits(self.share, hidden))
+        assert by_rank is not None
+        return torch.cat([by_rank[rank, :, : len(vocabulary)] for rank, vocabulary in enumerate(self._vocabularies)], 1)
 
     def peaks(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         """See Model. Those of several ranks are found within the step."""
         return self.share.peaks(hidden) if self.exchange is None else self._peaks
 
-    def _best(self, peaks: bytes, rows: int) -> tuple[Tensor, Tensor]:
-        """The peaks of all tokens, of those of each rank. In plain Python: numpy is slow after a native call that has
-        emptied the caches."""
+    def _overall_peaks(self, peaks: bytes, rows: int) -> tuple[Tensor, Tensor]:
+        """The peaks of the whole vocabulary (see Model.peaks) for `rows` rows, from `peaks`, the peak_values of each
+        rank one after another. In plain Python: numpy is slow after a native call that has emptied the caches."""
         ranks = [
             struct.unpack_from(f"={rows}q{rows}f{rows}?", peaks, at) for at in range(0, len(peaks), PEAK_BYTES * rows)
         ]
-        places = []
+        token_ids = []
         for row, values in enumerate(zip(*(rank[rows : 2 * rows] for rank in ranks), strict=True)):
-            # Of equal ones the first rank's, which has the smaller token ids.
+            # Of equal values the first rank's, which has the smaller token ids.
             best = values.index(max(values))
-            places.append(self._own[best].start + ranks[best][row])
+            token_ids.append(self._vocabularies[best].start + ranks[best][row])
         finite = list(map(all, zip(*(rank[2 * rows :] for rank in ranks), strict=True)))
-        return torch.tensor(places), torch.tensor(finite)
+        return torch.tensor(token_ids), torch.tensor(finite)
 
     def step(
         self, batch: StepBatch, greedy: int, caches: Sequence[Tensor], entering: NDArray[np.float32] | None = None
     ) -> Tensor:
-        """Send a step and compute it here. Of the first `greedy` output rows all ranks find the peaks. `entering`: what
-        the stage before this one returned."""
+        """Send a step to the followers and compute this rank's share of it. Returns the hidden states of the output
+        rows, [output rows, width]; of the last stage's first `greedy` rows, `peaks` then has the result.
+
+        `caches`: one for each KV group. `entering`: the hidden states that the stage before returned, fp32
+        [tokens, width]. Raises DeviceLostError.
+        """
         if self.exchange is not None:
             greedy *= self._finds_peaks
             first = batch.attention[0]
@@ -132,34 +147,34 @@ class LeadModel:
         hidden = run_step(self.share, caches, batch, None if entering is None else torch.from_numpy(entering))
         self._peaks = None
         if self.exchange is not None and greedy:
-            self._peaks = self._best(_gathered_peaks(self.share, self.exchange, hidden, greedy), greedy)
+            self._peaks = self._overall_peaks(_gathered_peaks(self.share, self.exchange, hidden, greedy), greedy)
         return hidden
 
 
 def types_of(share: Decoder) -> str:
-    """The data types of a rank, in words: all ranks of a model have the same."""
+    """A description of a rank's data types and kernels, which must be equal on all ranks of a model."""
     weights, computed = (str(dtype).removeprefix("torch.") for dtype in (share.dtype, share.kernels.compute_dtype))
     return f"{weights}, computed in {computed} by {share.kernels.identity}"
 
 
-def _own_logits(share: Decoder, hidden: Tensor) -> Tensor:
-    """This rank's logits, [rows, the most tokens of a rank]."""
+def _share_logits(share: Decoder, hidden: Tensor) -> Tensor:
+    """This rank's logits, fp32 [rows, tokens of the largest share of the vocabulary], zeros at the end."""
     exchange = share.kernels.exchange
     assert exchange is not None
     logits = share.logits(hidden).float()
-    most = -(-share.vocab_size // exchange.share.ranks)
-    return torch.nn.functional.pad(logits, (0, most - logits.shape[1]))
+    width = -(-share.vocab_size // exchange.share.ranks)
+    return torch.nn.functional.pad(logits, (0, width - logits.shape[1]))
 
 
 def _gathered_peaks(share: Decoder, exchange: Exchange, hidden: Tensor, rows: int) -> bytes:
-    """On the first rank, Kernels.peak_values of the first rows, of each rank."""
-    found = share.peak_values(hidden if rows == len(hidden) else hidden[:rows])
-    assert found is not None
-    return exchange.gather_bytes(found)
+    """On the first rank, Kernels.peak_values of the first `rows` rows, of each rank; on the others, nothing."""
+    peaks = share.peak_values(hidden if rows == len(hidden) else hidden[:rows])
+    assert peaks is not None
+    return exchange.gather_bytes(peaks)
 
 
 class RanksRunner(Runner):
-    """The lead's Runner: sends each step to the followers before it runs its own share."""
+    """The lead's Runner: sends each step to the followers before it computes its own share."""
 
     def __init__(self, model: Model, *, spaces: Sequence[KvSpace], block_size: int, max_num_seqs: int) -> None:
         """`model`: a LeadModel."""
@@ -173,7 +188,7 @@ class RanksRunner(Runner):
         self._lead.send(message)
 
     def fail(self) -> None:
-        """End the ranks' work: after an exception they are not at the same place any more."""
+        """Fail the exchange: after an exception the ranks may be at different steps."""
         assert self._lead.exchange is not None
         self._lead.exchange.fail()
 
@@ -184,7 +199,7 @@ class RanksRunner(Runner):
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[Sampled]:
-        """See Runner. After an exception, once the step was sent, the exchange fails."""
+        """See Runner. If an exception is raised after the step was sent, the exchange fails."""
         step = self._prepare(plan)
         try:
             return self._results(step, self._forward(step.batch, step.greedy))
@@ -202,23 +217,24 @@ def _selected(tokens: AdapterRows | None, output_rows: NDArray[Any]) -> StepAdap
 
 
 class Replica:
-    """What a rank other than the lead has of the runner's state."""
+    """The runner's state on a rank other than the lead: KV caches and the adapters of the next step."""
 
     def __init__(self, share: Decoder, adapters: dict[int, Adapter]) -> None:
-        """`adapters`: the loaded ones by number, to which another thread adds some."""
+        """`adapters`: the loaded adapters by number; another thread adds to them."""
         self.share, self.caches = share, list[Tensor]()
         self._adapters = adapters
         self._builder: BatchBuilder | None = None
         self._adapted: AdapterRows | None = None
 
     def batch(self, arrays: list[NDArray[Any]], most_queries: int, most_places: int) -> StepBatch:
-        """The batch of a step, with the adapters that were sent before it."""
+        """The batch of a step, with the adapters of the message before it. `arrays`, and both maxima: see
+        BatchBuilder.batch."""
         assert self._builder is not None
         adapted, self._adapted = self._adapted, None
         return self._builder.batch(arrays, most_queries, most_places, _selected(adapted, arrays[_OUTPUT_ROWS]))
 
-    def take(self, kind: int, numbers: Sequence[int], arrays: list[NDArray[Any]]) -> None:
-        """Do what is no step."""
+    def apply(self, kind: int, numbers: Sequence[int], arrays: list[NDArray[Any]]) -> None:
+        """Handle a message that is neither STEP nor LOGITS."""
         if kind == Kind.ADAPTERS:
             count, *numbers = numbers
             if arrays:
@@ -245,27 +261,28 @@ class Replica:
 
 @torch.inference_mode()
 def follow(share: Decoder, exchange: Exchange, adapters: dict[int, Adapter]) -> None:
-    """Do what the stage's first rank sends, until DeviceLostError: a rank has failed. `adapters`: see Replica."""
+    """Handle the messages of the stage's first rank until DeviceLostError: a rank has failed. `adapters`: see
+    Replica."""
     replica = Replica(share, adapters)
     while True:
         kind, numbers, arrays = unpacked(exchange.receive())
         if kind == Kind.STEP:
-            greedy, *most = numbers
+            greedy, *maxima = numbers
             entering = None if share.is_first else torch.from_numpy(arrays.pop())
-            hidden = run_step(share, replica.caches, replica.batch(arrays, *most), entering)
+            hidden = run_step(share, replica.caches, replica.batch(arrays, *maxima), entering)
             if greedy:
                 _gathered_peaks(share, exchange, hidden, greedy)
         elif kind == Kind.LOGITS:
-            exchange.gather(_own_logits(share, torch.from_numpy(arrays[0])))
+            exchange.gather(_share_logits(share, torch.from_numpy(arrays[0])))
         else:
-            replica.take(kind, numbers, arrays)
+            replica.apply(kind, numbers, arrays)
             if kind == Kind.CACHES:
                 exchange.gather(torch.zeros(1))
 
 
 def packed(kind: int, numbers: Sequence[int], arrays: Sequence[NDArray[Any]]) -> bytes:
-    """A message of the lead, as bytes that a follower reads in place: what to do, numbers, and arrays of at most two
-    dimensions."""
+    """A message as bytes that its receiver reads in place: `kind`, `numbers` (int64) and `arrays`, each of one or two
+    dimensions and a type of `_TYPES`, padded to 8 bytes."""
     head, parts = [kind, len(numbers), len(arrays), *numbers], [b""]
     for array in arrays:
         head += (_CODES[array.dtype], array.ndim, len(array), array.shape[1] if array.ndim == 2 else 1)
@@ -277,7 +294,7 @@ def packed(kind: int, numbers: Sequence[int], arrays: Sequence[NDArray[Any]]) ->
 
 
 def unpacked(message: memoryview) -> tuple[int, list[int], list[NDArray[Any]]]:
-    """The kind, the numbers and the arrays of a message. The arrays are views of it."""
+    """The kind, the numbers and the arrays of a message of `packed`. The arrays are views of it."""
     kind, numbers, count = struct.unpack_from("=3q", message)
     head = struct.unpack_from(f"={numbers + 4 * count}q", message, 24)
     at, arrays = 24 + 8 * len(head), []

@@ -4,8 +4,8 @@ the same time.
     lead, stage 0: step N+1 as arrays, computed -> what enters stage 1 -> ... -> the last stage: N's peaks or logits
          ^----------------------------------------------------------------------------------------'
 
-Each link carries messages in one direction, in order, so that a stage does what it is sent and knows nothing of other
-steps. What must come before a step (copies, adapters) goes the same way.
+Each link carries messages in one direction, in order, so that a stage handles one message after another and needs to
+know nothing of other steps. Copies and adapters, which must come before a step, go the same way.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Message = tuple[list[int], list[NDArray[Any]]]
 
 
 class Link(Protocol):
-    """One end of a way for messages from one process to another, in order. Its methods raise DeviceLostError once the
-    other end, or any rank, has failed."""
+    """One end of a channel for messages from one process to another, in order. Its methods raise DeviceLostError once
+    the other end, or any rank, has failed."""
 
     def send(self, message: bytes | memoryview) -> None: ...
     def receive(self) -> memoryview: ...
@@ -52,13 +52,13 @@ class Chain:
     """The lead's ends of the links to the second stage and from the last one. Used by one thread, but for `fail`."""
 
     def __init__(self, after: Link, back: Link, explain: Callable[[], None] = lambda: None) -> None:
-        """`explain`: raises DeviceLostError with the reason why a link has failed, if that can be known."""
+        """`explain`: raises DeviceLostError with the reason why a link has failed, if the reason can be known."""
         self._after, self._back, self._explain = after, back, explain
-        #: Whether the last stage is waited for. Any thread may read it.
+        #: Whether the lead waits for the last stage. Any thread may read it.
         self.waits = False
         self._arrived: queue.SimpleQueue[tuple[int, Message] | None] = queue.SimpleQueue()
         self._early: dict[int, deque[Message]] = {Kind.STEP: deque(), Kind.LOGITS: deque(), Kind.CACHES: deque()}
-        # Results are read at once: while the last stage waits to send one, no stage before it could send, either.
+        # Results are read at once: while the last stage waits to send one, no stage before it could send either.
         self._thread = threading.Thread(target=self._read, name="penstock-stages", daemon=True)
         self._thread.start()
 
@@ -67,7 +67,7 @@ class Chain:
         self._after.send(message)
 
     def next(self, kind: Kind) -> Message:
-        """Wait for the last stage's next message of this kind. Raises DeviceLostError."""
+        """Wait for the last stage's next message of this kind: its numbers and arrays. Raises DeviceLostError."""
         early = self._early[kind]
         while not early:
             self.waits = True
@@ -99,11 +99,11 @@ class Chain:
 
 
 class BusyLink:
-    """The Link into a stage, with how long the stage has worked on what came by it."""
+    """A Link into a stage that counts how long the stage works on its messages."""
 
     def __init__(self, link: Link) -> None:
         self.send, self.fail, self._receive = link.send, link.fail, link.receive
-        # The seconds up to the last message, and since when the stage works on that; one value, as two threads read it.
+        # The seconds up to the last message, and since when the stage works on it: one value, as two threads use it.
         self._worked: tuple[float, float | None] = (0.0, None)
 
     def receive(self) -> memoryview:
@@ -114,7 +114,7 @@ class BusyLink:
         return received
 
     def worked_s(self) -> float:
-        """The seconds so far. Any thread may call it."""
+        """The seconds for which the stage has worked so far. Any thread may call it."""
         seconds, since = self._worked
         return seconds if since is None else seconds + time.monotonic() - since
 
@@ -127,25 +127,22 @@ class StagedModel(LeadModel):
         self.chain = chain
 
     def logits(self, hidden: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
-        """See Model. They come after those of steps in flight."""
+        """See Model. Waits for the steps in flight as well, because links keep the order."""
         self.chain.send(packed(Kind.LOGITS, (), [hidden.numpy()]))
         return torch.from_numpy(self.chain.next(Kind.LOGITS)[1][0])
 
 
 @dataclass(slots=True)
 class _Outcome:
-    """What the last stage has found for a step."""
+    """The last stage's results of a step."""
 
     peaks: tuple[Tensor, Tensor] | None = None
     logits: Tensor | None = None
     """Of the rows from which tokens are sampled, unless there are peaks."""
-    hidden: Tensor | None = None
-    """The last hidden states, if more logits may be asked for."""
 
 
 class StagesRunner(RanksRunner):
-    """The lead's Runner: several plans may be launched before the first is collected, of sequences that do not wait for
-    each other's tokens."""
+    """The lead's Runner: launches several plans before the first is collected, if no sequence is in two of them."""
 
     def __init__(self, model: Model, *, spaces: Sequence[KvSpace], block_size: int, max_num_seqs: int) -> None:
         """`model`: a StagedModel."""
@@ -171,7 +168,8 @@ class StagesRunner(RanksRunner):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Any:
-        """Compute the first stage's part of a plan, and send it on. After an exception on the way all links fail."""
+        """Compute the first stage's part of a plan, and send the hidden states on. After an exception all links
+        fail."""
         step = self._prepare(plan)
         try:
             self._send(self._lead.adapters_message(step.batch.adapters))
@@ -207,20 +205,23 @@ class StagesRunner(RanksRunner):
 def lead_stage(
     share: Decoder, exchange: Exchange | None, before: Link, after: Link, adapters: dict[int, Adapter]
 ) -> None:
-    """Do, as the first rank of a stage that is not the first, what comes from the stage `before`, until
-    DeviceLostError. `after`: the link to the next stage, or from the last one to the lead. `adapters`: see Replica."""
+    """The loop of the first rank of a stage other than the first: handle each message from the stage `before`, and have
+    the stage's other ranks handle it, until DeviceLostError.
+
+    `after`: the link to the next stage; of the last stage, to the lead. `adapters`: see Replica.
+    """
     replica, model = Replica(share, adapters), LeadModel(share, exchange)
     while True:
         received = before.receive()
         message: bytes | memoryview = received
         kind, numbers, arrays = unpacked(received)
         if kind == Kind.STEP:
-            greedy, wanted, keeps, *most = numbers
+            greedy, sampled, keeps, *maxima = numbers
             entering = arrays.pop()
-            batch = replica.batch(arrays, *most)
+            batch = replica.batch(arrays, *maxima)
             hidden = model.step(batch, greedy if share.has_head else 0, replica.caches, entering)
             if share.has_head:
-                after.send(_outcome_message(model, hidden, greedy, wanted, keeps))
+                after.send(_outcome_message(model, hidden, greedy, sampled, keeps))
             else:
                 after.send(packed(kind, numbers, [*arrays, hidden.numpy()]))
         elif kind == Kind.LOGITS:
@@ -229,21 +230,23 @@ def lead_stage(
             after.send(message)
         else:
             model.send(message)
-            replica.take(kind, numbers, arrays)
+            replica.apply(kind, numbers, arrays)
             if kind == Kind.CACHES:
                 model.gather_ready()
             if not share.has_head or kind == Kind.CACHES:
                 after.send(message)
 
 
-def _outcome_message(model: LeadModel, hidden: Tensor, greedy: int, wanted: int, keeps: int) -> bytes:
+def _outcome_message(model: LeadModel, hidden: Tensor, greedy: int, sampled: int, keeps: int) -> bytes:
+    """The last stage's STEP message to the lead: peaks of the first `greedy` rows, or else logits of the first
+    `sampled`; with `keeps`, all hidden states, of which the lead may ask for more logits."""
     arrays: list[NDArray[Any]] = []
     peaks = model.peaks(hidden[:greedy]) if greedy else None
     if peaks is not None:
-        arrays += [each.numpy() for each in peaks]
-    logits = wanted > 0 and peaks is None
+        arrays += [peak.numpy() for peak in peaks]
+    logits = sampled > 0 and peaks is None
     if logits:
-        arrays.append(model.logits(hidden[:wanted]).float().numpy())
+        arrays.append(model.logits(hidden[:sampled]).float().numpy())
     if keeps:
         arrays.append(hidden.numpy())
     return packed(Kind.STEP, (int(peaks is not None), int(logits), keeps), arrays)

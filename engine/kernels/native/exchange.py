@@ -1,4 +1,10 @@
-"""Sums and messages between the ranks of a model, through memory that they share (ranks.h)."""
+"""Sums and messages between the ranks of a model, through memory that they share (ranks.h).
+
+    memory: a page with the round of each rank | two slots of SLOT bytes for each rank, used in turn
+
+All ranks go through the same rounds. In a round a rank may write its slot; then it raises its round, which wakes the
+others that wait for it (by futex), and waits itself for the ranks whose slots it reads.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +49,7 @@ class Share:
     ranks: int
 
     def of(self, count: int) -> range:
-        """This rank's part of `count` things in order."""
+        """This rank's part of `count` consecutive items."""
         return range(count * self.rank // self.ranks, count * (self.rank + 1) // self.ranks)
 
 
@@ -54,11 +60,12 @@ WHOLE: Final = Share(0, 1)
 class Exchange:
     """One rank's end. All ranks call the same methods in the same order, with equal sizes; rank 0 leads.
 
-    Every method raises DeviceLostError once a rank has failed, on all ranks.
+    Once a rank has failed, every method raises DeviceLostError on all ranks.
     """
 
     def __init__(self, library: Library, memory: int, share: Share, processes: int | None = None) -> None:
-        """`memory`: a descriptor of `shared_memory`. `processes`: that compute at the same time; None: the ranks."""
+        """`memory`: the descriptor of `shared_memory`. `processes`: how many processes compute at the same time on this
+        machine; None: as many as ranks."""
         self.share = share
         #: Raises DeviceLostError with the reason why the exchange has failed, if that can be known.
         self.explain: Callable[[], None] = lambda: None
@@ -74,6 +81,7 @@ class Exchange:
 
     @property
     def failed(self) -> bool:
+        """Whether a rank has failed."""
         return bool(self._library.ranks_failed(self.address))
 
     def fail(self) -> None:
@@ -81,10 +89,11 @@ class Exchange:
         self._library.fail_ranks(self.address)
 
     def rounds(self) -> list[int]:
-        """How far each rank has come. Any thread may call it."""
+        """The number of rounds that each rank has completed, modulo 2**32. Any thread may call it."""
         return [_ROUND.unpack_from(self._memory, _LINE * (1 + rank))[0] for rank in range(self.share.ranks)]
 
     def check(self) -> None:
+        """Raise DeviceLostError if a rank has failed."""
         if self.failed:
             self.explain()
             raise DeviceLostError("a rank of the model has failed, and the others wait for it no more")
@@ -103,7 +112,7 @@ class Exchange:
         self.check()
 
     def receive(self) -> memoryview:
-        """Wait for rank 0's next message, however long that takes."""
+        """Wait, without limit, for rank 0's next message."""
         length = self._library.receive(self.address, 0)
         self.check()
         message = bytearray(length)
@@ -113,26 +122,28 @@ class Exchange:
         return memoryview(message)
 
     def carry(self, rank: int, end: socket.socket) -> None:
-        """Send to another machine what `rank`, of this machine, writes, until the exchange or the socket fails: then
-        both do. For a thread of its own; the exchange may be any rank's end."""
+        """Send what `rank`, of this machine, writes to another machine, until the exchange or the socket fails; then
+        fail both. For a thread of its own; the exchange may be any rank's end."""
         self._library.carry(self.address, rank, end.fileno())
 
     def deliver(self, rank: int, end: socket.socket) -> None:
         """Write into this machine's memory what `rank`, of another machine, writes there. See `carry`."""
         self._library.deliver(self.address, rank, end.fileno())
 
-    def gather(self, own: Tensor) -> Tensor | None:
-        """On rank 0, what each rank has: [ranks, *shape of `own`]. None on the others, which do not wait."""
-        own = own.contiguous()
-        every = torch.empty(self.share.ranks, *own.shape, dtype=own.dtype) if self.share.rank == 0 else None
-        self._library.gather(self.address, 0, own.data_ptr(), own.nbytes, None if every is None else every.data_ptr())
+    def gather(self, part: Tensor) -> Tensor | None:
+        """On rank 0, the `part` of each rank: [ranks, *shape of `part`]. None on the others, which do not wait."""
+        part = part.contiguous()
+        by_rank = torch.empty(self.share.ranks, *part.shape, dtype=part.dtype) if self.share.rank == 0 else None
+        self._library.gather(
+            self.address, 0, part.data_ptr(), part.nbytes, None if by_rank is None else by_rank.data_ptr()
+        )
         self.check()
-        return every
+        return by_rank
 
-    def gather_bytes(self, own: ctypes.Array[ctypes.c_char]) -> bytes:
-        """On rank 0, the bytes of each rank, one after another. Empty on the others, which do not wait."""
-        length = len(own)
-        every = (ctypes.c_char * (length * self.share.ranks if self.share.rank == 0 else 0))()
-        self._library.gather(self.address, 0, ctypes.addressof(own), length, ctypes.addressof(every))
+    def gather_bytes(self, part: ctypes.Array[ctypes.c_char]) -> bytes:
+        """On rank 0, the `part` of each rank, one after another. Empty on the others, which do not wait."""
+        length = len(part)
+        by_rank = (ctypes.c_char * (length * self.share.ranks if self.share.rank == 0 else 0))()
+        self._library.gather(self.address, 0, ctypes.addressof(part), length, ctypes.addressof(by_rank))
         self.check()
-        return every.raw
+        return by_rank.raw
