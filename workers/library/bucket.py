@@ -15,7 +15,6 @@ What stands when a process dies in between, or another works beside it: docs/how
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import shutil
@@ -38,6 +37,7 @@ from producers.store.blobs import bucket as urls
 from producers.store.blobs.base import MIN_PART, PIECE, BlobNotFound
 from producers.store.blobs.s3 import Content, Objects, S3Writer
 from workers.errors import Refused
+from workers.library.download import disk_errors, download
 from workers.library.local_models import (
     KEPT,
     MANIFEST,
@@ -452,7 +452,7 @@ def pull(
 
     Raises Refused: no such folder, no access, bucket unreachable, disk full, or a damaged file.
     """
-    if model.version and (old := _here(models, name, model.version)) is not None:
+    if model.version and (old := models.find(name, model.version)) is not None:
         return old
     with _refusals(model):
         objects = Objects(model.bucket)
@@ -461,30 +461,22 @@ def pull(
         version = sha256(content).hexdigest()[:12]
         if model.version not in ("", version):
             raise Refused(f"{model.bucket} is damaged: its {MANIFEST} is of version {version}")
-        if (old := _here(models, name, version)) is not None:
+        if (old := models.find(name, version)) is not None:
             return old
         waiting = f"another process is pulling {model.bucket}: waiting for it"
         with models.workplace(name, version, lambda: say(waiting)) as folder:
-            if (old := _here(models, name, version)) is not None:
+            if (old := models.find(name, version)) is not None:
                 shutil.rmtree(folder)
                 return old
-            size = sum(file.size for file in files)
-            say(f"pulling {model.bucket}: {len(files)} files, {size / 1e6:,.1f} MB")
-            _check_room(model, files, folder)
-            signatures = _signatures(objects, model, say)
-            with Progress(quiet=quiet) as progress:
-                progress.show(lambda: bytes_bar(_fetched(files, folder), size))
-                for file in files:
-                    _fetch(objects, model, models, file, folder)
+            signatures, by_name = _signatures(objects, model, say), {file.name: file for file in files}
+            sizes = {file.name: file.size for file in files}
+            fetch = partial(_fetch, objects, model, models, folder)
+            download(model.bucket, sizes, folder, lambda name: fetch(by_name[name]), say, quiet=quiet)
             if signatures is not None:
                 (folder / SIGNATURES).write_bytes(signatures)
             pulled = models.finish(folder, {file.name: file.sha256 for file in files}, None)
     say(f"{name} {pulled.version} is in {pulled.folder}")
     return pulled
-
-
-def _here(models: LocalModels, name: str, version: str) -> Pulled | None:
-    return next((pulled for pulled in models.all() if (pulled.name, pulled.version) == (name, version)), None)
 
 
 def _files(model: BucketModel, manifest: bytes) -> list[_File]:
@@ -526,7 +518,7 @@ def _signatures(objects: Objects, model: BucketModel, say: Callable[[str], None]
         return None
 
 
-def _fetch(objects: Objects, model: BucketModel, models: LocalModels, file: _File, folder: Path) -> None:
+def _fetch(objects: Objects, model: BucketModel, models: LocalModels, folder: Path, file: _File) -> None:
     """Download one file, or the rest of it, unless another version has it. Raises Refused if it is damaged."""
     path = folder / file.name
     path.parent.mkdir(exist_ok=True)
@@ -564,35 +556,19 @@ def _again(call: Callable[[], T]) -> T:
     raise AssertionError("the last try returns or raises")
 
 
-def _fetched(files: list[_File], folder: Path) -> int:
-    return sum((folder / file.name).stat().st_size for file in files if (folder / file.name).exists())
-
-
-def _check_room(model: BucketModel, files: list[_File], folder: Path) -> None:
-    missing, free = sum(file.size for file in files) - _fetched(files, folder), shutil.disk_usage(folder).free
-    if missing > free:
-        raise Refused(
-            f"{model.bucket} needs {missing / 1e6:,.1f} MB more, and {folder.parent} has {free / 1e6:,.1f} MB free: "
-            "make room, or set PENSTOCK_MODELS to a folder on another disk"
-        )
-
-
 @contextmanager
 def _refusals(model: BucketModel, doing: str = "download") -> Iterator[None]:
     """Turns errors of the bucket and the disk into Refused, with what to do about them."""
-    try:
-        yield
-    except AwsNotInstalled as error:
-        raise Refused(str(error)) from error
-    except BlobNotFound as error:
-        raise Refused(
-            f"{error}: a version's folder has its {MANIFEST}, which is written last, and all files that it names"
-        ) from error
-    except AwsError as error:
-        kept = "what came so far is kept: " if doing in ("download", "publish to") else ""
-        later = f"; {kept}run this again later" if error.trouble is Trouble.AWAY else ""
-        raise Refused(f"{error}{later}") from error
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise Refused("the disk is full; what came so far is kept: make room and run this again") from error
-        raise Refused(f"cannot {doing} {model.bucket}: {error}") from error
+    with disk_errors(f"{doing} {model.bucket}"):
+        try:
+            yield
+        except AwsNotInstalled as error:
+            raise Refused(str(error)) from error
+        except BlobNotFound as error:
+            raise Refused(
+                f"{error}: a version's folder has its {MANIFEST}, which is written last, and all files that it names"
+            ) from error
+        except AwsError as error:
+            kept = "what came so far is kept: " if doing in ("download", "publish to") else ""
+            later = f"; {kept}run this again later" if error.trouble is Trouble.AWAY else ""
+            raise Refused(f"{error}{later}") from error

@@ -8,7 +8,6 @@ others.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -21,8 +20,8 @@ from typing import Final, Self
 from urllib.parse import urlsplit
 
 from workers.errors import Refused
+from workers.library.download import check_room, disk_errors, download
 from workers.library.local_models import INDEX, KEPT, MODULE_FILE, LocalModels, Pulled, Source, needed, sha256_of
-from workers.progress import Progress, bytes_bar
 
 _REFERENCE: Final = re.compile(
     r"hf://(?:([\w\-.]+/[\w\-.]+)/((?:[\w\-.]+/)*[\w\-.]+\.gguf)|((?:[\w\-.]+/)?[\w\-.]+))(?:@([\w\-./]+))?", re.ASCII
@@ -97,13 +96,7 @@ def pull(model: HubModel, models: LocalModels, name: str, say: Callable[[str], N
             names = needed(str(model), set(files), _index(models, model, files, commit, folder))
         else:
             names = _gguf_files(model, set(files))
-        downloads = [files[name] for name in names]
-        size = sum(file.size for file in downloads)
-        say(f"pulling {model} at commit {commit[:12]}: {len(downloads)} files, {size / 1e6:,.1f} MB")
-        _check_room(model, downloads, folder)
-        with Progress(quiet=quiet) as progress:
-            progress.show(lambda: bytes_bar(_fetched(downloads, folder), size))
-            digests = {file.local: _fetch(models, model, file, commit, folder) for file in downloads}
+        digests = _download_all(models, model, [files[name] for name in names], commit, folder, say, quiet)
         with _refusals(model):
             pulled = models.finish(folder, digests, Source(model.repo, model.revision, commit))
     say(f"{name} {pulled.version} is in {pulled.folder}")
@@ -135,12 +128,7 @@ def pulled_adapter(
     key = f"{adapter.repo.replace('/', '--')}.{commit}"
     waiting = f"another process is pulling {adapter}: waiting for it"
     with models.workplace(ADAPTERS, key, lambda: say(waiting)) as folder:
-        say(f"pulling {adapter} at commit {commit[:12]}: {size / 1e6:,.1f} MB")
-        _check_room(adapter, downloads, folder)
-        with Progress(quiet=quiet) as progress:
-            progress.show(lambda: bytes_bar(_fetched(downloads, folder), size))
-            for file in downloads:
-                _fetch(models, adapter, file, commit, folder)
+        _download_all(models, adapter, downloads, commit, folder, say, quiet)
         try:
             yield folder
         finally:
@@ -153,7 +141,7 @@ def _index(models: LocalModels, model: HubModel, files: dict[str, _File], commit
         return None
     if files[INDEX].size > LONGEST_INDEX:
         raise Refused(f"{INDEX} of {model} has {files[INDEX].size} bytes; at most {LONGEST_INDEX} are read")
-    _check_room(model, [files[INDEX]], folder)
+    check_room(model, {INDEX: files[INDEX].size}, folder)
     _fetch(models, model, files[INDEX], commit, folder)
     return (folder / INDEX).read_bytes()
 
@@ -221,6 +209,27 @@ def _look(model: HubModel) -> tuple[dict[str, _File], str]:
     if not files or not info.sha or not _COMMIT.fullmatch(info.sha):
         raise Refused(f"{_endpoint()} lists no files of {model.repo}; is HF_ENDPOINT a hub's address?")
     return files, info.sha
+
+
+def _download_all(
+    models: LocalModels,
+    model: HubModel,
+    files: list[_File],
+    commit: str,
+    folder: Path,
+    say: Callable[[str], None],
+    quiet: bool,
+) -> dict[str, str]:
+    """Download files of a commit. Returns the SHA-256 in hex of each, by its name in the folder."""
+    by_name = {file.local: file for file in files}
+    return download(
+        f"{model} at commit {commit[:12]}",
+        {name: file.size for name, file in by_name.items()},
+        folder,
+        lambda name: _fetch(models, model, by_name[name], commit, folder),
+        say,
+        quiet=quiet,
+    )
 
 
 def _fetch(models: LocalModels, model: HubModel, file: _File, commit: str, folder: Path) -> str:
@@ -310,20 +319,6 @@ def _take(cached: Path, path: Path, file: _File) -> str | None:
     return digest
 
 
-def _fetched(files: list[_File], folder: Path) -> int:
-    """The bytes of the files that are in the folder by now."""
-    return sum((folder / file.local).stat().st_size for file in files if (folder / file.local).exists())
-
-
-def _check_room(model: HubModel, files: list[_File], folder: Path) -> None:
-    missing, free = sum(file.size for file in files) - _fetched(files, folder), shutil.disk_usage(folder).free
-    if missing > free:
-        raise Refused(
-            f"{model} needs {missing / 1e6:,.1f} MB more, and {folder.parent} has {free / 1e6:,.1f} MB free: make "
-            "room, or set PENSTOCK_MODELS to a folder on another disk"
-        )
-
-
 @contextmanager
 def _refusals(model: HubModel) -> Iterator[None]:
     """Turns huggingface_hub's errors into Refused, with what to do about them."""
@@ -331,34 +326,29 @@ def _refusals(model: HubModel) -> Iterator[None]:
     from huggingface_hub import errors
 
     endpoint = _endpoint()
-    try:
-        yield
-    except errors.GatedRepoError as error:
-        raise Refused(
-            f"{model.repo} is gated: accept its terms at {endpoint}/{model.repo}, then set HF_TOKEN to a token of yours"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise Refused(
-            f"{endpoint} has no model {model.repo!r}, or it is private: check the spelling, or set HF_TOKEN"
-        ) from error
-    except errors.HFValidationError as error:
-        raise Refused(f"{model.repo!r} is not a repository's name: {error}") from error
-    except errors.RevisionNotFoundError as error:
-        raise Refused(f"{model.repo} has no branch, tag or commit {model.revision!r}") from error
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        message = " ".join(str(error.server_message or error.response.reason_phrase).split())[:200]
-        kind = _Away if status >= 500 else Refused
-        raise kind(f"{endpoint} answered {status} {message!r} for {model.repo}") from error
-    except (httpx2.TransportError, errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
-        raise _Away(f"cannot reach {endpoint} for {model} ({_reason(error)})") from error
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
+    with disk_errors(f"download {model}"):
+        try:
+            yield
+        except errors.GatedRepoError as error:
             raise Refused(
-                f"the disk is full; the part of {model} so far is kept: make room and run this again, or set "
-                "PENSTOCK_MODELS to a folder on another disk"
+                f"{model.repo} is gated: accept its terms at {endpoint}/{model.repo}, then set HF_TOKEN to a token of "
+                "yours"
             ) from error
-        raise Refused(f"cannot download {model}: {error}") from error
+        except errors.RepositoryNotFoundError as error:
+            raise Refused(
+                f"{endpoint} has no model {model.repo!r}, or it is private: check the spelling, or set HF_TOKEN"
+            ) from error
+        except errors.HFValidationError as error:
+            raise Refused(f"{model.repo!r} is not a repository's name: {error}") from error
+        except errors.RevisionNotFoundError as error:
+            raise Refused(f"{model.repo} has no branch, tag or commit {model.revision!r}") from error
+        except errors.HfHubHTTPError as error:
+            status = error.response.status_code
+            message = " ".join(str(error.server_message or error.response.reason_phrase).split())[:200]
+            kind = _Away if status >= 500 else Refused
+            raise kind(f"{endpoint} answered {status} {message!r} for {model.repo}") from error
+        except (httpx2.TransportError, errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
+            raise _Away(f"cannot reach {endpoint} for {model} ({_reason(error)})") from error
 
 
 def _reason(error: BaseException) -> str:

@@ -86,9 +86,10 @@ class LocalModels:
         versions = [_pulled(manifest.parent) for manifest in self.root.glob(f"[!.]*/[!.]*/{MANIFEST}")]
         return sorted(versions, key=lambda pulled: pulled.pulled_ns, reverse=True)
 
-    def find(self, name: str) -> Pulled | None:
-        """The last pulled version of a model."""
-        return next((pulled for pulled in self.all() if pulled.name == name), None)
+    def find(self, name: str, version: str = "") -> Pulled | None:
+        """A version of a model; without it, the last pulled one."""
+        versions = (pulled for pulled in self.all() if pulled.name == name)
+        return next((pulled for pulled in versions if version in ("", pulled.version)), None)
 
     def holding(self, digest: str) -> Path | None:
         """A file with this SHA-256 (hex), of any version of any model, by their manifests; None where none has it."""
