@@ -248,6 +248,9 @@ class RolloutStart(BaseModel):
     block_s: float = Field(
         USUAL.block_s, ge=0, le=LONGEST_S, description="in which comparisons of times count as one; 0: each counts"
     )
+    per_tenant: int = Field(
+        USUAL.per_tenant, ge=0, le=10**9, description="most tasks of a tenant's compared in a step; 0: no bound"
+    )
     alpha: float = Field(USUAL.alpha, description="probability of rolling back a candidate that is no worse")
     metrics: dict[str, MetricChange] = Field(
         {}, max_length=100, description="those with another margin or tolerance, or that are not compared as usual"

@@ -30,7 +30,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeVar
 
 from producers.connection.script import parsed
 from producers.rollouts.evidence import GRID, Bounds, bounds, comparisons, log_wealth
@@ -41,6 +41,7 @@ from producers.store.usage.ledger import STATUSES
 
 #: Most tasks of the baseline that one comparison takes; powers of two, so that differences are multiples of 1/GRID.
 MATCHES: Final = 8
+T = TypeVar("T")
 #: Unused tasks of the baseline, and candidate's tasks that wait for some, that a stratum keeps.
 BUFFERED: Final = 64
 #: Strata at most: tiers by size classes.
@@ -283,6 +284,8 @@ class Evidence:
     """The last row of the shadow traffic in it."""
     drawn: dict[str, None] = field(default_factory=dict)
     """The last keys of which a task was compared, as of `routing.draw_of`; those of scores after an `s`."""
+    tenants: dict[str, int] = field(default_factory=dict)
+    """How many tasks of a tenant were compared, where that is bounded: of the last steps, arms and tenants."""
 
     @classmethod
     def of(cls, raw: str, canary: Canary) -> Evidence:
@@ -299,7 +302,7 @@ class Evidence:
             cursors = {name: fields[name] for name in ("cursor", "scores", "pairs")}
             drawn = dict.fromkeys(fields.get("drawn", ()))
             counts = {"steps": steps, "candidate": candidate, "baseline": baseline, "noted": fields["noted"]}
-            return cls(canary.id, drawn=drawn, **counts, **cursors)
+            return cls(canary.id, drawn=drawn, tenants=dict(fields.get("tenants", {})), **counts, **cursors)
         except (KeyError, TypeError, ValueError, AttributeError):
             return fresh
 
@@ -310,15 +313,20 @@ class Evidence:
             for name, arm in (("candidate", self.candidate), ("baseline", self.baseline))
         }
         head = {name: getattr(self, name) for name in ("rollout", "cursor", "scores", "pairs", "noted")}
-        return json.dumps({**head, "steps": self.steps, **arms, "drawn": [*self.drawn]})
+        return json.dumps({**head, "steps": self.steps, **arms, "drawn": [*self.drawn], "tenants": self.tenants})
 
     def is_first(self, key: str) -> bool:
         """Whether nothing of a key was compared before."""
         first = key not in self.drawn
-        self.drawn[key] = None
-        if len(self.drawn) > DRAWN:
-            del self.drawn[next(iter(self.drawn))]
+        _remember(self.drawn, key, None)
         return first
+
+    def counts_tenant(self, key: str, most: int) -> bool:
+        """Count one more task of a tenant, unless `most` were. `key`: the tenant, with the step and arm."""
+        count = self.tenants.get(key, 0)
+        if count < most:
+            _remember(self.tenants, key, count + 1)
+        return count < most
 
     def of_metric(self, name: str) -> list[Counter[int]]:
         """Its differences, by step."""
@@ -341,6 +349,13 @@ class Evidence:
             return self.compared(canary.step, copies=False)
         names = [name for name in canary.plan.metrics if name in OF_COPIES]
         return min((sum(self.steps[canary.step].get(name, Counter()).values()) for name in names), default=0)
+
+
+def _remember(kept: dict[str, T], key: str, value: T) -> None:
+    """Keep the last DRAWN keys."""
+    kept[key] = value
+    if len(kept) > DRAWN:
+        del kept[next(iter(kept))]
 
 
 def _counters(raw: Mapping[str, Mapping[str, int]]) -> dict[str, Counter[int]]:
@@ -429,7 +444,11 @@ class Matcher:
         for entry in self._settings:
             if entry.metric.name in task.values and entry.metric.kind != "tail":
                 arm.enter(entry.metric, task.values[entry.metric.name])
-        if row["drawn"] != "1" and not evidence.is_first(("s" if "score" in row else "") + row["drawn"]):
+        kind = "s" if "score" in row else ""
+        if row["drawn"] != "1" and not evidence.is_first(kind + row["drawn"]):
+            return
+        most = self._canary.plan.per_tenant * (1 if candidate else MATCHES)
+        if most and not evidence.counts_tenant(f"{step}{'bc'[candidate]}{kind} {row.get('tenant', '')}", most):
             return
         stratum = self._stratum(row)
         free = self._baseline.setdefault(stratum, deque())

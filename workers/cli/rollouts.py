@@ -287,6 +287,9 @@ def start(
     block: Annotated[
         str, typer.Option(metavar="TIME", help="Time whose comparisons of times count as one; 0: each counts.")
     ] = "10s",
+    per_tenant: Annotated[
+        int, typer.Option(min=0, help="Most tasks of one tenant that are compared in a step; 0: no bound.")
+    ] = 0,
     alpha: Annotated[
         float, typer.Option(help="Probability of rolling back a candidate that is no worse: of all metrics and looks.")
     ] = 0.01,
@@ -324,6 +327,7 @@ def start(
         _metrics(metric or (), without or ()),
         _phrases(refusals),
         seconds(block),
+        per_tenant,
     )
     plan = _refusing(lambda: operations.checked(plan))
     reference = ""

@@ -61,6 +61,8 @@ class Plan:
     """Phrases by which refusals are told; none: the usual ones (`producers.rollouts.refusals`)."""
     block_s: float = 10.0
     """Time whose comparisons of times count as one; 0: each counts."""
+    per_tenant: int = 0
+    """Most tasks of a tenant's that are compared in a step, of the candidate; 0: no bound."""
 
 
 @dataclass(frozen=True, slots=True)

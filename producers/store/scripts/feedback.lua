@@ -5,7 +5,7 @@
 -- Answers: 1 done (also if it had this score before) | 0 there is no such task | -1 it has another score | -2 it is not
 -- final
 local r = redis.call('HMGET', KEYS[1], 'status', 'finished', 'feedback', 'model', 'version', 'alias', 'tier', 'created',
-  'drawn')
+  'drawn', 'tenant')
 if not r[1] then
   return 0
 end
@@ -17,5 +17,5 @@ if r[3] then
 end
 redis.call('HSET', KEYS[1], 'feedback', ARGV[1])
 redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[2], '*', 'model', r[4] or '', 'version', r[5] or '', 'alias', r[6] or '',
-  'tier', r[7] or 'default', 'created', r[8] or '', 'drawn', r[9] or '', 'score', ARGV[1])
+  'tier', r[7] or 'default', 'created', r[8] or '', 'drawn', r[9] or '', 'tenant', r[10] or '', 'score', ARGV[1])
 return 1

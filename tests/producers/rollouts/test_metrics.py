@@ -154,6 +154,24 @@ def test_no_more_keys_are_remembered_than_is_bounded() -> None:
     assert len(evidence.drawn) == DRAWN
 
 
+def test_a_tenants_part_of_the_comparisons_is_bounded_where_that_is_set() -> None:
+    """Also across controllers, and of both arms: else one caller could decide a rollout by many keys."""
+    state = replace(STATE, plan=replace(STATE.plan, per_tenant=3))
+    others = [row("baseline", tenant=f"t{k}") for k in range(MATCHES)]
+    hostile = [row("candidate", status="failed", tenant="h", drawn=f"{k:08x}") for k in range(10)]
+    flood = [entry for task in hostile for entry in (*others, task)]
+    assert compared(*flood)["failed"] == {16: 10}
+    assert compared(*flood[: 6 * (MATCHES + 1)], row("candidate", tenant="x"), state=state)["failed"] == {16: 3, 0: 1}
+    better = [row("baseline", status="failed", tenant="h")] * 90
+    candidates = [row("candidate", tenant=f"t{k}") for k in range(9)]
+    assert compared(*better, *candidates, state=state)["failed"] == {-16: 3}
+    evidence = Evidence.of("", state)
+    for half in (flood[: len(flood) // 2], flood[len(flood) // 2 :]):
+        Matcher(state).enter(half, evidence, 0)
+        evidence = Evidence.of(evidence.to_json(), state)
+    assert (evidence.steps[0]["failed"], evidence.candidate.tasks) == ({16: 3}, 10), "figures count all of them"
+
+
 def test_a_broken_candidates_metrics_have_more_of_the_error_and_all_together_alpha() -> None:
     limits = {finding.settings.metric.name: finding.limit for finding in findings(STATE, Evidence.of("", STATE))}
     assert sum(1 / limit for limit in limits.values()) == pytest.approx(STATE.plan.alpha)
