@@ -47,6 +47,7 @@ class Rig:
         self.store_url = store_url or url
         self.store = store or redis
         self.workers: list[Worker] = []
+        self._senders: list[Celery] = []
 
     # ---- workers ----------------------------------------------------------------------------------------------
 
@@ -80,6 +81,8 @@ class Rig:
             worker.process.kill()
             worker.process.wait()
             worker.log.unlink(missing_ok=True)
+        for app in self._senders:  # results that live longer would seek the server for 20 s, to end a subscription
+            app.backend.result_consumer.subscribed_to.clear()
 
     def until(self, condition: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
         """Wait for it; what the workers' logs say is in the error otherwise."""
@@ -120,6 +123,7 @@ class Rig:
         """A plain Celery application with stock settings, which knows the servers and nothing of Penstock."""
         app = Celery("sender", broker=self.url, backend=self.store_url, set_as_current=False)
         app.conf.update(task_default_queue=MODEL, **conf)
+        self._senders.append(app)
         return app
 
     def record(self, task_id: str) -> dict[str, str]:

@@ -140,6 +140,7 @@ def celery_app(valkey_url: str) -> Celery:
     return Celery("caller", broker=valkey_url, backend=valkey_url, set_as_current=False)
 
 
+@pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")  # by Celery
 async def test_who_waits_for_a_plain_task_is_told_though_nobody_has_its_message(
     aclient: AsyncClient, valkey: Redis, valkey_url: str, worker: FakeWorker, celery_app: Celery
 ) -> None:

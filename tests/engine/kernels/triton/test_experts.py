@@ -64,6 +64,7 @@ def test_in_deterministic_mode_a_row_has_the_same_bits_in_any_company(where: tor
         assert torch.equal(run(x[-size:], logits[-size:]), whole[-size:]), size
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_a_row_that_is_not_finite_spoils_no_other(where: torch.device) -> None:
     kernels = Gpu(torch.float32, multiprocessors=1)
     mixture = parts(kernels, where, 5, 2, 40, 24)
