@@ -219,7 +219,7 @@ class Engine(StepLoop):
             config.deterministic,
             config.kv_cache_dtype,
             progress,
-            exchange=None if group is None else group.collectives or group.exchange,
+            exchange=None if group is None else group.sums,
             stage=WHOLE if group is None else group.stage,
             processes=config.own_ranks,
         )

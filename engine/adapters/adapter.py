@@ -108,7 +108,7 @@ class _Loading:
 
     def adapter(self, max_bytes: int | None) -> Adapter:
         files = self._files
-        if self._kernels.collectives is not None:
+        if self._kernels.collectives is not None or (self._model.staged and self._kernels.ragged):
             raise ModelError(ErrorText.of("{}: adapters do not go with {tensor_parallel} on GPUs yet", files.folder))
         divided = self._kernels.exchange is not None or self._model.staged
         if divided and (_HEAD in files.matrices or files.embeddings or files.whole):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from engine.config import EngineConfig
 from engine.errors import EngineError, ErrorText
 from engine.execution.device import DeviceRunner, rehearse, step_bytes
-from engine.execution.ranks.device import DeviceLead, RanksDeviceRunner
+from engine.execution.ranks.device import DeviceLead, RanksDeviceRunner, StagesDeviceRunner
 from engine.execution.ranks.runner import LeadModel, RanksRunner
 from engine.execution.ranks.stages import StagedModel, StagesRunner
 from engine.execution.runner import Runner
@@ -63,9 +63,11 @@ def _spaces(model: Model, config: EngineConfig, capacity: Capacity, draft: Model
         drafts = (block_bytes(group, size, draft.kernels.cache_dtype.itemsize) for group in draft.kv_groups)
         sizes[whole_group(model)] += sum(drafts)
     free = _free(model, config, capacity, draft) if config.kv_cache_bytes is None else 0
-    # Every rank has as many blocks, each of its own KV heads, within the memory of one process; of a GPU of its own.
+    # Every rank has as many blocks, each of its own KV heads and layers, within the memory of one process; of a GPU of
+    # its own.
     if model.device.type != "cpu":
-        free *= config.tensor_parallel
+        layers = sum(group.layers for group in groups)
+        free = free * config.tensor_parallel * layers // -(-layers // config.pipeline_parallel)
     sizes = [each * config.tensor_parallel for each in sizes]
     spaces = kv_spaces(config.kv_cache_bytes, groups, sizes, capacity, free)
     if model.device.type != "cpu":
@@ -133,7 +135,7 @@ def speculation_for(
         adaptive=config.speculate_adaptive,
         rope_switch=model.rope_switch,
         # Those of a step in flight in stages are not planned before their token is known, and then have drafts.
-        barred=runner.needs_token if isinstance(runner, DeviceRunner) else lambda seq: False,
+        barred=runner.needs_token if isinstance(runner, DeviceRunner) and not model.staged else lambda seq: False,
     )
 
 
@@ -156,7 +158,9 @@ def _measured(model: Model, capacity: Capacity) -> int:
 
 def device_runner_of(model: Model) -> type[DeviceRunner]:
     """The class of the runner of a model whose kernels are ragged."""
-    return RanksDeviceRunner if isinstance(model, DeviceLead) else DeviceRunner
+    if not isinstance(model, DeviceLead):
+        return DeviceRunner
+    return StagesDeviceRunner if model.staged else RanksDeviceRunner
 
 
 def _runner_of(model: Model) -> type[Runner]:

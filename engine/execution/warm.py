@@ -26,9 +26,8 @@ from engine.execution.placement import SEQUENCES, device_runner_of
 from engine.execution.ranks.device import DeviceLead
 from engine.kernels import Kernels
 from engine.kernels.choice import narrow_and_deterministic
-from engine.kernels.collectives import Collectives
+from engine.kernels.collectives import Communicators
 from engine.kernels.fp8 import CAPABILITY
-from engine.kernels.native.exchange import Share
 from engine.kv import KvSpace
 from engine.models import Model, shape_of
 
@@ -123,8 +122,8 @@ def _shape_of(
     if ranks == 1:
         return shape_of(folder, dtype, kernels, quantization)
     # All shares have these shapes, but where a width is no multiple of the ranks.
-    collectives = Collectives(Share(0, ranks), "nccl", ordered=deterministic)
-    return DeviceLead(shape_of(folder, dtype, kernels, quantization, collectives), None, collectives)
+    ends = Communicators(0, ranks, 1, "nccl", ordered=deterministic)
+    return DeviceLead(shape_of(folder, dtype, kernels, quantization, ends.sums), None, ends)
 
 
 def _launch_all(model: Model, slots: int, block_size: int) -> None:

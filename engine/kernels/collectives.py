@@ -74,10 +74,10 @@ class Collectives:
     failed, with gloo when they are called, with NCCL if it has been noticed by then.
     """
 
-    def __init__(self, share: Share, backend: str, *, ordered: bool = False) -> None:
+    def __init__(self, share: Share, backend: str, *, ordered: bool = False, name: str = "") -> None:
         """`backend`: "nccl" or "gloo". `ordered`: sums are of all parts in the ranks' order, in fp32, so that a row
-        has the same bits beside any others."""
-        self.share, self.backend, self._ordered = share, backend, ordered
+        has the same bits beside any others. `name`: differs between groups that meet by one store."""
+        self.share, self.backend, self._ordered, self._name = share, backend, ordered, name
         #: Raises DeviceLostError with the reason why a rank has failed, if that can be known.
         self.explain: Callable[[], None] = lambda: None
         self.failed = False
@@ -93,7 +93,8 @@ class Collectives:
         DeviceLostError."""
         rank, ranks = self.share.rank, self.share.ranks
         try:
-            self._group = (_nccl if self.backend == "nccl" else _gloo)(store, rank, ranks, address)
+            meeting = distributed.PrefixStore(self._name, store)
+            self._group = (_nccl if self.backend == "nccl" else _gloo)(meeting, rank, ranks, address)
             self.sum(torch.zeros(ranks, device=device))  # NCCL connects with the first one
         except (RuntimeError, ValueError, TimeoutError) as error:
             why = f"rank {rank} of {ranks} does not reach the others from {address}"
@@ -110,22 +111,27 @@ class Collectives:
                 total = total + part
             return total.to(x.dtype)
         x = x.contiguous()
-        self._run(x, lambda group: group.allreduce([x]))
+        self._begin(x, lambda group: group.allreduce([x]))()
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Overwrite `x`, contiguous, with that of rank 0."""
-        self._run(x, lambda group: group.broadcast([x]))
+        self.begin_broadcast(x)()
         return x
+
+    def begin_broadcast(self, x: Tensor) -> Callable[[], None]:
+        """Begin a broadcast behind the device's work so far. Returns a function that lets the device's later work wait
+        for it. With NCCL, work between the two goes on beside it."""
+        return self._begin(x, lambda group: group.broadcast([x]))
 
     def gather(self, x: Tensor) -> Tensor:
         """What each rank has: [ranks, *shape of `x`]."""
         x = x.contiguous()
         every = x.new_empty(self.share.ranks, *x.shape)
         if self.backend == "nccl":
-            self._run(x, lambda group: group._allgather_base(every, x))
+            self._begin(x, lambda group: group._allgather_base(every, x))()
         else:
-            self._run(x, lambda group: group.allgather([list(every.unbind())], [x]))
+            self._begin(x, lambda group: group.allgather([list(every.unbind())], [x]))()
         return every
 
     def fail(self) -> None:
@@ -135,13 +141,21 @@ class Collectives:
             with suppress(RuntimeError, NotImplementedError):  # gloo's is not there in every release
                 self._group.abort()
 
-    def _run(self, x: Tensor, begin: Callable[[Any], Any]) -> None:
+    def _begin(self, x: Tensor, begin: Callable[[Any], Any]) -> Callable[[], None]:
         if x.is_meta:
-            return  # kernels are compiled ahead, by one process
+            return lambda: None  # kernels are compiled ahead, by one process
         if self.failed:
             raise self._lost()
+        work = self._guarded(lambda: begin(self._group))
+
+        def wait() -> None:
+            self._guarded(work.wait)
+
+        return wait
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
         try:
-            begin(self._group).wait()
+            return call()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -153,7 +167,55 @@ class Collectives:
         return DeviceLostError(f"a rank of the model has failed{'' if error is None else f': {error}'}")
 
 
-def _gloo(store: RanksStore, rank: int, ranks: int, address: str) -> Any:
+class Communicators:
+    """All of a rank's ends: the sums of its stage, and its links with the stages before and after it.
+
+    A link is a group of two whose first rank sends by a broadcast, which gloo, unlike its send, has for a GPU's memory.
+    Rank i of a stage has links with rank i of its neighbours. `back` is from the last stage's first rank to the lead.
+    """
+
+    def __init__(self, rank: int, ranks: int, stages: int, backend: str, *, ordered: bool = False) -> None:
+        """`rank`: among all, stage after stage. `ranks`: of a stage. For the rest see Collectives."""
+        own = Share(rank % ranks, ranks)
+        self.stage = Share(rank // ranks, stages)
+        last = self.stage.rank + 1 == stages
+        self.sums = None
+        if ranks > 1:
+            self.sums = Collectives(own, backend, ordered=ordered, name=f"stage {self.stage.rank}")
+        self.before = Collectives(Share(1, 2), backend, name=f"into {rank}") if self.stage.rank else None
+        self.after = None if last else Collectives(Share(0, 2), backend, name=f"into {rank + ranks}")
+        self.back = None
+        if stages > 1 and own.rank == 0 and (last or rank == 0):
+            self.back = Collectives(Share(int(rank == 0), 2), backend, name="back")
+        # Each stage meets the one before it first.
+        self._every = [each for each in (self.sums, self.before, self.after, self.back) if each is not None]
+
+    def connect(self, store: RanksStore, device: torch.device, address: str = LOOPBACK) -> None:
+        """See Collectives.connect."""
+        for each in self._every:
+            each.connect(store, device, address)
+
+    @property
+    def failed(self) -> bool:
+        return any(each.failed for each in self._every)
+
+    @property
+    def explain(self) -> Callable[[], None]:
+        """See Collectives.explain."""
+        return self._every[0].explain
+
+    @explain.setter
+    def explain(self, explain: Callable[[], None]) -> None:
+        for each in self._every:
+            each.explain = explain
+
+    def fail(self) -> None:
+        """See Collectives.fail."""
+        for each in self._every:
+            each.fail()
+
+
+def _gloo(store: Any, rank: int, ranks: int, address: str) -> Any:
     options = distributed.ProcessGroupGloo._Options()
     options._timeout = _CONNECT
     options._devices = [distributed.ProcessGroupGloo.create_device(hostname=address)]
@@ -162,7 +224,7 @@ def _gloo(store: RanksStore, rank: int, ranks: int, address: str) -> Any:
     return group
 
 
-def _nccl(store: RanksStore, rank: int, ranks: int, address: str) -> Any:
+def _nccl(store: Any, rank: int, ranks: int, address: str) -> Any:
     # A Group notices a lost rank. NCCL's watchdog would end this process before its tasks are given back.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     if interface := interface_of(address):

@@ -70,7 +70,10 @@ def choose(selection: str, here: Sequence[Gpu], ranks: int = 1) -> tuple[Chosen,
     """
     gpus = _chosen(selection, here)
     if len(gpus) % ranks:
-        raise Failure(f"--gpus names {len(gpus)} GPUs, which --tensor-parallel {ranks} does not divide")
+        raise Failure(
+            f"--gpus names {len(gpus)} GPUs, which {ranks}, a worker's (--tensor-parallel by --pipeline-parallel), "
+            f"does not divide"
+        )
     groups = [gpus[i : i + ranks] for i in range(0, len(gpus), ranks)]
     return tuple(
         Chosen("-".join(gpu.label for gpu in group), ",".join(gpu.visible for gpu in group)) for group in groups

@@ -224,7 +224,8 @@ def up(
     set_up_logging(level, "autoscaler | ")  # nothing else in this process logs
     use_secrets_key(secrets_key)
 
-    chosen = choose(gpus, gpus_here(), engine.get("tensor_parallel", 1)) if gpus is not None else ()
+    ranks = engine.get("tensor_parallel", 1) * engine.get("pipeline_parallel", 1)
+    chosen = choose(gpus, gpus_here(), ranks) if gpus is not None else ()
     names = model or ["tiny"]
     if len(chosen) % len(names):
         raise Failure(f"{len(chosen)} GPUs cannot be shared evenly by {len(names)} models")

@@ -185,7 +185,9 @@ def _launched(runner: DeviceRunner, plan: StepPlan) -> bool:
     """Launch a plan. Returns False if there is no memory for it; in service such a step is made smaller
     (`pipeline.Shrink`)."""
     try:
-        runner.launch(plan)
+        launched = runner.launch(plan)
+        if runner.model.staged:  # which samples when it collects
+            runner.collect(launched)
     except Exception as error:
         if not release(error):
             raise

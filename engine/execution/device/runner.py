@@ -44,7 +44,7 @@ class Launched:
 
 
 @dataclass(frozen=True, slots=True)
-class _Forward:
+class Forward:
     """The results of a step's forward pass, on the device."""
 
     hidden: Tensor
@@ -104,6 +104,8 @@ class DeviceRunner:
         )
         self._every = torch.arange(max_num_seqs, device=device)
         self._hidden: Tensor | None = None
+        #: What the stage before this one sends, [most tokens, width]. None: this is the first, or the only one.
+        self._entering: Tensor | None = None
         # Waiting during a CUDA graph's recording makes it fail and leaves torch's allocator in recording mode.
         recordable = record is not None or device.type != "cuda" or model.kernels.recordable
         self.graphs = (
@@ -170,21 +172,30 @@ class DeviceRunner:
             shape = replace(shape, adapter_tiles=step.tiles)
         recordable = not adapted or (step is not None and step.recordable)
         padded = None if self.graphs is None or scored or not recordable else self.graphs.padded(shape)
-        features = self._sampler.admit([row.seq for row in sampling]) if sampling else None
         ended = self._run(plan, shape, scored, step) if padded is None else self._replay(plan, padded, step)
+        return self._sampled(ended, sampling, scored)
+
+    def _sampled(
+        self, ended: Forward, sampling: list[ScheduledSeq], scored: list[tuple[ScheduledSeq, range]]
+    ) -> Launched:
+        """Queue the sampling of a step whose forward pass is queued."""
         chosen = sum(1 + len(row.draft) for row in sampling)
         prompt_states = ended.hidden[chosen:] if scored else None
-        drawn = [] if features is None else self._draw(ended, sampling, features)
+        drawn = self._draw(ended, sampling, self._sampler.admit([row.seq for row in sampling])) if sampling else []
         return Launched(drawn, sampling, scored, prompt_states, logits_from(self.model, ended.adapters, chosen))
 
-    def _draw(self, ended: _Forward, sampling: list[ScheduledSeq], features: Features) -> list[Drawn]:
+    def _logits(self, hidden: Tensor, adapters: AdaptedRows | None) -> Tensor:
+        """The logits of some rows of `Forward.hidden`."""
+        return logits_from(self.model, adapters)(hidden, 0)
+
+    def _draw(self, ended: Forward, sampling: list[ScheduledSeq], features: Features) -> list[Drawn]:
         """Sample the token after each row's last token. Then sample after the first draft token for rows whose draft
         was right, and so on.
 
         There is one pass for each token of the longest draft, and none waits for the host. After a rejected draft token
         a row samples nothing more, so its slot's counts and last token are those of the accepted tokens.
         """
-        logits = logits_from(self.model, ended.adapters)(ended.hidden[: len(sampling)], 0)
+        logits = self._logits(ended.hidden[: len(sampling)], ended.adapters)
         chosen = self._sampler.launch(logits, ended.slots, ended.positions, features)
         drawn = [self._sampler.fetch(logits, [row.seq for row in sampling])]
         longest = max(len(row.draft) for row in sampling)
@@ -206,14 +217,14 @@ class DeviceRunner:
             slots = torch.where(right, slots[which], -1)
             positions, before = positions[which] + 1, rows
             adapters = None if ended.adapters is None else ended.adapters.select(np.array(draft_rows, np.int64))
-            logits = logits_from(self.model, adapters)(ended.hidden[hidden], 0)
+            logits = self._logits(ended.hidden[hidden], adapters)
             chosen = self._sampler.launch(logits, slots, positions, features)
             drawn.append(self._sampler.fetch(logits, [row.seq for row in rows]))
         return drawn
 
     def _run(
         self, plan: StepPlan, shape: Shape, scored: list[tuple[ScheduledSeq, range]], step: AdaptedStep | None
-    ) -> _Forward:
+    ) -> Forward:
         output_rows: list[int] = []
         begins: dict[int, int] = {}
         end = 0
@@ -237,23 +248,24 @@ class DeviceRunner:
             adapters = step_adapters(plan.rows, outputs_at, self.device)
         inputs, hidden = self._compute(shape, places, adapters)
         outputs = None if adapters is None else adapters.outputs
-        return _Forward(hidden, sent[len(output_rows) :], inputs.positions[places[:sampling]], outputs)
+        return Forward(hidden, sent[len(output_rows) :], inputs.positions[places[:sampling]], outputs)
 
     def _enter(
         self, rows: Sequence_[ScheduledSeq], shape: Shape, more: Sequence_[int] = (), outputs: int | None = None
     ) -> Tensor:
         """Send a step's numbers. `outputs`: how many of `more` are output rows; None: the step is a recorded one."""
         numbers = self._inputs.numbers(rows, shape, more)
-        self._tell(numbers, shape, outputs)
+        self._tell(rows, numbers, shape, outputs)
         return self._inputs.send(numbers)
 
-    def _tell(self, numbers: StepNumbers, shape: Shape, outputs: int | None) -> None:
+    def _tell(self, rows: Sequence_[ScheduledSeq], numbers: StepNumbers, shape: Shape, outputs: int | None) -> None:
         """Pass a step on to the model's other ranks, if there are some; see _enter."""
 
     def _make(self, shape: Shape) -> StepInputs:
         """Make the inputs of the sent step."""
         collectives = self.model.kernels.collectives
-        if collectives is not None:  # only the first rank samples
+        # Only the first rank samples. Of several stages no token is pending: see needs_token.
+        if collectives is not None and not self.model.staged:
             collectives.broadcast(self._rows.last_tokens)
         self._inputs.make(shape)
         return self._inputs.view(shape)
@@ -262,14 +274,15 @@ class DeviceRunner:
         """The inputs of the sent step, and its last hidden states of the token rows `places`."""
         inputs = self._make(shape)
         return inputs, self.model.forward(
-            inputs.tokens, inputs.positions, inputs.long, inputs.attention, self._caches, places, adapters
+            *(inputs.tokens, inputs.positions, inputs.long, inputs.attention, self._caches, places, adapters),
+            None if self._entering is None else self._entering[: shape.tokens],
         )
 
     def _run_recorded(self, shape: Shape) -> None:
         if self.graphs is not None:
             self.graphs.run(shape, self._recorded_version, self._decode)
 
-    def _replay(self, plan: StepPlan, shape: Shape, step: AdaptedStep | None) -> _Forward:
+    def _replay(self, plan: StepPlan, shape: Shape, step: AdaptedStep | None) -> Forward:
         chosen = [i for i, row in enumerate(plan.rows) if row.samples]
         count = len(plan.rows)
         sent = self._enter(plan.rows, shape, chosen if len(chosen) < count else ())
@@ -280,11 +293,11 @@ class DeviceRunner:
         self._run_recorded(shape)
         inputs, hidden = self._inputs.view(shape), self._hidden
         assert hidden is not None
-        last = _Forward(hidden[:count], inputs.attention[0].table_rows[:count], inputs.positions[:count], adapters)
+        last = Forward(hidden[:count], inputs.attention[0].table_rows[:count], inputs.positions[:count], adapters)
         if len(chosen) == count:
             return last
         # Not all rows sample: a prefill chunk may be of one token, too.
-        return _Forward(last.hidden[sent], last.slots[sent], last.positions[sent], adapters)
+        return Forward(last.hidden[sent], last.slots[sent], last.positions[sent], adapters)
 
     @property
     def _recorded_version(self) -> int:

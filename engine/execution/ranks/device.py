@@ -4,14 +4,20 @@
           its last sampled tokens -> broadcast, in the step: only the lead samples
           hidden states -> broadcast -> each rank's logits -> gathered
 
+Of several stages each is such ranks, and several steps are in flight, of disjoint sequences:
+
+    launch: stage 0 computes, sends its hidden states -> stage 1 -> ... -> the last stage's logits
+    collect: the lead waits for these logits, and samples
+
 All ranks do the same in the same order, so that their sums meet. A step that fails on one ends the group.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -24,15 +30,17 @@ from engine.config import EngineConfig
 from engine.errors import EngineError, ErrorText
 from engine.execution.device import DeviceRunner
 from engine.execution.device.inputs import Shape, StepNumbers
+from engine.execution.device.runner import Forward
 from engine.execution.ranks.runner import Kind, LeadModel, packed, unpacked
-from engine.kernels.collectives import Collectives
+from engine.kernels.collectives import Communicators
 from engine.kernels.native.exchange import Exchange, Share
 from engine.kv import KvSpace
 from engine.layers import AdaptedRows
 from engine.memory import GIB, free_bytes
 from engine.models import Model
 from engine.models.decoder import Decoder
-from engine.plan import StepPlan
+from engine.plan import Sampled, ScheduledSeq, StepPlan
+from engine.sequence import Sequence as TokenSequence
 
 logger = logging.getLogger("penstock.engine")
 
@@ -48,36 +56,27 @@ def backend_of(config: EngineConfig, device: torch.device) -> str | None:
     """
     if config.ranks == 1 or (device.type == "cpu" and config.kernels != "ragged"):
         return None
-    if config.pipeline_parallel > 1:
-        raise EngineError(
-            ErrorText.of(
-                "{pipeline_parallel}={} is for CPUs with native kernels, and the device is {} with {kernels}={}; use "
-                "{tensor_parallel} alone",
-                *(config.pipeline_parallel, device.type, repr(config.kernels)),
-            )
-        )
     if device.type == "cpu":
         return "gloo"
     if config.kernels not in ("auto", "triton", "ragged") or (config.kernels == "auto" and not find_spec("triton")):
         raise EngineError(
             ErrorText.of(
-                "{tensor_parallel}={} on GPUs needs {kernels}='triton': pip install 'penstock[gpu]'",
-                config.tensor_parallel,
+                "{tensor_parallel}={} and {pipeline_parallel}={} on GPUs need {kernels}='triton': pip install "
+                "'penstock[gpu]'",
+                *(config.tensor_parallel, config.pipeline_parallel),
             )
         )
     gpus = torch.cuda.device_count()
     if config.own_ranks <= gpus:
         if not distributed.is_nccl_available():
-            raise EngineError(
-                ErrorText.of("{tensor_parallel}={} on GPUs needs a torch with NCCL", config.tensor_parallel)
-            )
+            raise EngineError(ErrorText.of("{} ranks on GPUs need a torch with NCCL", config.ranks))
         return "nccl"
     if config.graphs:
         raise EngineError(
             ErrorText.of(
-                "{tensor_parallel}={} needs {} GPUs on this machine, and this process sees {}. To try ranks that share "
-                "a GPU, with sums through the host: {graphs}=False and {kv_cache_bytes}",
-                *(config.tensor_parallel, config.own_ranks, gpus),
+                "{tensor_parallel}={} by {pipeline_parallel}={} needs {} GPUs on this machine, and this process sees "
+                "{}. To try ranks that share a GPU, with sums through the host: {graphs}=False and {kv_cache_bytes}",
+                *(config.tensor_parallel, config.pipeline_parallel, config.own_ranks, gpus),
             )
         )
     return "gloo"
@@ -91,18 +90,16 @@ def device_of(kind: str, index: int) -> torch.device:
 class DeviceLead(LeadModel):
     """The LeadModel of ranks on devices."""
 
-    def __init__(self, share: Decoder, exchange: Exchange | None, collectives: Collectives) -> None:
-        """`exchange`: for messages alone. None: there are no others, as kernels are only compiled."""
+    def __init__(self, share: Decoder, exchange: Exchange | None, ends: Communicators) -> None:
+        """`exchange`: of all ranks, for messages alone. None: there are no others, as kernels are only compiled."""
         super().__init__(share, exchange)
-        self._collectives = collectives
-        ranks = collectives.share.ranks
-        self._own = [Share(rank, ranks).of(self.vocab_size) for rank in range(ranks)]
+        self.ends = ends
 
     def logits(self, hidden: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
-        """See Model. No adapter is loaded."""
+        """See Model. Not of several stages."""
+        assert self.ends.sums is not None
         self.send(packed(Kind.LOGITS, (len(hidden),), ()))
-        every = _gathered_logits(self.share, self._collectives, hidden.contiguous())
-        return torch.cat([every[rank, :, : len(own)] for rank, own in enumerate(self._own)], 1)
+        return _gathered_logits(self.share, self.ends, self.ends.sums.broadcast(hidden.contiguous()))
 
     def least_free_bytes(self, usable: float, step: int, share: float) -> int:
         """The bytes that each rank's KV cache may take: the least of all ranks. See free_bytes; `step`: of this rank,
@@ -124,15 +121,18 @@ class DeviceLead(LeadModel):
         """End the ranks' work: after an exception they are not at the same place any more."""
         if self.exchange is not None:
             self.exchange.fail()
-        self._collectives.fail()
+        self.ends.fail()
 
 
-def _gathered_logits(share: Decoder, collectives: Collectives, hidden: Tensor) -> Tensor:
-    """Each rank's logits, [ranks, rows, the most tokens of a rank], of rank 0's `hidden`, which is overwritten on the
-    others."""
-    logits = share.logits(collectives.broadcast(hidden))
-    most = -(-share.vocab_size // collectives.share.ranks)
-    return collectives.gather(torch.nn.functional.pad(logits, (0, most - logits.shape[1])))
+def _gathered_logits(share: Decoder, ends: Communicators, hidden: Tensor) -> Tensor:
+    """The logits of `hidden`, which all ranks of a stage have, [rows, vocabulary]."""
+    logits = share.logits(hidden)
+    if ends.sums is None:
+        return logits
+    vocabulary, ranks = share.vocab_size, ends.sums.share.ranks
+    own = [len(Share(rank, ranks).of(vocabulary)) for rank in range(ranks)]
+    every = ends.sums.gather(torch.nn.functional.pad(logits, (0, max(own) - logits.shape[1])))
+    return torch.cat([every[rank, :, :count] for rank, count in enumerate(own)], 1)
 
 
 class RanksDeviceRunner(DeviceRunner):
@@ -151,7 +151,7 @@ class RanksDeviceRunner(DeviceRunner):
     ) -> None:
         """`model`: a DeviceLead."""
         assert isinstance(model, DeviceLead)
-        self._lead = model
+        self._lead, self._wanted = model, 0
         numbers = (block_size, max_num_seqs, max_num_batched_tokens, max_model_len, int(graphs))
         model.send(packed(Kind.CACHES, (*numbers, *(space.num_blocks for space in spaces)), ()))
         super().__init__(
@@ -194,29 +194,169 @@ class RanksDeviceRunner(DeviceRunner):
             self._lead.send(packed(Kind.COPIES, [number for copy in copies for number in copy], ()))
         super().copy_blocks(copies)
 
-    def _tell(self, numbers: StepNumbers, shape: Shape, outputs: int | None) -> None:
+    def _tell(self, rows: Sequence[ScheduledSeq], numbers: StepNumbers, shape: Shape, outputs: int | None) -> None:
         kind = _RECORDED if outputs is None else outputs
-        sizes = (kind, numbers.end, numbers.more, numbers.changes, shape.rows, shape.tokens, shape.most_queries)
+        self._wanted = sum(1 + len(row.draft) for row in rows if row.samples)
+        sizes = (
+            kind,
+            self._wanted,
+            numbers.end,
+            numbers.more,
+            numbers.changes,
+            shape.rows,
+            shape.tokens,
+            shape.most_queries,
+        )
         arrays: list[NDArray[Any]] = [numbers.host, *numbers.separate]
         self._lead.send(packed(Kind.STEP, (*sizes, *shape.most_places, *numbers.widths), arrays))
+
+
+@dataclass(frozen=True, slots=True)
+class _Passing:
+    """A step that passes through the stages."""
+
+    logits: Forward
+    """Of the rows from which tokens are sampled, in place of their hidden states."""
+    arrived: Callable[[], None]
+    """Lets the device wait for them."""
+    sampling: list[ScheduledSeq]
+    slots: list[int]
+    """Those of `sampling`, which may have lost them, or have others, when the logits arrive."""
+    scored: list[tuple[ScheduledSeq, range]]
+
+
+class StagesDeviceRunner(RanksDeviceRunner):
+    """The lead's runner of several stages: several plans may be launched before the first is collected, of sequences
+    that do not wait for each other's tokens."""
+
+    def __init__(self, model: Model, **settings: Any) -> None:
+        self._arrived: Callable[[], None] = lambda: None
+        super().__init__(model, **settings)
+        assert self._lead.ends.after is not None
+        assert self._lead.ends.back is not None
+        self._after, self._back = self._lead.ends.after, self._lead.ends.back
+
+    def needs_token(self, sequence: TokenSequence) -> bool:  # type: ignore[override]
+        """Always: a token is known once its step has passed all stages."""
+        return True
+
+    @torch.inference_mode()
+    def collect(self, launched: Any) -> list[Sampled]:
+        passing: _Passing = launched
+        sequences = [row.seq for row in passing.sampling]
+        current = [sequence.slot for sequence in sequences]
+        _assign(sequences, passing.slots)
+        try:
+            passing.arrived()
+            sampled = super()._sampled(passing.logits, passing.sampling, passing.scored)
+            if passing.scored:
+                count = sum(len(span) for _, span in passing.scored)
+                hidden = torch.empty(count, 0, device=self.device)
+                sampled = replace(sampled, hidden=hidden, prompt_logits=self._prompt_logits)
+            results: list[Sampled] = super().collect(sampled)
+        except BaseException:
+            self._lead.fail()
+            raise
+        finally:
+            _assign(sequences, current)
+        if passing.scored:
+            self._lead.send(packed(Kind.LOGITS, (0, 0), ()))
+        return results
+
+    def _sampled(self, ended: Forward, sampling: list[ScheduledSeq], scored: list[tuple[ScheduledSeq, range]]) -> Any:
+        return _Passing(ended, self._arrived, sampling, [row.seq.slot for row in sampling], scored)
+
+    def _run(self, plan: StepPlan, shape: Shape, scored: list[tuple[ScheduledSeq, range]], step: Any) -> Forward:
+        ended = super()._run(plan, shape, scored, step)
+        self._after.broadcast(ended.hidden.contiguous())
+        return self._passing(ended)
+
+    def _run_recorded(self, shape: Shape) -> None:
+        super()._run_recorded(shape)
+        assert self._hidden is not None
+        self._after.broadcast(self._hidden[: shape.rows])
+
+    def _replay(self, plan: StepPlan, shape: Shape, step: Any) -> Forward:
+        return self._passing(super()._replay(plan, shape, step))
+
+    def _passing(self, ended: Forward) -> Forward:
+        """What is left of the first stage's part of a step, with room for the last one's logits. They are received from
+        now on: the last stage must never wait for a lead that waits for it."""
+        logits = self._room(self._wanted)
+        self._arrived = self._back.begin_broadcast(logits) if self._wanted else lambda: None
+        return replace(ended, hidden=logits, slots=ended.slots.clone(), positions=ended.positions.clone())
+
+    def _logits(self, hidden: Tensor, adapters: AdaptedRows | None) -> Tensor:
+        return hidden
+
+    def _prompt_logits(self, hidden: Tensor, start: int) -> Tensor:
+        """The logits of some of a step's scored rows, whose hidden states the last stage keeps."""
+        self._lead.send(packed(Kind.LOGITS, (start, len(hidden)), ()))
+        return self._back.broadcast(self._room(len(hidden)))
+
+    def _room(self, rows: int) -> Tensor:
+        return torch.empty(rows, self.model.vocab_size, dtype=self.model.kernels.compute_dtype, device=self.device)
+
+
+def _assign(sequences: list[TokenSequence], slots: list[int]) -> None:
+    for sequence, slot in zip(sequences, slots, strict=True):
+        sequence.slot = slot
 
 
 class _Follower(DeviceRunner):
     """The runner of another rank: has no sequences, samples nothing."""
 
+    def __init__(self, model: Model, ends: Communicators, *, max_num_batched_tokens: int, **settings: Any) -> None:
+        super().__init__(model, max_num_batched_tokens=max_num_batched_tokens, **settings)
+        self._ends = ends
+        #: The last hidden states of the scored rows of steps that the lead has not collected.
+        self._scored: deque[Tensor] = deque()
+        if ends.before is not None:
+            width = model.embedding()[1].shape[1]
+            dtype = model.kernels.compute_dtype
+            self._entering = torch.zeros(max_num_batched_tokens, width, dtype=dtype, device=self.device)
+
     def repeat(self, numbers: Sequence[int], arrays: list[NDArray[Any]]) -> None:
         """Run a step of the lead's."""
-        outputs, end, more, changes, rows, tokens, most_queries, *groups = numbers
+        outputs, wanted, end, more, changes, rows, tokens, most_queries, *groups = numbers
         half = len(groups) // 2
         most_places, widths = tuple(groups[:half]), tuple(groups[half:])
         shape = Shape(rows, tokens, most_queries, most_places)
         self._rows.widen(widths)
         host, *separate = arrays
         sent = self._inputs.send(StepNumbers(self._inputs.lent(host), end, more, changes, widths, tuple(separate)))
+        if self._ends.before is not None:
+            assert self._entering is not None
+            self._ends.before.broadcast(self._entering[:tokens])
         if outputs == _RECORDED:
             self._run_recorded(shape)
+            assert self._hidden is not None
+            hidden, chosen = self._hidden[:rows], sent if more else slice(wanted)
         else:
-            self._compute(shape, sent[:outputs], None)
+            _, hidden = self._compute(shape, sent[:outputs], None)
+            chosen = slice(wanted)
+        if self._ends.after is not None:
+            self._ends.after.broadcast(hidden.contiguous())
+        elif self.model.staged:
+            if wanted:
+                self._send_logits(hidden[chosen])
+            if outputs > wanted:
+                self._scored.append(hidden[wanted:])
+
+    def logits(self, start: int, rows: int) -> None:
+        """Send the lead the logits of some scored rows of its oldest step; of none: it has had all that it wants."""
+        if self._ends.after is not None:
+            return
+        if rows:
+            self._send_logits(self._scored[0][start : start + rows])
+        else:
+            self._scored.popleft()
+
+    def _send_logits(self, hidden: Tensor) -> None:
+        assert isinstance(self.model, Decoder)
+        logits = _gathered_logits(self.model, self._ends, hidden).to(self.model.kernels.compute_dtype)
+        if self._ends.back is not None:
+            self._ends.back.broadcast(logits.contiguous())
 
 
 @dataclass(slots=True)
@@ -231,7 +371,7 @@ class _Settings:
 
 
 @torch.inference_mode()
-def follow_on_device(share: Decoder, exchange: Exchange, collectives: Collectives) -> None:
+def follow_on_device(share: Decoder, exchange: Exchange, ends: Communicators) -> None:
     """Do what the lead sends, until DeviceLostError: a rank has failed."""
     runner: _Follower | None = None
     width = share.embedding()[1].shape[1]
@@ -240,26 +380,31 @@ def follow_on_device(share: Decoder, exchange: Exchange, collectives: Collective
         if kind == Kind.CACHES:
             runner = None
             torch.cuda.empty_cache()
-            runner = _runner(share, _Settings(*numbers[:5]), numbers[5:])
+            runner = _runner(share, ends, _Settings(*numbers[:5]), numbers[5:])
             exchange.gather(torch.zeros(1))
-        elif kind == Kind.LOGITS:
-            hidden = torch.empty(numbers[0], width, dtype=share.kernels.compute_dtype, device=share.device)
-            _gathered_logits(share, collectives, hidden)
-        elif kind == Kind.MEMORY:
+            continue
+        if kind == Kind.MEMORY:
             runner = None  # of the steps by which memory was measured
             usable, part = arrays[0].tolist()
             exchange.gather(torch.tensor([free_bytes(share.device, usable, numbers[0], part)]))
+            continue
+        assert runner is not None
+        if kind == Kind.STEP:
+            runner.repeat(numbers, arrays)
+        elif kind == Kind.COPIES:
+            runner.copy_blocks(list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)))
+        elif share.staged:
+            runner.logits(*numbers)
         else:
-            assert runner is not None
-            if kind == Kind.STEP:
-                runner.repeat(numbers, arrays)
-            else:
-                runner.copy_blocks(list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)))
+            assert ends.sums is not None
+            hidden = torch.empty(numbers[0], width, dtype=share.kernels.compute_dtype, device=share.device)
+            _gathered_logits(share, ends, ends.sums.broadcast(hidden))
 
 
-def _runner(share: Decoder, settings: _Settings, blocks: Sequence[int]) -> _Follower:
+def _runner(share: Decoder, ends: Communicators, settings: _Settings, blocks: Sequence[int]) -> _Follower:
     return _Follower(
         share,
+        ends,
         spaces=[KvSpace(count, group.window) for count, group in zip(blocks, share.kv_groups, strict=True)],
         block_size=settings.block_size,
         max_num_seqs=settings.max_num_seqs,

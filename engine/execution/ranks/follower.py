@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 if TYPE_CHECKING:
     from engine.adapters import Adapter
     from engine.execution.ranks.stages import BusyLink, Link
-    from engine.kernels.collectives import Collectives, RanksStore
+    from engine.kernels.collectives import Communicators, RanksStore
     from engine.models.decoder import Decoder
 
 #: prctl(2)
@@ -51,7 +51,7 @@ def main() -> None:
     listener = _Listener(lead, lines)
     listener.start()
     _report(lead, started=True)
-    ends: list[Link | Collectives] = []
+    ends: list[Link | Communicators] = []
     try:
         # Only now, because this takes seconds.
         import torch
@@ -62,7 +62,7 @@ def main() -> None:
         from engine.execution.ranks.runner import follow, types_of
         from engine.execution.ranks.stages import BusyLink, lead_stage
         from engine.execution.threads import on_nodes_of
-        from engine.kernels.collectives import READY, Collectives, RanksStore
+        from engine.kernels.collectives import READY, Communicators, RanksStore
         from engine.kernels.native import load_library
         from engine.kernels.native.exchange import Exchange, Share
         from engine.models import load_model
@@ -90,11 +90,18 @@ def main() -> None:
                 links.append(Exchange(library, descriptor, end, processes))
                 os.close(descriptor)
         ends += links
-        collectives = None
+        on_devices = None
         device = device_of(setup["device"], local["index"])
         if setup["backend"] is not None:
-            collectives = Collectives(rank, setup["backend"], ordered=setup["deterministic"])
-            ends.append(collectives)
+            on_devices = Communicators(
+                rank.rank,
+                setup["of_stage"],
+                rank.ranks // setup["of_stage"],
+                setup["backend"],
+                ordered=setup["deterministic"],
+            )
+            ends.append(on_devices)
+            stage = on_devices.stage
         if device.type == "cuda":
             torch.cuda.set_device(device)
         with on_nodes_of(local["index"], processes):
@@ -107,7 +114,7 @@ def main() -> None:
                 deterministic=setup["deterministic"],
                 kv_cache_dtype=setup["kv_cache_dtype"],
                 progress=_Signs(lead),
-                exchange=collectives or exchange,
+                exchange=exchange if on_devices is None else on_devices.sums,
                 stage=stage,
                 processes=processes,
             )
@@ -115,11 +122,11 @@ def main() -> None:
             listener.share = model
             listener.store = RanksStore(lambda key, value: _report(lead, key=key, value=value.hex()))
             _report(lead, ready=True, types=types_of(model))
-            if collectives is not None:
+            if on_devices is not None:
                 assert exchange is not None
                 listener.store.wait([READY])
-                collectives.connect(listener.store, device, local["address"])
-                follow_on_device(model, exchange, collectives)
+                on_devices.connect(listener.store, device, local["address"])
+                follow_on_device(model, exchange, on_devices)
             if exchange is None or links:
                 before, after = BusyLink(links[0]), links[1]
                 if local["tells"]:

@@ -36,7 +36,7 @@ from engine.execution.ranks.meeting import Meeting, read_secret, shut
 from engine.execution.ranks.nodes import Joined, Mirror, SocketLink, end_of, gather, start_follower, traits_of
 from engine.execution.ranks.runner import LeadModel
 from engine.execution.ranks.stages import Chain, Link, StagedModel
-from engine.kernels.collectives import LOOPBACK, READY, Collectives, RanksStore
+from engine.kernels.collectives import LOOPBACK, READY, Collectives, Communicators, RanksStore
 from engine.kernels.native import load_library
 from engine.kernels.native.exchange import Exchange, Share, shared_memory
 from engine.models.decoder import Decoder
@@ -116,14 +116,18 @@ class Group:
         #: The number of threads of each rank.
         self.threads = threads
         self._ranks = config.ranks
-        self._stage_ranks, self.stage = config.tensor_parallel, Share(0, config.pipeline_parallel)
+        self.stage = Share(0, config.pipeline_parallel)
+        # Ranks on devices all get the same messages, whatever their stage: their messages are those of a single stage.
+        self._stage_ranks, self._stages = config.tensor_parallel, config.pipeline_parallel
+        if backend is not None:
+            self._stage_ranks, self._stages = config.ranks, 1
         self._followers: list[_Follower] = []
         self._changed = threading.Condition()
         self._lost = ""
         self._closing = False
         self._folder, self._nodes, self._joined = folder, config.nodes, Joined()
         self._files = files_of(folder)
-        stages = self.stage.ranks
+        stages = self._stages
         #: The number of ranks on each machine.
         self._local_ranks = self._ranks // self._nodes
         stages_here = max(1, stages // self._nodes)
@@ -137,7 +141,7 @@ class Group:
             Exchange(library, memory, end, self._local_ranks) for memory, end in zip(self._links, ends, strict=True)
         ]
         #: All exchanges and links of this machine; the lead itself uses its stage's and its own links alone.
-        self._exchanges: list[Exchange | SocketLink | Collectives] = [*sums, *links]
+        self._exchanges: list[Exchange | SocketLink | Communicators] = [*sums, *links]
         for each in self._exchanges:
             each.explain = self.check
         #: The lead's end of the first stage's sums. None if the lead is the stage's only rank.
@@ -146,15 +150,17 @@ class Group:
         self._lead_links: tuple[Link | None, Link | None] = (links[0] if links else None, links[-1] if links else None)
         self._chain: Chain | None = None
         #: The sums of ranks on devices; `self.exchange` then carries messages alone.
-        self.collectives: Collectives | None = None
+        self.communicators: Communicators | None = None
         #: The address at which ranks of other machines reach those of this one.
         self._address = LOOPBACK
         #: Where ranks on devices find each other's addresses.
         self._store = RanksStore(self._spread)
         if backend is not None:
-            self.collectives = Collectives(Share(0, self._stage_ranks), backend, ordered=config.deterministic)
-            self.collectives.explain = self.check
-            self._exchanges.append(self.collectives)
+            self.communicators = Communicators(
+                0, config.tensor_parallel, config.pipeline_parallel, backend, ordered=config.deterministic
+            )
+            self.communicators.explain = self.check
+            self._exchanges.append(self.communicators)
         self._rounds: list[list[int]] = []
         #: By rank: the moving average of the share of samples at which others waited for it.
         self._waits = dict.fromkeys(range(1, self._local_ranks if stages > 1 else self._ranks), 0.0)
@@ -169,6 +175,7 @@ class Group:
         self._setup: dict[str, Any] = {
             "ranks": self._stage_ranks,
             "stages": stages,
+            "of_stage": config.tensor_parallel,
             "dtype": config.dtype,
             "deterministic": config.deterministic,
             "kv_cache_dtype": config.kv_cache_dtype,
@@ -179,6 +186,11 @@ class Group:
         }
         self._thread = threading.Thread(target=self._run, name="penstock-ranks", daemon=True)
         self._thread.start()
+
+    @property
+    def sums(self) -> Exchange | Collectives | None:
+        """The lead's end of its stage's sums. None if the lead is the stage's only rank."""
+        return self.exchange if self.communicators is None else self.communicators.sums
 
     def wait(self, types: str) -> None:
         """Wait until all followers have loaded their shares. `types`: types_of the lead's share. Raises EngineError
@@ -196,13 +208,13 @@ class Group:
     def model_of(self, share: Decoder) -> LeadModel:
         """The model of all ranks. `share`: the lead's. Raises EngineError if ranks on devices do not connect in
         time."""
-        if self.collectives is not None:
+        if self.communicators is not None:
             assert self.exchange is not None
             with self.in_time("to connect the ranks"):
                 self._store.set(READY, b"")
-                self.collectives.connect(self._store, share.device, self._address)
-            return DeviceLead(share, self.exchange, self.collectives)
-        if self.stage.ranks == 1:
+                self.communicators.connect(self._store, share.device, self._address)
+            return DeviceLead(share, self.exchange, self.communicators)
+        if self._stages == 1:
             return LeadModel(share, self.exchange)
         after, back = self._lead_links
         assert after is not None
@@ -249,7 +261,7 @@ class Group:
                 # The stage's first rank has come further than these.
                 ranks = enumerate(behind, i * self._stage_ranks + 1)
                 waited_for |= {rank: 1.0 for rank, by in ranks if 0 < by < 1 << 31}
-            elif lead_waits and behind[0] < 1 << 31 and (stage := i - len(self._memories) + 1) < self.stage.ranks:
+            elif lead_waits and behind[0] < 1 << 31 and (stage := i - len(self._memories) + 1) < self._stages:
                 # The receiver, which waits for a message, is one round ahead of the sender.
                 waited_for[stage * self._stage_ranks] = 1.0
         if lead_waits:
@@ -285,7 +297,7 @@ class Group:
     def in_time(self, doing: str) -> Iterator[None]:
         """A context that ends the group, and raises EngineError, if its block takes longer than SILENCE_S, or COMPILE_S
         for ranks on devices, which may compile kernels in it. `doing`: what the block does, for the message."""
-        limit = SILENCE_S if self.collectives is None else COMPILE_S
+        limit = SILENCE_S if self.communicators is None else COMPILE_S
         late = threading.Timer(limit, lambda: self._lose(f"{doing} takes more than {limit:.0f} s{self._slow_suffix()}"))
         late.daemon = True
         late.start()
@@ -331,8 +343,8 @@ class Group:
                 mirror.close()
         if self._chain is not None:
             self._chain.close()
-        if self.collectives is not None:
-            self.collectives.fail()
+        if self.communicators is not None:
+            self.communicators.fail()
 
     # ---- its thread
 
@@ -371,12 +383,12 @@ class Group:
     def _gather(self, meeting: Meeting) -> None:
         """Connect to the other machines. Raises EngineError naming the node that has not come, or differs."""
         part = {**self._setup, "nodes": self._nodes}
-        staged = self.stage.ranks > 1
+        staged = self._stages > 1
         joined = gather(
             meeting, self._nodes, self._local_ranks, traits_of(self._folder), part, lambda: self._closing, staged=staged
         )
         self._joined = joined
-        if self.collectives is not None:
+        if self.communicators is not None:
             self._address = joined.nodes[1].getsockname()[0]
         if not staged:
             assert self.exchange is not None

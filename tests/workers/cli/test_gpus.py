@@ -68,7 +68,7 @@ class TestChoose:
 
     def test_ranks_are_groups(self) -> None:
         assert choose("1,0", HERE, 2) == (Chosen("gpu1-gpu0", "1,0"),)
-        with pytest.raises(Failure, match=r"--gpus names 1 GPUs, which --tensor-parallel 2 does not divide"):
+        with pytest.raises(Failure, match=r"--gpus names 1 GPUs, which 2, a worker's .*, does not divide"):
             choose("0", HERE, 2)
 
     def test_labels_tell_them_apart(self) -> None:

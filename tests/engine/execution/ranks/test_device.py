@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,10 @@ import torch
 
 from engine import Engine, EngineConfig
 from engine.errors import DeviceLostError, EngineError
-from engine.execution.device import DeviceRunner
-from engine.execution.placement import plan_capacity
-from engine.execution.ranks.device import DeviceLead, RanksDeviceRunner, backend_of, follow_on_device
+from engine.execution.placement import device_runner_of, plan_capacity
+from engine.execution.ranks.device import DeviceLead, backend_of, follow_on_device
 from engine.execution.ranks.nodes import Node
-from engine.kernels.collectives import Collectives, RanksStore
+from engine.kernels.collectives import Collectives, Communicators, RanksStore
 from engine.kernels.native import load_library
 from engine.kernels.native.exchange import Share
 from engine.models import load_model
@@ -40,12 +40,14 @@ CPU = torch.device("cpu")
 
 
 @contextmanager
-def ranks_of(folder: Path, ranks: int, dtype: str = "float32", *, ordered: bool = False) -> Iterator[DeviceLead]:
-    """The lead of ranks that are threads of this process."""
+def ranks_of(
+    folder: Path, ranks: int, dtype: str = "float32", *, stages: int = 1, ordered: bool = False
+) -> Iterator[DeviceLead]:
+    """The lead of `stages` stages of ranks that are threads of this process."""
     store = RanksStore()
-    exchanges = exchanges_of(ranks)
-    every = [Collectives(Share(rank, ranks), "gloo", ordered=ordered) for rank in range(ranks)]
-    shares = [load_model(folder, dtype, CPU, "ragged", exchange=each) for each in every]
+    exchanges = exchanges_of(ranks * stages)
+    every = [Communicators(rank, ranks, stages, "gloo", ordered=ordered) for rank in range(ranks * stages)]
+    shares = [load_model(folder, dtype, CPU, "ragged", exchange=each.sums, stage=each.stage) for each in every]
 
     def follow(rank: int) -> None:
         try:
@@ -57,7 +59,7 @@ def ranks_of(folder: Path, ranks: int, dtype: str = "float32", *, ordered: bool 
             exchanges[rank].fail()
             raise
 
-    threads = [threading.Thread(target=follow, args=(rank,), daemon=True) for rank in range(1, ranks)]
+    threads = [threading.Thread(target=follow, args=(rank,), daemon=True) for rank in range(1, len(every))]
     for thread in threads:
         thread.start()
     every[0].connect(store, CPU)
@@ -71,7 +73,10 @@ def ranks_of(folder: Path, ranks: int, dtype: str = "float32", *, ordered: bool 
 
 
 def driver(lead: DeviceLead, **settings: Any) -> Driver:
-    return Driver(lead, device_runner=RanksDeviceRunner, overlap=1, **settings)
+    """A Driver of all ranks. It has as many steps in flight as stages, but two of a single stage."""
+    stages = lead.ends.stage.ranks
+    settings |= {"overlap": stages - 1, "batches": stages} if stages > 1 else {"overlap": 1}
+    return Driver(lead, device_runner=device_runner_of(lead), **settings)
 
 
 CASES = [(name, ranks) for name in SHAPES for ranks in (2, 3, 4) if (ranks == 3) == (name == "wide-heads")]
@@ -111,28 +116,45 @@ def test_the_cache_is_sized_by_the_rank_with_the_least_memory(tmp_path: Path, mo
 DRAWN = SamplingParams(max_tokens=7, temperature=0.9, seed=4, logprobs=1, prompt_logprobs=1, n=2, ignore_eos=True)
 
 
-def test_preempted_drawn_and_guessed_tokens_are_those_of_one_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (1, 2)])
+def test_preempted_drawn_and_guessed_tokens_are_those_of_one_device(ranks: int, stages: int, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", seed=2, tokenizer=False, **VARIANTS["gqa"])
 
-    def answers(model: Any, make: type[DeviceRunner]) -> tuple[Any, list[float]]:
+    def answers(model: Any, make: Any) -> tuple[Any, list[float]]:
         guesses = Speculation(Lookup(8, model.vocab_size), max_tokens=3, adaptive=False)
-        stepped = Driver(model, device_runner=make, tokens=24, overlap=1, speculation=guesses)
+        stepped = make(model, tokens=24, speculation=guesses)
         for i, prompt in enumerate([[5, 6, 7, 8] * 8, *prompts_of([3, 20, 5], 320)]):
             stepped.add(str(i), prompt, DRAWN if i == 2 else greedy(9))
         stepped.run(preempt_every=7)
-        told = [
-            entry.logprob
-            for event in stepped.events
-            for entry in [*(event.logprobs or []), *(event.prompt_logprobs or [])]
-            if entry
-        ]
-        return stepped.found, told
+        scores: dict[Any, list[float]] = {}
+        for event in stepped.events:
+            told = [entry.logprob for entry in [*(event.logprobs or []), *(event.prompt_logprobs or [])] if entry]
+            scores.setdefault((event.request_id, event.choice), []).extend(told)
+        return stepped.found, [score for key in sorted(scores) for score in scores[key]]
 
-    tokens, scores = answers(load_model(folder, "float32", CPU, "ragged"), DeviceRunner)
-    with ranks_of(folder, 2) as lead:
-        found, seen = answers(lead, RanksDeviceRunner)
+    tokens, scores = answers(load_model(folder, "float32", CPU, "ragged"), partial(Driver, overlap=1))
+    with ranks_of(folder, ranks, stages=stages) as lead:
+        found, seen = answers(lead, driver)
     assert found == tokens
     assert seen == pytest.approx(scores, abs=1e-4)
+
+
+#: Model, ranks of a stage, stages.
+GRIDS = [
+    (name, 3 if name == "wide-heads" and ranks == 2 else ranks, stages)
+    for name in SHAPES
+    for ranks, stages in ((1, 2), (2, 2), (1, 3))
+    if SHAPES[name].get("num_hidden_layers", 2) >= stages
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "stages"), few(GRIDS, ("biases", 2, 2)))
+def test_stages_on_devices_compute_what_one_device_computes(name: str, ranks: int, stages: int, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / name, seed=5, tokenizer=False, **SHAPES[name])
+    prompts = prompts_of([1, 17, 58], 320)
+    expected = run(Driver(load_model(folder, "float32", CPU, "ragged"), tokens=40, overlap=1), prompts)
+    with ranks_of(folder, ranks, stages=stages) as lead:
+        assert run(driver(lead, tokens=40), prompts) == expected
 
 
 def test_ordered_sums_are_the_same_beside_any_rows() -> None:
@@ -157,9 +179,14 @@ def test_ordered_sums_are_the_same_beside_any_rows() -> None:
 #: Settings of the engine whose ranks are processes, and the devices that they need.
 DEVICES: dict[str, tuple[dict[str, Any], int]] = {
     "cpu": ({"device": "cpu", "kernels": "ragged", "tensor_parallel": 2}, 0),
+    "cpu, stages": ({"device": "cpu", "kernels": "ragged", "pipeline_parallel": 2}, 0),
+    "cpu, 2 by 2": ({"device": "cpu", "kernels": "ragged", "tensor_parallel": 2, "pipeline_parallel": 2}, 0),
     "cuda, shared": ({"tensor_parallel": 4, "graphs": False}, 1),
+    "cuda, shared stages": ({"tensor_parallel": 2, "pipeline_parallel": 2, "graphs": False}, 1),
     "cuda, 2": ({"tensor_parallel": 2}, 2),
     "cuda, 2, deterministic": ({"tensor_parallel": 2, "deterministic": True}, 2),
+    "cuda, stages": ({"pipeline_parallel": 2}, 2),
+    "cuda, 2 by 2": ({"tensor_parallel": 2, "pipeline_parallel": 2}, 4),
     "cuda, 4": ({"tensor_parallel": 4}, 4),
     "cuda, 8": ({"tensor_parallel": 8}, 8),
 }
@@ -176,18 +203,19 @@ def test_processes_compute_what_one_computes_until_one_is_killed(family: str, wh
     more, gpus = DEVICES[where]
     if gpus > (torch.cuda.device_count() if torch.cuda.is_available() else 0):
         pytest.skip(f"there are fewer than {gpus} GPUs, of CUDA")
-    if gpus == 1 and torch.cuda.device_count() >= more["tensor_parallel"]:
+    ranks = more.get("tensor_parallel", 1) * more.get("pipeline_parallel", 1)
+    if gpus == 1 and torch.cuda.device_count() >= ranks:
         pytest.skip("each rank has a GPU of its own, by CUDA")
     shape = SHAPES[family] | {"num_attention_heads": 8} if gpus == 8 else SHAPES[family]
     folder = write_model(tmp_path / "m", seed=2, tokenizer=False, **shape)
-    settings = {"dtype": "float32", "kv_cache_bytes": 1 << 22, "seed": 3} | more
+    settings: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 1 << 22, "seed": 3} | more
     prompts = prompts_of([1, 17, 58], 320)
-    with Engine.load(folder, EngineConfig(**(settings | {"tensor_parallel": 1}))) as engine:
+    with Engine.load(folder, EngineConfig(**(settings | {"tensor_parallel": 1, "pipeline_parallel": 1}))) as engine:
         expected = [output.token_ids for output in engine.generate(list(prompts), greedy(9))]
         alone = engine.fingerprint
     with Engine.load(folder, EngineConfig(**settings)) as engine:
         assert [output.token_ids for output in engine.generate(list(prompts), greedy(9))] == expected
-        assert engine.fingerprint != alone
+        assert (engine.fingerprint == alone) == (more.get("tensor_parallel", 1) == 1)
         for process in (os.getpid(), *engine.stats().rank_processes):
             assert listened_at(process) <= {"0100007F"}
         with pytest.raises(EngineError, match="adapters do not go with tensor_parallel on GPUs yet"):
@@ -196,9 +224,7 @@ def test_processes_compute_what_one_computes_until_one_is_killed(family: str, wh
         engine.on_lost = lambda why, suspects: lost.put(why)
         process = engine.stats().rank_processes[0]
         os.kill(process, signal.SIGKILL)
-        assert f"rank 1 of {more['tensor_parallel']} (process {process}): it was killed by SIGKILL" in lost.get(
-            timeout=60
-        )
+        assert f"rank 1 of {ranks} (process {process}): it was killed by SIGKILL" in lost.get(timeout=60)
 
 
 def listened_at(process: int) -> set[str]:
@@ -218,12 +244,10 @@ def listened_at(process: int) -> set[str]:
 def test_what_ranks_on_gpus_need_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(EngineError, match=r"pipeline_parallel=2 is for CPUs with native kernels"):
-        backend_of(EngineConfig(pipeline_parallel=2), cuda)
-    with pytest.raises(EngineError, match=r"tensor_parallel=2 on GPUs needs kernels='triton'"):
+    with pytest.raises(EngineError, match=r"tensor_parallel=2 and pipeline_parallel=1 on GPUs need kernels='triton'"):
         backend_of(EngineConfig(tensor_parallel=2, kernels="sdpa"), cuda)
-    with pytest.raises(EngineError, match=r"tensor_parallel=2 needs 2 GPUs on this machine, and this process sees 1"):
-        backend_of(EngineConfig(tensor_parallel=2, kernels="triton"), cuda)
+    with pytest.raises(EngineError, match=r"by pipeline_parallel=2 needs 4 GPUs on this machine, and this proc"):
+        backend_of(EngineConfig(tensor_parallel=2, pipeline_parallel=2, kernels="triton"), cuda)
     assert backend_of(EngineConfig(tensor_parallel=2, kernels="triton", graphs=False), cuda) == "gloo"
     assert backend_of(EngineConfig(kernels="triton"), cuda) is None
     part = {"ranks": 4, "stages": 1, "nodes": 2, "device": "cuda", "backend": "nccl"}
