@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -493,7 +494,7 @@ def fingerprint_of(model: Computes, block_size: int) -> str:
 
 def _check(device: torch.device, group: Group | None) -> None:
     if group is not None:
-        group.check()
+        group.check(sys.exception())  # with which a step has failed here, if one has
     check_alive(device)
 
 

@@ -21,11 +21,11 @@ from workers.processes import PENSTOCK
 OPTIONS = {"dtype": "float32", "max_num_seqs": 4, "kv_cache_bytes": 16 << 20, "threads": 1}
 
 
-def real(divided: str) -> dict[str, Any]:
+def real(divided: str, kernels: str = "auto") -> dict[str, Any]:
     return {
         "engine_factory": "workers.runtime.worker:load_engine",
         "model": "tiny",
-        "engine": {**OPTIONS, divided: 2},
+        "engine": {**OPTIONS, divided: 2, "kernels": kernels},
         "lease": 300.0,
     }
 
@@ -68,17 +68,21 @@ def test_a_worker_of_two_machines_answers_and_ends_both(divided: str, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("how", "divided", "process"),
+    ("how", "divided", "process", "kernels"),
     [
-        *((how, divided, False) for how in (signal.SIGKILL, signal.SIGSTOP, "memory") for divided in DIVIDED),
-        (signal.SIGKILL, "tensor_parallel", True),
+        *((how, divided, False, "auto") for how in (signal.SIGKILL, signal.SIGSTOP, "memory") for divided in DIVIDED),
+        (signal.SIGKILL, "tensor_parallel", True, "auto"),
+        *((how, "tensor_parallel", False, "ragged") for how in (signal.SIGKILL, "memory")),
     ],
 )
-def test_a_rank_that_is_lost_costs_no_token(how: signal.Signals | str, divided: str, process: bool) -> None:
-    """Also where the lead has a process of its own below the worker, and where the rank has no memory for a step."""
+def test_a_rank_that_is_lost_costs_no_token(
+    how: signal.Signals | str, divided: str, process: bool, kernels: str
+) -> None:
+    """Also where the lead has a process of its own below the worker, where the rank has no memory for a step, and with
+    the ranks of GPUs ("ragged")."""
     with valkey() as (url, redis), Client(url) as client:
         rig = Rig(url, redis)
-        with Worker(url, name="first", step_limit=5.0, engine_process=process, **real(divided)) as first:
+        with Worker(url, name="first", step_limit=5.0, engine_process=process, **real(divided, kernels)) as first:
             first.wait_ready(120)
             (rank,) = ranks_below(first.process.pid)
             common: dict[str, Any] = {"model": "tiny", "temperature": 0.8, "ignore_eos": True}
@@ -98,7 +102,7 @@ def test_a_rank_that_is_lost_costs_no_token(how: signal.Signals | str, divided: 
                 ids.append(client.submit(**asked[-1]).id)
             assert first.process.wait(120) == os.EX_SOFTWARE
             assert until(lambda: gone(rank))
-        with Worker(url, name="second", **real(divided)) as second:
+        with Worker(url, name="second", **real(divided, kernels)) as second:
             second.wait_ready(120)
             rig.until_settled(ids, 120)
             again = [client.submit(**each).id for each in asked]

@@ -313,9 +313,11 @@ class Group:
         reason = self.slow_rank
         return f": {reason}" if reason else ""
 
-    def check(self) -> None:
-        """Raise DeviceLostError if a rank has failed."""
+    def check(self, error: BaseException | None = None) -> None:
+        """Raise DeviceLostError if a rank has failed. `error`: this one's in its step."""
         if any(each.failed for each in self._exchanges):
+            if error is not None and not isinstance(error, DeviceLostError):
+                self._lose(f"rank 0 of {self._ranks} (the lead): {type(error).__name__}: {error}")
             with self._changed:
                 self._changed.wait_for(lambda: self._lost, _REASON_S + _CAUSE_S)
             raise DeviceLostError(self._lost or "a rank failed")

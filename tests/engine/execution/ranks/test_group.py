@@ -11,7 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ import torch
 from engine import Engine, EngineConfig, SamplingParams
 from engine.adapters import Adapter, load_adapter
 from engine.engine import fingerprint_of
-from engine.errors import EngineError
+from engine.errors import DeviceLostError, EngineError
 from engine.execution.ranks import group
 from engine.execution.ranks.group import Group
 from engine.kernels.native import load_library
@@ -200,16 +200,36 @@ def test_a_rank_without_memory_for_its_caches_says_so(folder: Path, monkeypatch:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_rank_without_memory_for_a_step_is_a_lost_device(stages: int, folder: Path) -> None:
-    with Engine.load(folder, config(3 - stages, pipeline_parallel=stages)) as engine:
+@pytest.mark.parametrize(("stages", "kernels"), [(1, "native"), (2, "native"), (1, "ragged")])
+def test_a_rank_without_memory_for_a_step_is_a_lost_device(stages: int, kernels: str, folder: Path) -> None:
+    with Engine.load(folder, config(3 - stages, pipeline_parallel=stages, kernels=kernels)) as engine:
         lost: queue.SimpleQueue[str] = queue.SimpleQueue()
         engine.on_lost = lambda why, suspects: lost.put(why)
         (follower,) = followers(engine)
+        engine.generate([[5]], GREEDY)  # loads what is loaded when it is first called
         bound_memory(follower, 0)
         engine.submit(Request("a", [5] * 480, GREEDY), lambda event: None)
         # Native kernels end the process, torch raises.
         assert re.search(rf"rank 1 of 2 \(process {follower}\): .*(SIGABRT|memory)", lost.get(timeout=60))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("kernels", "error"), [("native", MemoryError("no room")), ("ragged", torch.OutOfMemoryError("CUDA out of memory"))]
+)
+def test_a_lead_without_memory_for_a_step_is_named(
+    kernels: str, error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> NoReturn:
+        raise error
+
+    with Engine.load(folder, config(2, kernels=kernels)) as engine:
+        lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+        engine.on_lost = lambda why, suspects: lost.put(why)
+        for model in (engine._model, engine._model.share):
+            monkeypatch.setattr(model, "forward", fail)
+        engine.submit(Request("a", [5] * 20, GREEDY), lambda event: None)
+        assert lost.get(timeout=60).endswith(f"rank 0 of 2 (the lead): {type(error).__name__}: {error}")
 
 
 #: A lead that says its follower's process and waits.
@@ -258,3 +278,12 @@ def test_a_rank_that_says_nothing_does_not_come(folder: Path, monkeypatch: pytes
     ):
         ranks.wait("")
     assert all(each.process is not None and gone(each.process.pid) for each in ranks._followers)
+
+
+def test_the_error_by_which_the_lead_has_failed_is_the_reason_of_the_loss(folder: Path) -> None:
+    with closing(Group(folder, config(2), 1, torch.device("cpu"))) as ranks:
+        ranks.check(MemoryError("of a step that ends nobody"))
+        assert ranks.exchange is not None
+        ranks.exchange.fail()
+        with pytest.raises(DeviceLostError, match=r"^rank 0 of 2 \(the lead\): MemoryError: no room$"):
+            ranks.check(MemoryError("no room"))
