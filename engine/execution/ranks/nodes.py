@@ -49,6 +49,8 @@ logger = logging.getLogger("penstock.engine")
 
 #: Seconds that the lead waits for all nodes to connect.
 JOIN_S: Final = 300.0
+#: Seconds after which a node that was turned away for now calls again.
+_AGAIN_S: Final = 3.0
 #: The maximum difference between the clocks of two nodes, in seconds.
 _CLOCKS_S: Final = 5.0
 #: The maximum length of a message between stages, in bytes.
@@ -238,12 +240,12 @@ def gather(
             if not isinstance(node, int) or not 0 < node < nodes:
                 reason = f"it is node {node!r}; there are 1 to {nodes - 1}"
             elif node in joined.nodes:
-                # One of the two has a wrong number, or the first has ended unnoticed: the second may call again.
+                # One of the two has a wrong number, or the first was cut off, which is noticed in 15 s.
                 reason = f"another machine, {_peer(joined.nodes[node])}, is node {node} already"
                 logger.warning(
                     "A machine that calls itself node %s, %s, is turned away: %s", node, _peer(connection), reason
                 )
-                _refuse(connection, reason)
+                _refuse(connection, reason, again=True)
                 continue
             elif not reason:
                 joined.nodes[node], ports[node] = connection, hello.get("port", 0)
@@ -294,9 +296,10 @@ def _missing(joined: Joined, nodes: int) -> str:
     return " and ".join(str(node) for node in range(1, nodes) if node not in joined.nodes)
 
 
-def _refuse(connection: socket.socket, why: str) -> None:
+def _refuse(connection: socket.socket, why: str, *, again: bool = False) -> None:
+    """`again`: the node may be accepted later."""
     with suppress(OSError):
-        connection.sendall(json.dumps({"refused": why}).encode() + b"\n")
+        connection.sendall(json.dumps({"refused": why, "again": again}).encode() + b"\n")
     connection.close()
 
 
@@ -394,23 +397,14 @@ class Node:
     def run(self) -> bool:
         """Connect to the lead, compute until the group ends, and end all processes. Returns True if the lead closed the
         group; False if a rank or a machine was lost. Raises EngineError if the group is not formed."""
-        traits = traits_of(self._folder)
-        port = 0 if self._meeting is None else self._meeting.port
-
-        def hello() -> dict[str, Any]:  # made once it is connected: the lead may start long after this node
-            return {"purpose": "node", "node": self._node, "traits": {**traits, "clock": self._clock()}, "port": port}
-
-        self._control = join(self._lead, self._secret, hello, JOIN_S, "the lead")
-        lines = self._control.makefile("rb")
-        part = json.loads(lines.readline(MAX_HELLO) or b"{}")
-        if "refused" in part or not part:
-            raise EngineError(f"the lead refuses this machine: {part.get('refused', 'it has closed the connection')}")
+        part = self._call()
         for ignored in (signal.SIGTERM, signal.SIGINT):
             with suppress(ValueError):  # not the main thread
                 signal.signal(ignored, self._on_signal)
         try:
             self._start(part)
         except (EngineError, OSError) as error:
+            assert self._control is not None
             with suppress(OSError):
                 self._control.sendall(
                     message_of(error).encode() if isinstance(error, EngineError) else str(error).encode()
@@ -426,6 +420,27 @@ class Node:
                 self._exchange.fail()
             for mirror in self._mirrors:
                 mirror.close()
+
+    def _call(self) -> dict[str, Any]:
+        """Connect to the lead. Returns the settings that it sends once all nodes have connected."""
+        traits, deadline = traits_of(self._folder), time.monotonic() + JOIN_S
+        port = 0 if self._meeting is None else self._meeting.port
+
+        def hello() -> dict[str, Any]:  # made once it is connected: the lead may start long after this node
+            return {"purpose": "node", "node": self._node, "traits": {**traits, "clock": self._clock()}, "port": port}
+
+        while True:
+            self._control = join(self._lead, self._secret, hello, max(0.0, deadline - time.monotonic()), "the lead")
+            with self._control.makefile("rb") as lines:
+                part: dict[str, Any] = json.loads(lines.readline(MAX_HELLO) or b"{}")
+            if part and "refused" not in part:
+                return part
+            self._control.close()
+            reason = part.get("refused", "it has closed the connection")
+            if not part.get("again", not part) or time.monotonic() + _AGAIN_S > deadline:
+                raise EngineError(f"the lead refuses this machine: {reason}")
+            logger.warning("The lead turns this machine away, which calls again in %.0f s: %s", _AGAIN_S, reason)
+            time.sleep(_AGAIN_S)
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._signals += 1

@@ -294,6 +294,32 @@ def test_a_machine_that_waits_for_the_lead_tells_its_clock_when_that_has_come(
     assert hellos[0]["traits"]["clock"] == 1060.0
 
 
+def test_a_machine_whose_number_is_still_held_calls_again_until_it_is_free(
+    folder: Path, port_of_lead: Meeting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As that of one which was cut off is, until the lead has noticed."""
+    monkeypatch.setattr(nodes, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(nodes, "CONNECT_S", -4.0)
+    caplog.set_level("INFO", "penstock.engine")
+    address = ("127.0.0.1", port_of_lead.port)
+
+    def come(node: int) -> socket.socket:
+        said = {"purpose": "node", "node": node, "traits": {"clock": time.time()}}
+        return join(address, SECRET, said, 5.0, "the lead")
+
+    with ThreadPoolExecutor(2) as pool, ExitStack() as ends:
+        waiting = pool.submit(gather, port_of_lead, 3, 1, {}, {"dtype": "float32"}, lambda: False)
+        before = come(1)
+        coming = pool.submit(Node(folder, address, 1, SECRET)._call)
+        assert until(lambda: caplog.text.count("which calls again in 0 s: another machine, 127.0.0.1, is node 1") > 1)
+        before.close()
+        assert until(lambda: caplog.text.count("Node 1 of 3 (127.0.0.1) has come; to come: 2") == 2)
+        ends.enter_context(come(2))
+        assert coming.result(timeout=60) == {"dtype": "float32", "link": None, "peers": []}
+        with pytest.raises(EngineError, match="not connected"):
+            waiting.result(timeout=60)
+
+
 def test_the_same_traits_do_not_differ(folder: Path) -> None:
     assert differing(traits_of(folder), traits_of(folder)) == ""
 
