@@ -84,7 +84,8 @@ def check_weights(folder: Path, needed: int, device: torch.device) -> None:
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _available_on_host()
     if needed > free:
         raise ModelError(
-            f"{folder}: its weights take {needed / GIB:.1f} GiB, and {device.type} has {free / GIB:.1f} GiB free"
+            f"{folder}: its weights take {needed / GIB:.1f} GiB, and {device.type} has {free / GIB:.1f} GiB free: end "
+            "other programs, or make the weights smaller (`penstock quantize`)"
         )
 
 

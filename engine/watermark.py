@@ -122,7 +122,7 @@ def _key(name: str, table: Any, file: str | Path) -> WatermarkKey:
         if _NAME.check("name", name) is False:
             raise RequestError(f"{name} is what requests say that want no watermark")
         if not isinstance(table, dict):
-            raise RequestError("it is no table: [NAME], with secret = ... below")
+            raise RequestError("it must be a table: [NAME], with secret = ... below")
         if unknown := sorted(table.keys() - {"secret", *_BOUNDS}):
             raise RequestError(f"it has {shown(unknown[0])}; a key has secret, {', '.join(_BOUNDS)}")
         secret = table.get("secret")

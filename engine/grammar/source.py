@@ -88,7 +88,7 @@ def _check_bounds(name: str, text: str) -> None:
         raise refused(name, "x-guidance is llguidance's own, and not offered here")
     steps = {digits.replace(".", "").strip("0") for digits in re.findall(r'"multipleOf"\s*:\s*(\d+\.?\d*)', plain)}
     if math.lcm(*(int(digits) for digits in steps if digits)) > _MULTIPLES:
-        raise refused(name, f"the numbers of multipleOf are too large together; they may have {_MULTIPLES} in common")
+        raise refused(name, f"the least common multiple of its multipleOf numbers is above {_MULTIPLES}")
 
 
 def parser_version() -> str:

@@ -182,8 +182,8 @@ class RopeSettings:
         rotary_dim = int(head_dim * part)
         if rotary_dim < 2 or rotary_dim % 2:
             raise ModelError(
-                f"config.json: head_dim={head_dim} and partial_rotary_factor={part:g} make {rotary_dim} dimensions "
-                f"turn; rotary embedding turns pairs"
+                f"config.json: head_dim={head_dim} and partial_rotary_factor={part:g} give {rotary_dim} rotary "
+                f"dimensions; it must be an even number of at least 2"
             )
         theta = config.number("rope_theta", 10000.0, low=1.0)
         return cls(rotary_dim, theta, _scaling(config, rotary_dim))

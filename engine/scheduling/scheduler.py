@@ -131,7 +131,7 @@ class Scheduler:
         self._traits.check_form(request.params)
         if self._traits.watermark(request.params.watermark) is not None and request.params.beam_width is not None:
             raise RequestError(
-                ErrorText.of("{beam_width} finds outputs that bear no watermark, and {watermark} is not false"),
+                ErrorText.of("{beam_width} and {watermark} exclude each other: beams bear no watermark; leave one out"),
                 param="beam_width",
             )
         request.loaded = self._traits.adapter(request.adapter)

@@ -26,7 +26,9 @@ class PairTemplate:
         """Raises ModelError for a folder whose template does not write pairs."""
         source = None if tokenizer is None else TemplateSource.from_bytes(read_files(folder))
         if source is None or tokenizer is None:
-            raise ModelError(f"{folder}: pairs are written by a chat template, and it has none")
+            raise ModelError(
+                f"{folder}: this kind of reranker writes query and text by a chat template, and the folder has none"
+            )
         self._tokenizer, self._settings = tokenizer, settings
         self._template = ConfinedTemplate(source)
         # A template takes a message's content as a text, or as a list of parts.

@@ -273,7 +273,7 @@ def _autoscaler(fleet: Fleet) -> Iterator[Finding]:
     elif states and not fresh:
         yield Finding("autoscaler", "warn", "pools were scaled, and none decides now", "start `penstock autoscaler`")
     elif fresh:
-        yield Finding("autoscaler", "ok", f"{len(fresh)} pools are scaled")
+        yield Finding("autoscaler", "ok", f"pools that it scales: {len(fresh)}")
     else:
         yield Finding("autoscaler", "ok", "none is used")
 

@@ -77,7 +77,7 @@ def doctor(
                 say(f"      {'':<20} -> {finding.advice}")
     counts = Counter(finding.status for finding in findings)
     if not as_json:
-        say(f"{counts['ok']} ok, {counts['warn']} warnings, {counts['fail']} failed, {counts['skip']} not checked")
+        say(f"{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} failed, {counts['skip']} not checked")
     if counts["fail"] or (strict and counts["warn"]):
         raise typer.Exit(Exit.TASK_FAILED)
 

@@ -32,6 +32,9 @@ from workers.processes.supervisor import Child, Program, ended
 #: Time (s) that a server may take to end after its owner was killed.
 LEFTOVER_S: Final = 10.0
 PORTS: Final = range(20_000, 32_000)
+#: The part of this machine's memory that the server may fill. Full, it refuses writes; without a limit the kernel would
+#: kill it.
+MEMORY_SHARE: Final = 0.6
 #: The server's file of settings in a data directory.
 CONFIG: Final = "valkey.conf"
 
@@ -197,8 +200,17 @@ def valkey(data: DataDir, port: int) -> Program:
 
     argv = [str(get_binary_path()), str(data.configure()), "--port", str(port), "--bind", HOST, "--dir", str(data.path)]
     argv += ["--appendonly", "yes", "--appendfsync", "everysec", "--save", "", "--daemonize", "no"]
+    argv += ["--maxmemory", str(int(MEMORY_SHARE * _memory())), "--maxmemory-policy", "noeviction"]
     argv += ["--logfile", str(data.path / "valkey.log"), "--loglevel", "warning"]
     return Program("valkey", argv, pass_fds=(data.lock,), last=signal.SIGTERM)
+
+
+def _memory() -> int:
+    """Bytes of this machine's memory, or of the container's limit."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or "max"
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    return memory
 
 
 async def started(child: Child, data: DataDir, port: int) -> None:

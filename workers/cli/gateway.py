@@ -320,10 +320,10 @@ def effective_auth(auth: str | None, insecure: bool, host: str) -> Auth:
     return "none" if auth == "none" else "keys"
 
 
-def describe_auth(auth: Auth, host: str, where: str = "") -> str:
-    """The words for it. `where`: the options that name the store."""
+def describe_auth(auth: Auth, host: str, command: str = "penstock", where: str = "") -> str:
+    """The words for it. `command`: what to type for this program; `where`: the options that name the store."""
     if auth == "keys":
-        return f"keys: penstock keys create --tenant NAME{where} makes one"
+        return f"keys: {command} keys create --tenant NAME{where} makes one"
     if is_loopback(host):
         return (
             "none: this machine alone reaches it, and callers name their tenant themselves; --auth keys asks for keys"

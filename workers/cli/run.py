@@ -218,8 +218,11 @@ def chat(
         served = {card["id"]: card for card in gateway.models()}
         if name not in served:
             raise Failure(f"{gateway.url} serves no model {name!r}; it has: {', '.join(sorted(served)) or 'none'}")
-        if "chat" not in served[name]["capabilities"]:
+        capabilities = served[name]["capabilities"]
+        if "chat" not in capabilities and "generate" in capabilities:
             raise Failure(f"{name} has no chat template; it can continue texts: penstock run {name} TEXT")
+        if "chat" not in capabilities:
+            raise Failure(f"{name} generates no text; it can {', '.join(capabilities)}")
         if "temperature" not in served[name].get("defaults", {"temperature": None}):  # a gateway of 0.1.0 does not say
             sampling = {"temperature": TEMPERATURE, **sampling}
         Chat(gateway, {"model": name, **sampling}, system).run()

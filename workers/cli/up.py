@@ -323,7 +323,7 @@ async def _serve(system: System, asks: Auth) -> None:
         f"\nPenstock is ready at {system.url}\n"
         f"  start   {COLD_START}\n"
         f"  models  {', '.join(models)}{_shares(system.plan)}\n"
-        f"  auth    {describe_auth(asks, system.plan.host, _of_the_store(system))}\n"
+        f"  auth    {describe_auth(asks, system.plan.host, own_name(), _of_the_store(system))}\n"
         f"  broker  {_masked(system, system.broker)}{kept if not store else ''}\n"
         + store
         + _whole(system)

@@ -151,7 +151,7 @@ class Meeting:
             _keep_alive(connection)
             hello = json.loads(content)
             if not isinstance(hello, dict):
-                raise OSError(f"it says {hello!r:.100}")
+                raise OSError(f"it sent {hello!r:.100} in place of a JSON object")
         except BlockingIOError:
             return None
         except (OSError, ValueError, RecursionError) as error:

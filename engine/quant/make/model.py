@@ -294,8 +294,8 @@ class _Making:
         total = input_hessian(x, self._sums)
         if not bool(torch.isfinite(total).all()):
             raise ModelError(
-                f"what the calibration text multiplies with {prefix}{','.join(linear.parts)} is not finite: what the "
-                "checkpoint has before it is not, or is too large"
+                f"the inputs of {prefix}{','.join(linear.parts)} become NaN or infinite on the calibration text: "
+                "weights before it are damaged, or too large"
             )
         return self.round(prefix, linear, total)
 

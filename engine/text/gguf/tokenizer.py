@@ -67,7 +67,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
     kinds = list(file.numbers("tokenizer.ggml.token_type")) or [1] * len(tokens)
     if len(kinds) < len(tokens):
-        raise ModelError(f"{file.path} has {len(tokens)} tokens and the types of {len(kinds)}")
+        raise ModelError(f"{file.path} has {len(tokens)} tokens, and tokenizer.ggml.token_type has {len(kinds)}")
     vocabulary = _Vocabulary(file, tokens, kinds)
     model = file.get("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):

@@ -129,7 +129,8 @@ class Needs(SecurityBase):
             if principal.tenant is not None:
                 charge_to(("tenant", principal.tenant))
         if self.scope is not None and not principal.may(self.scope):
-            raise Problem(403, f"This key lacks the scope {self.scope}.", code="missing_scope")
+            has = ", ".join(sorted(principal.scopes)) or "none"
+            raise Problem(403, f"This key lacks the scope {self.scope}; it has {has}.", code="missing_scope")
         same(principal, _named(connection.scope["headers"]), TENANT)
         state["principal"], state[OPENED] = principal, token
         OWNER.set(principal.tenant)

@@ -362,7 +362,7 @@ class _Encoder:
                 return await self._executor.run(partial(self._each, prompts, do, given_up), **turn)
             except TimeoutError:
                 raise InvalidTask(
-                    f"the model's tokenizer was not done with {_described(len(prompts))} within {LIMIT_S:g} s",
+                    f"the model's tokenizer did not finish {_described(len(prompts))} within {LIMIT_S:g} s; send less",
                     param="prompt",
                 ) from None
             finally:

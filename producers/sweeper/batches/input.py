@@ -21,6 +21,7 @@ from producers.contract.json_parts import MAX_PARTS, SMALL, count_parts
 from producers.errors import shown
 from producers.store.batches import Batch
 from producers.store.blobs import Ahead, Blobs, Line, lines
+from producers.store.blobs.base import MAX_LINE
 
 #: Most lines of a batch.
 MAX_LINES: Final = 10_000_000
@@ -152,7 +153,7 @@ def _not_blank(lines: Iterable[Line], stop: Callable[[], bool]) -> Iterator[Line
 
 def _object(line: Line) -> dict[str, Any]:
     if line.data is None:
-        raise BadLine(f"the line has {line.end - line.offset} bytes, which is too long")
+        raise BadLine(f"the line has {line.end - line.offset} bytes; at most {MAX_LINE} are taken")
     data = line.data.removeprefix(_BOM) if line.offset == 0 else line.data
     if len(data) > SMALL and (parts := count_parts(data, MAX_PARTS)) > MAX_PARTS:
         raise BadLine(f"the line has {parts} lists, objects and strings; at most {MAX_PARTS} are taken")

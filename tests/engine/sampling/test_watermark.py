@@ -111,7 +111,7 @@ def test_a_file_of_keys_is_read_as_it_is_written(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("", "has no watermark key"),
-        ("secret = 'ssssssssssssssssss'\n", "it is no table"),
+        ("secret = 'ssssssssssssssssss'\n", "it must be a table"),
         ("[a]\n", "secret must be a text of 16"),
         ("[a]\nsecret = 'short-SECRET'\n", "secret must be a text of 16"),
         ("[a]\nsecret = '" + "SECRET" * 5 + "'\ngama = 1\n", "it has 'gama'"),

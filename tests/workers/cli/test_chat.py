@@ -249,6 +249,7 @@ class TestFailure:
         [
             ({**SERVED, "id": "other"}, "serves no model 'tiny'; it has: other"),
             ({**SERVED, "capabilities": ["generate"]}, "tiny has no chat template"),
+            ({**SERVED, "capabilities": ["embed"]}, "tiny generates no text; it can embed"),
         ],
     )
     def test_of_a_model_that_cannot_chat_is_said(

@@ -194,6 +194,9 @@ async def test_the_server_keeps_its_data_over_an_end_in_good_order(tmp_path: Pat
         async with server(data) as (_, redis):
             assert redis.config_get("appendonly") == {"appendonly": "yes"}
             assert redis.config_get("appendfsync") == {"appendfsync": "everysec"}
+            assert redis.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+            limit = int(redis.config_get("maxmemory")["maxmemory"])
+            assert 0 < limit < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             redis.set("a", "b")
         async with server(data) as (_, redis):
             assert redis.get("a") == "b"
