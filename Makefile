@@ -99,15 +99,17 @@ $(TOOLS)/.installed: requirements/tools.txt
 	@touch $@
 
 EXTRAS := gateway worker webhooks aws kubernetes sources secrets tracing
+# Also locked: the images go without it (docs/run/deploy.md).
+LARGE := parquet
 # `--no-config`: PyPI's hashes alone, whatever indexes this machine has.
 COMPILE = $(TOOLS)/bin/uv pip compile --quiet --no-config --universal --python-version 3.11 --generate-hashes \
 	--no-annotate --custom-compile-command "make lock"
 WITHOUT_TORCH := --override requirements/override.txt --no-emit-package torch
 
 lock: $(TOOLS)/.installed  ## Lock what pyproject.toml asks for; move versions by UPGRADE="-P redis", or --upgrade
-	$(COMPILE) $(UPGRADE) $(WITHOUT_TORCH) pyproject.toml $(addprefix --extra ,$(EXTRAS) gpu dev) requirements/torch.in \
+	$(COMPILE) $(UPGRADE) $(WITHOUT_TORCH) pyproject.toml $(addprefix --extra ,$(EXTRAS) $(LARGE) gpu dev) requirements/torch.in \
 		-o requirements/dev.txt
-	for extra in $(EXTRAS); do $(COMPILE) $(WITHOUT_TORCH) pyproject.toml --extra $$extra -c requirements/dev.txt \
+	for extra in $(EXTRAS) $(LARGE); do $(COMPILE) $(WITHOUT_TORCH) pyproject.toml --extra $$extra -c requirements/dev.txt \
 		$$(test $$extra != worker || echo requirements/torch.in) -o requirements/$$extra.txt || exit; done
 	$(COMPILE) pyproject.toml --extra gpu requirements/torch.txt -c requirements/dev.txt -o requirements/cuda.txt
 	$(COMPILE) $(UPGRADE) requirements/build.in -c requirements/dev.txt -o requirements/build.txt

@@ -14,13 +14,14 @@ import re
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from importlib.util import find_spec
+from io import RawIOBase
+from itertools import accumulate, chain
 from typing import Any, Final
 
 from producers.contract import model_fit
 from producers.contract.task import Task
 from producers.errors import InvalidTask, shown
-from producers.sources.files import parquet
 from producers.store.blobs import BlobNotFound, Blobs, Line, lines
 from producers.sweeper.batches.input import is_blank
 
@@ -31,6 +32,8 @@ SUFFIXES: Final = {"jsonl": ".jsonl", "parquet": ".parquet", "npy": ".npy"}
 LINE_BYTES: Final = 512 << 10
 #: Most bytes of rows without an answer that are made at once.
 GAP_BYTES: Final = 1 << 20
+#: Bytes of vectors from which on a row group of a table is written: one is in memory.
+GROUP_BYTES: Final = 8 << 20
 #: Bytes of an input's end in which its last line is.
 TAIL: Final = 8 << 20
 _RANGE: Final = re.compile(rb'"custom_id": "([0-9]{1,12})-([0-9]{1,12})"')
@@ -57,6 +60,12 @@ def is_embedding(value: Any) -> bool:
     except InvalidTask:
         return False
     return value.keys() <= {"model", "format", *_OPTIONS}
+
+
+def check_installed(form: str) -> None:
+    """Raise ValueError for a format whose package is not installed. It imports nothing: pyarrow takes its time."""
+    if form == "parquet" and find_spec("pyarrow") is None:
+        raise ValueError("the format parquet needs pyarrow, which comes with: pip install 'penstock[parquet]'")
 
 
 def task_of(settings: Mapping[str, Any], texts: list[str]) -> Task:
@@ -115,12 +124,13 @@ def results(form: str, blobs: Blobs, requests_blob: str, answers_blob: str | Non
     """The object of the outbox, in pieces. `requests_blob`: the batch's input; `answers_blob`: its output, None if it
     has none.
 
-    Blocks. Raises BlobNotFound and OSError.
+    Blocks. Raises BlobNotFound, OSError, and ValueError as `check_installed`.
     """
+    check_installed(form)
     answers = iter(()) if answers_blob is None else _answers(blobs, answers_blob)
     if form == "npy":
         return _matrix(answers, _total(blobs, requests_blob))
-    return parquet.table(answers) if form == "parquet" else _objects(answers)
+    return _table(answers) if form == "parquet" else _objects(answers)
 
 
 def _answers(blobs: Blobs, blob: str) -> Iterator[tuple[int, list[bytes]]]:
@@ -139,6 +149,67 @@ def _objects(answers: Iterable[tuple[int, list[bytes]]]) -> Iterator[bytes]:
             for index, vector in enumerate(vectors, first)
         ]
         yield b"".join(encoded)
+
+
+class _Pieces(RawIOBase):
+    """A file to write that keeps what was written since the last look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._written: list[bytes] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._written.append(bytes(data))
+        return len(self._written[-1])
+
+    def taken(self) -> bytes:
+        data, self._written = b"".join(self._written), []
+        return data
+
+
+def _table(answers: Iterable[tuple[int, list[bytes]]]) -> Iterator[bytes]:
+    """A table in Parquet's format: `index`, int64, and `embedding`, a list of fp32."""
+    import pyarrow
+    from pyarrow.parquet import ParquetWriter
+
+    element = pyarrow.field("element", pyarrow.float32(), nullable=False)
+    columns = ("index", pyarrow.int64()), ("embedding", pyarrow.list_(element))
+    schema = pyarrow.schema([pyarrow.field(name, kind, nullable=False) for name, kind in columns])
+    pieces = _Pieces()
+    # Vectors hardly get smaller: their values are as they are in memory.
+    with ParquetWriter(pyarrow.PythonFile(pieces, "w"), schema, compression="NONE", use_dictionary=False) as writer:
+        for indices, vectors in _grouped(answers):
+            ends = array("i", accumulate((len(vector) // 4 for vector in vectors), initial=0))
+            values = _array(pyarrow, pyarrow.float32(), b"".join(vectors), ends[-1])
+            embeddings = pyarrow.ListArray.from_arrays(
+                _array(pyarrow, pyarrow.int32(), ends, len(ends)), values, type=columns[1][1]
+            )
+            index = _array(pyarrow, pyarrow.int64(), indices, len(indices))
+            writer.write_batch(pyarrow.record_batch([index, embeddings], schema=schema))
+            yield pieces.taken()
+    yield pieces.taken()
+
+
+def _array(pyarrow: Any, kind: Any, values: bytes | array[int], length: int) -> Any:
+    """A column of numbers as they are in memory."""
+    return pyarrow.Array.from_buffers(kind, length, [None, pyarrow.py_buffer(values)])
+
+
+def _grouped(answers: Iterable[tuple[int, list[bytes]]]) -> Iterator[tuple[array[int], list[bytes]]]:
+    """The numbers and the vectors of each row group."""
+    indices, vectors, size = array("q"), list[bytes](), 0
+    for first, answered in answers:
+        indices.extend(range(first, first + len(answered)))
+        vectors += answered
+        size += sum(map(len, answered))
+        if size >= GROUP_BYTES:
+            yield indices, vectors
+            indices, vectors, size = array("q"), [], 0
+    if vectors:
+        yield indices, vectors
 
 
 def _matrix(answers: Iterator[tuple[int, list[bytes]]], total: int) -> Iterator[bytes]:

@@ -188,6 +188,8 @@ class InboxSettings(SourceSettings, ABC):
             raise ValueError(
                 f"has endpoint {self.endpoint} and embed, which is for {vectors.URL}; leave one of them out"
             )
+        if self.embed is not None:
+            vectors.check_installed(self.embed.get("format", "jsonl"))
         return self
 
 

@@ -87,7 +87,7 @@ def test_a_wheel_without_one_of_the_libraries_that_setup_py_makes_ends_the_build
 def test_its_extras_are_ours() -> None:
     extras = re.findall(r'^ARG EXTRAS="(.*)"$', TEXT, re.MULTILINE)[0].split()
     known = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
-    assert set(extras) == known.keys() - {"gpu", "dev", "smollm2"}
+    assert set(extras) == known.keys() - {"gpu", "dev", "smollm2", "parquet"}
 
 
 def test_the_context_is_what_the_build_needs() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,14 @@ def test_a_bad_table_is_refused(embed: dict[str, Any]) -> None:
         parse("docs", {"type": "folder", "folder": "x", "embed": {"model": "m"}, "endpoint": "/v1/rerank"})
 
 
+def test_parquet_without_pyarrow_is_refused_when_the_settings_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"type": "folder", "folder": "x", "embed": {"model": "m", "format": "parquet"}}
+    parse("docs", settings)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(BadSources, match=r"\[docs\] the format parquet needs pyarrow.*'penstock\[parquet\]'"):
+        parse("docs", settings)
+
+
 def answer(first: int, vectors: list[list[float]]) -> bytes:
     data = [{"embedding": base64.b64encode(np.array(each, dtype="<f4").tobytes()).decode()} for each in vectors]
     custom_id = f"{first}-{first + len(vectors) - 1}"
@@ -105,7 +114,7 @@ def test_results_are_in_the_order_of_the_texts_with_gaps_where_none_came(
     objects = [json.loads(line) for line in b"".join(results("jsonl", blobs, "in", "out")).splitlines()]
     assert [entry["index"] for entry in objects] == [*range(256), *range(512, 600)]
     assert objects[-1] == {"index": 599, "embedding": [3, 4]}
-    monkeypatch.setattr("producers.sources.files.parquet.GROUP_BYTES", 1000)
+    monkeypatch.setattr("producers.sources.files.vectors.GROUP_BYTES", 1000)
     table = pyarrow.parquet.ParquetFile(io.BytesIO(b"".join(results("parquet", blobs, "in", "out"))))
     assert (table.num_row_groups, table.metadata.num_rows) == (2, 344)
     assert [str(column.type) for column in table.schema_arrow] == ["int64", "list<element: float not null>"]
