@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from engine.config import EngineConfig
 from engine.errors import EngineError, ErrorText
 from engine.execution.device import DeviceRunner, rehearse, step_bytes
@@ -39,9 +41,7 @@ def plan_capacity(model: Model, config: EngineConfig, draft: Model | None = None
     `draft`: a draft model whose KV cache takes part of the memory. Raises EngineError if the memory does not hold a
     single sequence.
     """
-    limits = (SEQUENCES[model.device.type], config.max_num_batched_tokens, config.max_non_priority_step_tokens)
-    sequences = config.max_num_seqs or min(limit for limit in limits if limit is not None)
-    step_tokens = config.max_num_batched_tokens or max(_STEP_TOKENS[model.device.type], sequences)
+    sequences, step_tokens = step_limits(model.device, config)
     length = model.context_length if config.max_model_len is None else config.max_model_len
     if length > model.context_length:
         raise EngineError(
@@ -51,6 +51,13 @@ def plan_capacity(model: Model, config: EngineConfig, draft: Model | None = None
         )
     capacity = Capacity((), config.block_size, sequences, step_tokens, length, config.max_non_priority_step_tokens)
     return replace(capacity, spaces=_spaces(model, config, capacity, draft))
+
+
+def step_limits(device: torch.device, config: EngineConfig) -> tuple[int, int]:
+    """The maximum numbers of sequences and of tokens of a step."""
+    limits = (SEQUENCES[device.type], config.max_num_batched_tokens, config.max_non_priority_step_tokens)
+    sequences = config.max_num_seqs or min(limit for limit in limits if limit is not None)
+    return sequences, config.max_num_batched_tokens or max(_STEP_TOKENS[device.type], sequences)
 
 
 def _spaces(model: Model, config: EngineConfig, capacity: Capacity, draft: Model | None) -> tuple[KvSpace, ...]:

@@ -59,7 +59,7 @@ def main() -> None:
         from engine.errors import ModelError
         from engine.execution.ranks.device import device_of, follow_on_device
         from engine.execution.ranks.nodes import SocketLink
-        from engine.execution.ranks.runner import follow, types_of
+        from engine.execution.ranks.runner import follow, max_message, types_of
         from engine.execution.ranks.stages import BusyLink, lead_stage
         from engine.execution.threads import on_nodes_of
         from engine.kernels.collectives import READY, Communicators, RanksStore
@@ -119,6 +119,9 @@ def main() -> None:
                 processes=processes,
             )
             model.kernels.use_threads(None)
+            for end_of_messages in (exchange, *links):
+                if isinstance(end_of_messages, Exchange | SocketLink):
+                    end_of_messages.max_message = max_message(model, **setup["step"])
             listener.share = model
             listener.store = RanksStore(lambda key, value: _report(lead, key=key, value=value.hex()))
             _report(lead, ready=True, types=types_of(model))

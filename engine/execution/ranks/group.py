@@ -31,10 +31,11 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import DeviceLostError, EngineError, ErrorText, message_of
+from engine.execution.placement import step_limits
 from engine.execution.ranks.device import DeviceLead, backend_of
 from engine.execution.ranks.meeting import Meeting, read_secret, shut
 from engine.execution.ranks.nodes import Joined, Mirror, SocketLink, end_of, gather, start_follower, traits_of
-from engine.execution.ranks.runner import LeadModel
+from engine.execution.ranks.runner import LeadModel, max_message
 from engine.execution.ranks.stages import Chain, Link, StagedModel
 from engine.kernels.collectives import LOOPBACK, READY, Collectives, Communicators, RanksStore
 from engine.kernels.native import load_library
@@ -62,7 +63,7 @@ _SAMPLE_WEIGHT: Final = 0.02
 _SLOW_SHARE, _SLOW_TIMES = 0.4, 2.0
 #: Seconds of silence after which a stage that should report how busy it is counts as busy: it may be stopped.
 _BUSY_S: Final = 3.0
-#: The maximum length of what is read from a follower at one time, in bytes.
+#: The maximum length of a follower's message, in bytes.
 _MAX_MESSAGE: Final = 1 << 16
 
 
@@ -183,7 +184,9 @@ class Group:
             "quantization": config.quantization,
             "device": device.type,
             "backend": backend,
+            "step": {"length": config.max_model_len, "block_size": config.block_size},
         }
+        self._setup["step"] |= dict(zip(("sequences", "tokens"), step_limits(device, config), strict=True))
         self._thread = threading.Thread(target=self._run, name="penstock-ranks", daemon=True)
         self._thread.start()
 
@@ -219,6 +222,9 @@ class Group:
         after, back = self._lead_links
         assert after is not None
         assert back is not None
+        for each in self._exchanges:
+            if isinstance(each, Exchange | SocketLink):
+                each.max_message = max_message(share, **self._setup["step"])
         self._chain = Chain(after, back, self.check)
         return StagedModel(share, self.exchange, self._chain)
 
@@ -464,6 +470,8 @@ class Group:
                     follower.adapters[message["adapter"]] = message["failure"]
                 follower.error = message.get("error", follower.error)
                 follower.lost = message.get("lost", follower.lost)
+            if len(follower.unread) > _MAX_MESSAGE:
+                follower.error = f"it sends a message of more than {_MAX_MESSAGE} bytes"
             self._changed.notify_all()
         if follower.error and not self._closing:  # its process may take long to end
             self._lose(f"{self._name_of(follower)}: {follower.error}")

@@ -39,7 +39,7 @@ from engine.errors import DeviceLostError, EngineError, ErrorText, message_of
 from engine.execution.ranks.meeting import CONNECT_S, GREET_S, MAX_HELLO, Meeting, join, shut
 from engine.execution.threads import threads_of_each
 from engine.kernels.native import load_library
-from engine.kernels.native.exchange import Exchange, Share, shared_memory
+from engine.kernels.native.exchange import MAX_MESSAGE, Exchange, Share, check_length, shared_memory
 from engine.kernels.native.library import VERSION
 from engine.models.shares import files_of
 from engine.text.checkpoint import model_version
@@ -53,8 +53,6 @@ JOIN_S: Final = 300.0
 _AGAIN_S: Final = 3.0
 #: The maximum difference between the clocks of two nodes, in seconds.
 _CLOCKS_S: Final = 5.0
-#: The maximum length of a message between stages, in bytes.
-_MAX_MESSAGE = 1 << 36
 _LENGTH = struct.Struct("=q")
 
 
@@ -89,6 +87,8 @@ class SocketLink:
         #: Raises DeviceLostError with the reason why the link has failed, if that can be known.
         self.explain: Callable[[], None] = lambda: None
         self.failed = False
+        #: The bytes of the longest message that `receive` accepts.
+        self.max_message = MAX_MESSAGE
         self._connection = connection
         self._arrived: queue.SimpleQueue[memoryview | Exception] = queue.SimpleQueue()
         self._reader: threading.Thread | None = None
@@ -118,10 +118,9 @@ class SocketLink:
         try:
             while True:
                 (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-                if not 0 <= length <= _MAX_MESSAGE:
-                    raise OSError(f"a message of {length} bytes")
+                check_length(length, self.max_message)
                 self._arrived.put(self._read(length))
-        except (OSError, MemoryError) as error:
+        except (OSError, MemoryError, DeviceLostError) as error:
             self._arrived.put(error)
 
     def _read(self, length: int) -> memoryview:

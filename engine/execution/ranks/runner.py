@@ -37,6 +37,8 @@ from engine.models import Model
 from engine.models.decoder import Decoder
 from engine.plan import Sampled, StepPlan
 
+#: The bytes of messages that are no step: new KV caches, copies of blocks, adapters that are gone.
+OTHER_BYTES = 1 << 26
 #: The index of the output rows among a step's arrays.
 _OUTPUT_ROWS = 2
 #: The data types of arrays. A message holds their indexes.
@@ -278,6 +280,17 @@ def follow(share: Decoder, exchange: Exchange, adapters: dict[int, Adapter]) -> 
             replica.apply(kind, numbers, arrays)
             if kind == Kind.CACHES:
                 exchange.gather(torch.zeros(1))
+
+
+def max_message(share: Decoder, tokens: int, sequences: int, length: int | None, block_size: int) -> int:
+    """The bytes of the longest message that a receiver accepts: twice those of the largest step, for what lies between
+    its arrays, and OTHER_BYTES for what is no step.
+
+    `tokens`, `sequences`: of a step. `length`: of a sequence, in tokens; None: the model's context."""
+    width, groups = share.embedding()[1].shape[1], len(share.all_groups)
+    of_token = 4 * share.vocab_size + 8 * width + 16 * groups + 64
+    of_sequence = groups * (4 * -(-(length or share.context_length) // block_size) + 16) + 64
+    return 2 * (tokens * of_token + sequences * of_sequence) + OTHER_BYTES
 
 
 def packed(kind: int, numbers: Sequence[int], arrays: Sequence[NDArray[Any]]) -> bytes:

@@ -30,6 +30,8 @@ _LINE: Final = 64
 _ROUND: Final = struct.Struct("=I")
 #: The bytes of a slot. Longer sums and messages go through it in parts; pages that are never written take no memory.
 SLOT: Final = 1 << 21
+#: The bytes of the longest message that is accepted before the size of steps is known.
+MAX_MESSAGE: Final = 1 << 26
 #: The time in microseconds for which a rank polls for the others before it sleeps, where each has a core of its own.
 _SPIN_US: Final = 50
 
@@ -53,6 +55,12 @@ class Share:
         return range(count * self.rank // self.ranks, count * (self.rank + 1) // self.ranks)
 
 
+def check_length(length: int, most: int) -> None:
+    """Raise DeviceLostError if a message of `length` bytes is announced, and `most` are accepted."""
+    if not 0 <= length <= most:
+        raise DeviceLostError(f"a message of {length} bytes is announced; a step of this model has {most} at most")
+
+
 #: All of a model.
 WHOLE: Final = Share(0, 1)
 
@@ -69,6 +77,8 @@ class Exchange:
         self.share = share
         #: Raises DeviceLostError with the reason why the exchange has failed, if that can be known.
         self.explain: Callable[[], None] = lambda: None
+        #: The bytes of the longest message that `receive` accepts.
+        self.max_message = MAX_MESSAGE
         self._library = library
         self._memory = mmap.mmap(memory, 0)
         # A rank that polls keeps another from computing where there are more ranks than cores.
@@ -115,6 +125,7 @@ class Exchange:
         """Wait, without limit, for rank 0's next message."""
         length = self._library.receive(self.address, 0)
         self.check()
+        check_length(length, self.max_message)
         message = bytearray(length)
         if length:
             self._library.take(self.address, 0, (ctypes.c_char * length).from_buffer(message), length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
@@ -16,7 +17,7 @@ import torch
 from engine.adapters import Adapter, load_adapter
 from engine.errors import DeviceLostError
 from engine.execution.ranks.nodes import Mirror
-from engine.execution.ranks.runner import LeadModel, RanksRunner, follow
+from engine.execution.ranks.runner import OTHER_BYTES, LeadModel, RanksRunner, follow, max_message
 from engine.execution.ranks.stages import Chain, StagedModel, StagesRunner, lead_stage
 from engine.kernels.native import load_library
 from engine.kernels.native.exchange import Exchange, Share, shared_memory
@@ -106,7 +107,14 @@ class Ranks:
         return self.adapters[0].pop(number)
 
     def driver(self, **settings: Any) -> Driver:
-        """A Driver of all ranks. It has as many steps in flight as stages, unless `overlap` is 0."""
+        """A Driver of all ranks. It has as many steps in flight as stages, unless `overlap` is 0. Messages of steps are
+        to be no longer than it is said that they are."""
+        tokens, sequences, size = (
+            settings.get(*each) for each in (("tokens", 64), ("sequences", 8), ("block_size", 16))
+        )
+        most = max_message(self.lead.share, tokens, sequences, None, size) - OTHER_BYTES
+        for exchange in itertools.chain(*self.exchanges, *self.links):
+            exchange.max_message = most
         if self._chain is None:
             return Driver(self.lead, runner=RanksRunner, **settings)
         overlap = settings.pop("overlap", len(self.exchanges) - 1)

@@ -64,6 +64,24 @@ def test_messages_and_what_is_gathered_may_be_longer_than_a_slot(length: int) ->
     assert together(exchanges_of(RANKS), talk) == [True] * RANKS
 
 
+def test_a_message_longer_than_any_of_a_step_is_refused() -> None:
+    exchanges = exchanges_of(2)
+    exchanges[1].max_message = 99
+
+    def talk(exchange: Exchange) -> None:
+        if exchange.share.rank == 0:
+            exchange.send(bytes(99))
+            exchange.send(bytes(100))
+            return
+        assert len(exchange.receive()) == 99
+        with pytest.raises(
+            DeviceLostError, match="a message of 100 bytes is announced; a step of this model has 99 at"
+        ):
+            exchange.receive()
+
+    together(exchanges, talk)
+
+
 def test_a_failure_ends_the_waiting_of_all() -> None:
     exchanges = exchanges_of(2)
     ended = threading.Event()
