@@ -108,7 +108,7 @@ class BeamSearch:
                 going.append((index, beam))
             elif rank < self.width:  # those behind them only lend their places
                 ended.append(Ended(beam, beam.score / len(beam.token_ids) ** self._penalty))
-        self._ended = sorted([*self._ended, *ended], key=lambda one: -one.score)[: self.width]
+        self._ended = sorted([*self._ended, *ended], key=lambda entry: -entry.score)[: self.width]
         return going if going and self._may_improve(going[0][1]) else []
 
     def _may_improve(self, best: Beam) -> bool:
@@ -123,4 +123,4 @@ class BeamSearch:
 
     def outputs(self) -> list[Beam]:
         """The outputs to return, best first: n, or fewer if there were no more."""
-        return [one.beam for one in self._ended[: self._returned]]
+        return [entry.beam for entry in self._ended[: self._returned]]

@@ -92,8 +92,8 @@ GPUS: Final = tuple(
 def speed_of(name: str) -> Speed | None:
     """The speed of a GPU by torch's name of it. None where it was never measured. Only whole words of the name count,
     so GH200 is not H200; H100s for PCIe and NVL have other memory and less power."""
-    known = (gpu for gpu in GPUS if gpu.torch_name and f" {gpu.torch_name} " in f" {name} ")
-    return next((gpu.speed() for gpu in known), None)
+    matches = (gpu for gpu in GPUS if gpu.torch_name and f" {gpu.torch_name} " in f" {name} ")
+    return next((gpu.speed() for gpu in matches), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class Work:
 
     def kv_bytes_of(self, tokens: float) -> float:
         """Bytes of the keys and values of a sequence of so many tokens: less where layers have a window."""
-        return sum(size * _seen(tokens, window) for size, _, window in self.kv)
+        return sum(size * _attended(tokens, window) for size, _, window in self.kv)
 
     def read_bytes(self, batch: float) -> float:
         """Bytes of the weights that a step of `batch` rows reads. Rows that choose experts by chance need these more
@@ -225,11 +225,11 @@ class Work:
         return replace(self, weight_bytes=weight_bytes)
 
     def _attention_flops(self, context: float) -> float:
-        return sum(flops * _seen(context, window) for _, flops, window in self.kv)
+        return sum(flops * _attended(context, window) for _, flops, window in self.kv)
 
     def _passed_bytes(self) -> float:
         return 2.0 * self.passed
 
 
-def _seen(tokens: float, window: int | None) -> float:
+def _attended(tokens: float, window: int | None) -> float:
     return tokens if window is None else min(tokens, window)

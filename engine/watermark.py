@@ -128,7 +128,7 @@ def _key(name: str, table: Any, file: str | Path) -> WatermarkKey:
         secret = table.get("secret")
         if not isinstance(secret, str) or not _SHORTEST <= len(secret) <= _SECRET.longest:  # type: ignore[operator]
             raise RequestError(f"its secret must be a text of {_SHORTEST} to {_SECRET.longest} characters")
-        values = {given: bound.check(given, table[given]) for given, bound in _BOUNDS.items() if given in table}
+        values = {field: bound.check(field, table[field]) for field, bound in _BOUNDS.items() if field in table}
     except RequestError as error:
         raise EngineError(f"the watermark key {shown(name)} in {file}: {error}") from None
     return WatermarkKey(name, blake2b(secret.encode(), digest_size=32, person=b"penstock-secret").digest(), **values)

@@ -123,7 +123,7 @@ class _Loading:
         head: LowRankTensors | LocatedTensor | None = None
         embedding: LowRankTensors | LocatedTensor | None = None
         for module, pair in files.matrices.items():
-            name = self._own_name(module)
+            name = self._name_in_model(module)
             if name == _HEAD:
                 self._fits(pair, *self._head_shape)
                 head = pair
@@ -138,7 +138,7 @@ class _Loading:
             self._fits(pair, width, rows)
             embedding = pair
         for module, whole in files.whole.items():
-            if self._own_name(module) == _HEAD:
+            if self._name_in_model(module) == _HEAD:
                 head = self._replaces(whole, head, self._head_shape)
             else:
                 self._check_embedding(module)
@@ -175,12 +175,12 @@ class _Loading:
 
     # ---- what fits what
 
-    def _own_name(self, module: str) -> str | None:
+    def _name_in_model(self, module: str) -> str | None:
         """The model's name of a module of the base's checkpoint; None for a module that the model leaves out."""
         if module == _HEAD:
             return _HEAD  # a tied model's checkpoint need not have it
-        own = self._model.canonical(f"{module}.weight")
-        return None if own is None else own.removesuffix(".weight")
+        name = self._model.canonical(f"{module}.weight")
+        return None if name is None else name.removesuffix(".weight")
 
     def _linear(self, module: str, name: str | None) -> tuple[Linear, str]:
         entry = None if name is None else self._parts.get(name)
@@ -198,7 +198,7 @@ class _Loading:
         return self._table.shape
 
     def _check_embedding(self, module: str) -> None:
-        if self._own_name(module) != self._table_name:
+        if self._name_in_model(module) != self._table_name:
             raise ModelError(
                 f"{self._files.folder}: {module} is saved whole; of whole matrices only the embedding and the output "
                 f"head are supported (modules_to_save)"
@@ -206,7 +206,7 @@ class _Loading:
 
     def _own_part(self, pair: LowRankTensors, module: str, linear: Linear, part: str) -> LowRankTensors:
         """The matrices' part that goes with this rank's part of the model's."""
-        cut = self._model.cut(str(self._own_name(module)))
+        cut = self._model.cut(str(self._name_in_model(module)))
         if cut is None:
             self._fits(pair, linear.parts[part], linear.inputs)
             return pair
@@ -215,7 +215,7 @@ class _Loading:
 
     def _stack(self, module: str, pair: StackedTensors) -> _Stack:
         """The product that a change of all of a layer's experts is of. Their shapes tell it: PEFT's names do not."""
-        name = self._own_name(module)
+        name = self._name_in_model(module)
         linears = self._mixtures.get(name or "")
         if name is None or linears is None:
             raise ModelError(f"{self._files.folder}: the model has no experts {module}, which the adapter changes")
@@ -225,12 +225,12 @@ class _Loading:
             cuts = [self._model.cut(f"{name}.0.{part}") for part in experts[0].parts]
             if cuts[0] is None:
                 every, inputs, own_inputs = sum(experts[0].parts.values()), experts[0].inputs, range(experts[0].inputs)
-                own: tuple[range, ...] = (range(every),)
+                outputs: tuple[range, ...] = (range(every),)
             else:
-                every, inputs, own_inputs, own = 0, cuts[0].inputs, cuts[0].own_inputs, ()
+                every, inputs, own_inputs, outputs = 0, cuts[0].inputs, cuts[0].own_inputs, ()
                 for cut in cuts:
                     assert cut is not None
-                    own += (range(every + cut.own_outputs.start, every + cut.own_outputs.stop),)
+                    outputs += (range(every + cut.own_outputs.start, every + cut.own_outputs.stop),)
                     every += cut.outputs
             shapes[product] = f"{product} [{every}, {inputs}]"
             if (pair.b.stored.shape[0], pair.a.stored.shape[1]) == (every, inputs):
@@ -241,7 +241,7 @@ class _Loading:
                         f"each are expected"
                     )
                 scale = self._files.scale(f"{module}.{product}", rows // count)
-                return _Stack(experts, pair, rows // count, scale, own, own_inputs)
+                return _Stack(experts, pair, rows // count, scale, outputs, own_inputs)
         raise ModelError(
             f"{pair.a.path}: {pair.a.name} has {pair.a.stored.shape[1]} inputs and {pair.b.name} has "
             f"{pair.b.stored.shape[0]} outputs; the model's experts have {' and '.join(shapes.values())}"
@@ -336,11 +336,11 @@ class _Loading:
         file may change, or shrink, once the adapter is loaded. Raises ModelError if they are not finite, or would not
         be in the base's data type, times `scale`."""
         values = read(self._open[tensor.path], tensor)
-        least, most = map(float, values.aminmax())  # NaN if one is
-        if not math.isfinite(least) or not math.isfinite(most):
+        lowest, highest = map(float, values.aminmax())  # NaN if one is
+        if not math.isfinite(lowest) or not math.isfinite(highest):
             raise ModelError(f"{tensor.path}: {tensor.name} has values that are not finite (NaN or infinity)")
         dtype = self._kernels.weight_dtype
-        largest = max(-least, most)
+        largest = max(-lowest, highest)
         if largest * abs(scale) > torch.finfo(dtype).max:
             times = "" if scale == 1 else f", {scale:g} times as large when applied"
             raise ModelError(

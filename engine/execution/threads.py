@@ -47,11 +47,11 @@ def on_nodes_of(rank: int, ranks: int, nodes: Path = _NODES) -> Iterator[None]:
     before = os.sched_getaffinity(0)
     cores = [sorted(_cores(node) & before) for node in sorted(nodes.glob("node[0-9]*"), key=_number)]
     ordered = [core for node in cores for core in node]
-    own = set(ordered[len(ordered) * rank // ranks : len(ordered) * (rank + 1) // ranks])
-    if len(list(filter(None, cores))) < 2 or not own:
+    share = set(ordered[len(ordered) * rank // ranks : len(ordered) * (rank + 1) // ranks])
+    if len(list(filter(None, cores))) < 2 or not share:
         yield
         return
-    os.sched_setaffinity(0, {core for node in cores if own & set(node) for core in node})
+    os.sched_setaffinity(0, {core for node in cores if share & set(node) for core in node})
     try:
         yield
     finally:

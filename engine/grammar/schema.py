@@ -192,7 +192,7 @@ class _Rewriter:
         self._telling: dict[int, str] = {}
         #: By the id of a schema: the texts that it lists, and those of its properties.
         self._values: dict[int, set[Any] | None] = {}
-        self._told: dict[int, dict[str, tuple[set[Any], dict[str, Any]]]] = {}
+        self._texts_by_schema: dict[int, dict[str, tuple[set[Any], dict[str, Any]]]] = {}
         #: The ids of lists of alternatives of which no value is of two.
         self._apart: set[int] = set()
         self._unions = [node["oneOf"] for node in everything if isinstance(node.get("oneOf"), list)]
@@ -206,8 +206,8 @@ class _Rewriter:
             make = self._part if part else self._value
             self._made[name] = make(schema, (f"$defs.{name}",))
         if self._made:
-            own = rewritten.get("$defs", {})
-            rewritten = rewritten | {"$defs": {**(own if isinstance(own, dict) else {}), **self._made}}
+            existing = rewritten.get("$defs", {})
+            rewritten = rewritten | {"$defs": {**(existing if isinstance(existing, dict) else {}), **self._made}}
         return rewritten | {"$comment": f"{MARK}{VERSION}"}
 
     # ---- one place
@@ -257,11 +257,11 @@ class _Rewriter:
         facts = self._facts(schema)
         for name in BY_NAME:
             if isinstance(schemas := rewritten.get(name), dict):
-                rewritten[name] = {key: self._value(one, (*path, f"{name}.{key}")) for key, one in schemas.items()}
+                rewritten[name] = {key: self._value(part, (*path, f"{name}.{key}")) for key, part in schemas.items()}
         for name in ("items", "prefixItems", "additionalItems", "additionalProperties"):
             inner = rewritten.get(name)
             if isinstance(inner, list):
-                rewritten[name] = [self._value(one, (*path, f"{name}[{at}]")) for at, one in enumerate(inner)]
+                rewritten[name] = [self._value(part, (*path, f"{name}[{at}]")) for at, part in enumerate(inner)]
             elif name in rewritten:
                 rewritten[name] = self._value(inner, (*path, name))
         if not part:
@@ -309,13 +309,15 @@ class _Rewriter:
         forced = forced or forbids
         closes = (forced or (outer is not None and not self._open)) and not beside.open
         if isinstance(rewritten.get("allOf"), list):
-            rewritten["allOf"] = [self._part(one, (*path, f"allOf[{at}]")) for at, one in enumerate(rewritten["allOf"])]
+            rewritten["allOf"] = [
+                self._part(part, (*path, f"allOf[{at}]")) for at, part in enumerate(rewritten["allOf"])
+            ]
         for name in groups:
             inner = names if closes and name == groups[0] else None
             alone = outer == {} and only_alternatives(rewritten) and not (forced and self._open)
             rewritten[name] = [
-                self._alternative(name, one, (*path, f"{name}[{at}]"), inner, alone, forced)
-                for at, one in enumerate(rewritten[name])
+                self._alternative(name, branch, (*path, f"{name}[{at}]"), inner, alone, forced)
+                for at, branch in enumerate(rewritten[name])
             ]
         if is_reference(rewritten) and outer == {} and not forced:  # closed where it is defined
             rewritten["$ref"] = self._copied(rewritten["$ref"], part=False)
@@ -482,7 +484,7 @@ class _Rewriter:
     def _tell_apart(self, alternatives: list[Any]) -> None:
         """Find out whether no value is of two alternatives: by types, by values, or by a property that each has with
         other values. Such a property becomes required, for without it a value may be of several."""
-        branches = [self._target(one) for one in alternatives]
+        branches = [self._target(alternative) for alternative in alternatives]
         if not all(isinstance(branch, dict) for branch in branches) or len({*map(id, branches)}) < len(branches):
             return
         values = [self._listed(branch) for branch in branches]
@@ -494,19 +496,19 @@ class _Rewriter:
         for name in texts_of[0] if texts_of else ():
             self._count(len(texts_of))
             each = [texts.get(name) for texts in texts_of]
-            holders = [id(found[1]) for found in each if found is not None]
+            holders = [id(match[1]) for match in each if match is not None]
             free = all(self._telling.get(holder, name) == name for holder in holders)
-            if free and self._disjoint([None if found is None else found[0] for found in each]):
+            if free and self._disjoint([None if match is None else match[0] for match in each]):
                 self._telling |= dict.fromkeys(holders, name)
                 self._apart.add(id(alternatives))
                 return
 
     def _texts(self, schema: dict[str, Any]) -> dict[str, tuple[set[Any], dict[str, Any]]]:
         """The properties of which a schema lists the texts, by name: the texts, and the properties that it is in."""
-        if id(schema) in self._told:
-            return self._told[id(schema)]
+        if id(schema) in self._texts_by_schema:
+            return self._texts_by_schema[id(schema)]
         texts: dict[str, tuple[set[Any], dict[str, Any]]] = {}
-        self._told[id(schema)] = texts
+        self._texts_by_schema[id(schema)] = texts
         todo: list[Any] = [schema]
         for _ in range(_DEPTH):
             if not todo:
@@ -533,11 +535,11 @@ class _Rewriter:
         return self._values[id(schema)]
 
     def _disjoint(self, sets: Sequence[set[Any] | None]) -> bool:
-        known = [one for one in sets if one is not None]
-        if len(known) < len(sets):
+        value_sets = [values for values in sets if values is not None]
+        if len(value_sets) < len(sets):
             return False
-        self._count(size := sum(map(len, known)))
-        return size == len(set().union(*known))
+        self._count(size := sum(map(len, value_sets)))
+        return size == len(set().union(*value_sets))
 
     def _target(self, schema: Any) -> Any:
         for _ in range(_DEPTH):

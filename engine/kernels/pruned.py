@@ -38,8 +38,8 @@ def semi_structured_product(weight: Tensor, bias: Tensor | None) -> PreparedLine
     try:
         sparse = torch.sparse.to_sparse_semi_structured(weight)
         x = torch.randn(_ROWS, inputs, dtype=weight.dtype, device=weight.device)
-        expected, found = F.linear(x, weight).float(), F.linear(x, sparse).float()
-        if not agree(found, expected):
+        expected, actual = F.linear(x, weight).float(), F.linear(x, sparse).float()
+        if not agree(actual, expected):
             raise ValueError("it gives other numbers than the dense product")
     except (RuntimeError, ValueError, NotImplementedError) as error:
         logger.warning("a 2:4 pruned matrix is multiplied with its zeros: %s", error)
@@ -47,9 +47,9 @@ def semi_structured_product(weight: Tensor, bias: Tensor | None) -> PreparedLine
     return lambda x: F.linear(x, sparse, bias)
 
 
-def agree(found: Tensor, expected: Tensor) -> bool:
+def agree(actual: Tensor, expected: Tensor) -> bool:
     """Whether two results are the same but for roundings. Nothing agrees with NaN."""
-    return bool((found - expected).abs().max() <= _ERROR * expected.abs().max())
+    return bool((actual - expected).abs().max() <= _ERROR * expected.abs().max())
 
 
 def is_pruned(weight: Tensor) -> bool:

@@ -213,8 +213,8 @@ class BlockTables:
     def marks(self) -> list[str]:
         """The marks (`engine.prefix`) of prefixes that the cache has now, at most MARKS, the newest last. Any thread
         may ask."""
-        held = (name for name in list(self._marked) if all(group.pool.knows(name) for group in self.groups))
-        return [mark_of(name) for name in held]
+        cached = (name for name in list(self._marked) if all(group.pool.knows(name) for group in self.groups))
+        return [mark_of(name) for name in cached]
 
     # ---- the end
 

@@ -110,10 +110,10 @@ def weights_of(
                 for name, destination in places.items():
                     torch.set_num_threads(1 if destination.numel() < _FEW else threads)
                     with _faults_named(located[name].path):
-                        for place, part in _parts(files[located[name].path], located[name], destination):
+                        for target, part in _parts(files[located[name].path], located[name], destination):
                             # The place may be wider than dtype (on a CPU without bf16). The values are rounded to
                             # dtype all the same.
-                            place.copy_(part if part.dtype == dtype or name in exact else part.to(dtype))
+                            target.copy_(part if part.dtype == dtype or name in exact else part.to(dtype))
                     done += located[name].stored.nbytes
                     progress(done, total)
 

@@ -159,11 +159,11 @@ def load_model(
     if headless and not any(name.startswith("model.") for name in located):
         located = {f"model.{name}": tensor for name, tensor in located.items()}
     _check_parts(path, config, located)
-    made = partial(make, kernel_set, weight_dtype, stage=stage)
+    make_share = partial(make, kernel_set, weight_dtype, stage=stage)
     if exchange is not None:
         check_ranks_of(path, exchange.share.ranks)
         settings: DecoderSettings = make.args[0].read(config)
-        whole = made(torch.device("meta"))
+        whole = make_share(torch.device("meta"))
         kept = None if scheme is None else adopt(path, whole, scheme, located)
         matched = match(path, located, whole.weights(), whole.canonical if kept is None else kept.canonical)
         located = shares_of(matched, settings, exchange.share, () if kept is None else kept.exact)
@@ -172,8 +172,8 @@ def load_model(
         else:
             kernel_set.collectives = exchange
         cuts = partial(cut_of, c=settings, share=exchange.share)
-        return _filled(path, located, made, config, scheme, weight_dtype, device, progress, processes, cuts)
-    return _filled(path, located, made, config, scheme, weight_dtype, device, progress, processes)
+        return _filled(path, located, make_share, config, scheme, weight_dtype, device, progress, processes, cuts)
+    return _filled(path, located, make_share, config, scheme, weight_dtype, device, progress, processes)
 
 
 def check_ranks_of(folder: Path, ranks: int, stages: int = 1) -> None:
@@ -253,7 +253,7 @@ def _filled(
         processes = 1  # each has a device of its own
     # What is read whole is then cut: all ranks together keep it once.
     check_weights(
-        path, sum((1 if name in exact else processes) * place.nbytes for name, place in places.items()), device
+        path, sum((1 if name in exact else processes) * weight.nbytes for name, weight in places.items()), device
     )
     if TYPES in config:
         dtype_name = str(dtype).removeprefix("torch.")
@@ -369,8 +369,8 @@ def _read(path: Path, dtype: str, *, headless: bool = False) -> tuple[partial[De
     the weights' dtype."""
     settings = read_config(path)
     names = architectures(settings)
-    known = [*names, *(re.sub("(Text)?Model$", "", name) + "ForCausalLM" for name in names if headless)]
-    name = next((name for name in known if name in FAMILIES), None)
+    candidates = [*names, *(re.sub("(Text)?Model$", "", name) + "ForCausalLM" for name in names if headless)]
+    name = next((name for name in candidates if name in FAMILIES), None)
     if name is None:
         if any(name in ENCODERS for name in names):
             raise ModelError(f"{path}: {names[0]} generates no text; `penstock worker` and PoolingEngine serve it")

@@ -52,10 +52,10 @@ def check_ranks(folder: Path, c: DecoderSettings, ranks: int, stages: int = 1) -
 def possible_ranks(c: DecoderSettings) -> list[int]:
     """The numbers of ranks among which the model's matrices can be divided."""
     inside = c.intermediate_size if c.experts is None else min(c.intermediate_size, c.experts.width)
-    most = min(c.heads, MOST_RANKS, inside, c.vocab_size)
+    limit = min(c.heads, MOST_RANKS, inside, c.vocab_size)
     return [
         count
-        for count in range(1, most + 1)
+        for count in range(1, limit + 1)
         if c.heads % count == 0 and (c.kv_heads % count == 0 or count % c.kv_heads == 0)
     ]
 
@@ -123,15 +123,15 @@ def cut_of(name: str, *, c: DecoderSettings, share: Share) -> Cut | None:
     }
     by_inputs = {"o_proj": (q, heads), "down_proj": (inside, share.of(inside))}
     if matrix in by_inputs:
-        inputs, own = by_inputs[matrix]
-        return Cut(width, inputs, range(width), own)
+        inputs, kept = by_inputs[matrix]
+        return Cut(width, inputs, range(width), kept)
     if matrix not in by_outputs:
         return None
-    own = by_outputs[matrix][1]
+    kept = by_outputs[matrix][1]
     parts: tuple[str, ...] = next((parts for parts in _FUSED.values() if c.fused and matrix in parts), (matrix,))
     before = sum(by_outputs[part][0] for part in parts[: parts.index(matrix)])
     every = sum(by_outputs[part][0] for part in parts)
-    return Cut(every, width, range(before + own.start, before + own.stop), range(width))
+    return Cut(every, width, range(before + kept.start, before + kept.stop), range(width))
 
 
 def shares_of(
@@ -143,14 +143,14 @@ def shares_of(
     for name, located in matched.items():
         base, _, end = name.rpartition(".")
         above, _, matrix = base.rpartition(".")
-        for own in [f"{above}.{part}" for part in _FUSED.get(matrix, ())] or [base]:
-            cut = None if name in whole else cut_of(own, c=c, share=share)
+        for part in [f"{above}.{part}" for part in _FUSED.get(matrix, ())] or [base]:
+            cut = None if name in whole else cut_of(part, c=c, share=share)
             if cut is None:
-                parts[f"{own}.{end}"] = located
+                parts[f"{part}.{end}"] = located
             elif len(cut.own_inputs) == cut.inputs:
-                parts[f"{own}.{end}"] = narrowed(located, 0, cut.own_outputs)
+                parts[f"{part}.{end}"] = narrowed(located, 0, cut.own_outputs)
             else:
-                parts[f"{own}.{end}"] = narrowed(located, 1, cut.own_inputs) if end == "weight" else located
+                parts[f"{part}.{end}"] = narrowed(located, 1, cut.own_inputs) if end == "weight" else located
     return parts
 
 

@@ -113,7 +113,7 @@ def sample(logits: Tensor, batch: SamplingBatch, candidates: Candidates = lambda
     # Log probabilities are those of the model's own logits, so they are taken before any edits.
     log_probs = None if batch.logprob_rows is None else logits[batch.logprob_rows].log_softmax(-1)
     faults = (~finite).long()
-    own = None if batch.beams is None else begin_beams(logits, batch.beams)
+    before = None if batch.beams is None else begin_beams(logits, batch.beams)
     if batch.edits is not None:
         edit(logits, batch.edits)
         if batch.edits.forbids:
@@ -127,8 +127,8 @@ def sample(logits: Tensor, batch: SamplingBatch, candidates: Candidates = lambda
         failed(token, fault) if fault else Sampled(token, logprobs.get(row))
         for row, (token, fault) in enumerate(zip(ids, fault_codes, strict=True))
     ]
-    if batch.beams is not None and own is not None:
-        results = [tensor.tolist() for tensor in ranked_continuations(logits[batch.beams.rows], own, batch.beams)]
+    if batch.beams is not None and before is not None:
+        results = [tensor.tolist() for tensor in ranked_continuations(logits[batch.beams.rows], before, batch.beams)]
         continue_beams(sampled, fault_codes, results, batch.beams)
     return sampled
 
@@ -136,23 +136,23 @@ def sample(logits: Tensor, batch: SamplingBatch, candidates: Candidates = lambda
 def begin_beams(logits: Tensor, beams: BeamRows) -> Tensor:
     """Replace the beams' rows of `logits`, fp32 [rows, vocabulary], by the log probabilities of which their scores are
     sums: these are what penalties, biases and lists change. Returns them as they are before, [beams, vocabulary]."""
-    own = log_softmax(logits[beams.rows])
-    logits[beams.rows] = own
-    return own
+    before = log_softmax(logits[beams.rows])
+    logits[beams.rows] = before
+    return before
 
 
-def ranked_continuations(scores: Tensor, own: Tensor, beams: BeamRows) -> list[Tensor]:
+def ranked_continuations(scores: Tensor, before: Tensor, beams: BeamRows) -> list[Tensor]:
     """The likeliest next tokens of each beam: their scores, fp32 [beams, count], and ids, int64. If log probabilities
     are wanted, also those of the same tokens in the model's own distribution, and the values and ids of `ranked`'s
     likeliest.
 
-    `scores`: log probabilities after all edits, fp32 [beams, vocabulary]; `own`: before them. Does not wait for the
+    `scores`: log probabilities after all edits, fp32 [beams, vocabulary]; `before`: before them. Does not wait for the
     device.
     """
     values, ids = scores.topk(max(beams.counts))
     if max(beams.listed) < 0:
         return [values, ids]
-    return [values, ids, own.gather(1, ids), *own.topk(min(MAX_LOGPROBS, own.shape[-1]))]
+    return [values, ids, before.gather(1, ids), *before.topk(min(MAX_LOGPROBS, before.shape[-1]))]
 
 
 def continue_beams(sampled: list[Sampled], faults: list[int], results: list[list[list[Any]]], beams: BeamRows) -> None:

@@ -40,8 +40,8 @@ class AdapterTable(Generic[A]):
             adapter = self._by_name.get(name)
             names = ", ".join(sorted(self._by_name)[:5])
         if adapter is None:
-            known = f"loaded are {names}" if names else "none is"
-            raise RequestError(ErrorText.of("{adapter}={} is not loaded; {}", shown(name), known), param="adapter")
+            available = f"loaded are {names}" if names else "none is"
+            raise RequestError(ErrorText.of("{adapter}={} is not loaded; {}", shown(name), available), param="adapter")
         return adapter
 
     def items(self) -> dict[str, A]:

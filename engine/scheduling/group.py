@@ -102,11 +102,11 @@ class Group:
     def found(self, search: BeamSearch) -> list[Event]:
         """The events of the outputs of a beam search that is over, one for each choice."""
         outputs = search.outputs()
-        wanted, shown = self.request.params.n, self.request.params.logprobs is not None
+        count, shown = self.request.params.n, self.request.params.logprobs is not None
         discarded = max(0, search.tokens - sum(len(beam.token_ids) for beam in outputs))
-        if len(outputs) < wanted:
+        if len(outputs) < count:
             why = (
-                ErrorText.of("no more than {} outputs are possible, and {n} is {}", len(outputs), wanted)
+                ErrorText.of("no more than {} outputs are possible, and {n} is {}", len(outputs), count)
                 if outputs
                 else NONE_LEFT
             )
@@ -119,7 +119,7 @@ class Group:
                 token_ids=beam.token_ids,
                 texts=beam.texts,
                 logprobs=beam.logprobs if shown else None,
-                done=choice == wanted - 1,
+                done=choice == count - 1,
                 discarded=discarded,
             )
             for choice, beam in enumerate(outputs)

@@ -87,9 +87,9 @@ class ModelCard:
             raise ModelError(f"{root / 'config.json'} names no architecture")
         config = Config.of_model(values)
         tokenizer = tokenizer or Tokenizer(files)
-        made = purpose(root, values)
-        chat = made == "generate" and TemplateSource.from_bytes(files) is not None
-        pooling = None if made == "generate" else read_pooling(root)
+        task = purpose(root, values)
+        chat = task == "generate" and TemplateSource.from_bytes(files) is not None
+        pooling = None if task == "generate" else read_pooling(root)
         length = config.context_length() if pooling is None else text_length(values)
         return cls(
             name=model_name(root) if name is None else name,
@@ -98,13 +98,13 @@ class ModelCard:
             context_length=length if pooling is None else min(length, pooling.max_length or length),
             vocab_size=config.integer("vocab_size"),
             parameters=count_parameters(root),
-            capabilities=(made, "chat") if chat else (made,),
+            capabilities=(task, "chat") if chat else (task,),
             eos_token_ids=tokenizer.eos_token_ids,
             bos_token_id=tokenizer.bos_token_id,
             defaults=_defaults(read_object(files, "generation_config.json")),
             files={name: sha256(data).hexdigest() for name, data in sorted(files.items())},
             created=int(time.time()),
-            pooling=None if pooling is None else _pooling(made, pooling, config),
+            pooling=None if pooling is None else _pooling(task, pooling, config),
         )
 
     @staticmethod

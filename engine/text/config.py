@@ -335,8 +335,8 @@ def _parts(target: str) -> list[str]:
 def _places(name: str) -> dict[str, int]:
     """The places of each character in a name, as the bits of a number."""
     places: dict[str, int] = {}
-    for place, character in enumerate(name):
-        places[character] = places.get(character, 0) | 1 << place
+    for position, character in enumerate(name):
+        places[character] = places.get(character, 0) | 1 << position
     return places
 
 

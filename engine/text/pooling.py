@@ -127,15 +127,15 @@ class PoolingSettings:
         if name is None:
             return ""
         if name not in self.prompts:
-            known = ", ".join(map(repr, self.prompts)) or "none"
-            raise RequestError(f"the model has no prompt {shown(name)}; it has {known}", param="prompt")
+            names = ", ".join(map(repr, self.prompts)) or "none"
+            raise RequestError(f"the model has no prompt {shown(name)}; it has {names}", param="prompt")
         return self.prompts[name]
 
     @classmethod
     def read(cls, folder: Path, values: Mapping[str, Any]) -> PoolingSettings:
         """Read the settings of a folder. `values`: its config.json. Raises ModelError naming what is not supported."""
         modules = _modules(folder)
-        about = _file(folder, "config_sentence_transformers.json")
+        settings_file = _file(folder, "config_sentence_transformers.json")
         score = _score(folder, modules)
         if score is None and is_published_reranker(folder):
             score = ScoreSettings("yes", "no", False, _AROUND_PAIRS)
@@ -161,8 +161,8 @@ class PoolingSettings:
                 )
         if type(include_prompt) is not bool:
             raise ModelError(f"{folder}: include_prompt={shown(include_prompt)} must be true or false")
-        prompts = _prompts(about.get("prompts"))
-        default = about.get("default_prompt_name")
+        prompts = _prompts(settings_file.get("prompts"))
+        default = settings_file.get("default_prompt_name")
         if default is not None and (not isinstance(default, str) or default not in prompts):
             raise ModelError(f"{folder}: default_prompt_name={shown(default)} is none of its prompts")
         return cls(

@@ -1,7 +1,7 @@
 """The adapters of steps on a device whose kernels look them up there, so that recorded steps have adapters, too.
 
-    a step's rows -> each adapter has a place in the tables (written when it is new there)
-                  -> rows sorted by place, in tiles -> sent -> products add what the tiles' adapters change
+    a step's rows -> each adapter has a slot in the tables (written when it is new there)
+                  -> rows sorted by slot, in tiles -> sent -> products add what the tiles' adapters change
 
 Tables and tiles are always in the same memory. So whoever loads, unloads or uses other adapters invalidates no
 recording. Only an adapter of more ranks than any before it does.
@@ -73,21 +73,21 @@ class DeviceAdapters:
     """Used by the runner's thread alone."""
 
     def __init__(
-        self, model: Model, *, places: int, most_tokens: int, device: torch.device, ring: PinnedRing | None = None
+        self, model: Model, *, slots: int, most_tokens: int, device: torch.device, ring: PinnedRing | None = None
     ) -> None:
-        """`places`: the most adapters of one step. `most_tokens`: the most tokens of one step. `ring`: the device's
-        own, unless a test passes another one."""
+        """`slots`: the maximum number of adapters of one step. `most_tokens`: of tokens of one step. `ring`: the
+        device's own, unless a test passes another one."""
         from engine.kernels.triton.low_rank import TILE
 
         self._model, self._device, self._tile = model, device, TILE
-        self._place_of: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
-        self._used = [0] * places
+        self._slot_of: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
+        self._used = [0] * slots
         self._steps = 0
         self._widest_part = _RANKS
         self.version = 0
         """Changes when recorded steps have no room for an adapter's ranks."""
         # Of all tokens, and of the output rows: at most two for each token.
-        tiles = 2 * (most_tokens // TILE + min(places, most_tokens) + 1)
+        tiles = 2 * (most_tokens // TILE + min(slots, most_tokens) + 1)
         self._sent = torch.zeros(3 * most_tokens + 3 * tiles + 16, dtype=torch.int32, device=device)
         self._ring = PinnedRing(device) if ring is None else ring
         self._tables: LowRankTables | None = None
@@ -97,7 +97,7 @@ class DeviceAdapters:
     @property
     def used(self) -> bool:
         """Whether an adapter that is still loaded was in a step."""
-        return bool(self._place_of)
+        return bool(self._slot_of)
 
     def of(self, rows: Each[ScheduledSeq]) -> AdaptedStep | None:
         """The adapters of a plan's rows; None if none has one. Their matrices are in the tables then."""
@@ -110,7 +110,7 @@ class DeviceAdapters:
             assert adapter is None or isinstance(adapter, Adapter)
             owners.append(-1 if adapter is None else indexes.setdefault(adapter, len(indexes)))
         adapters = tuple(indexes)
-        self._place(adapters)
+        self._assign_slots(adapters)
         of_rows = np.array(owners, np.int64)
         decodes = all(row.count == 1 for row in rows)
         tiles = int(sum(-(-count // self._tile) for count in np.bincount(of_rows[of_rows >= 0])))
@@ -118,31 +118,31 @@ class DeviceAdapters:
 
     def forget(self) -> None:
         """Write every adapter's entries again when it is used next: it is unknown what reached the device."""
-        self._place_of.clear()
+        self._slot_of.clear()
 
     # ---- the tables
 
-    def _place(self, adapters: Each[Adapter]) -> None:
+    def _assign_slots(self, adapters: Each[Adapter]) -> None:
         self._steps += 1
         for adapter in adapters:
-            if (place := self._place_of.get(adapter)) is not None:
-                self._used[place] = self._steps
+            if (slot := self._slot_of.get(adapter)) is not None:
+                self._used[slot] = self._steps
         for adapter in adapters:
-            if adapter not in self._place_of:
-                place = self._free_place()
-                self._used[place] = self._steps
-                self._write(adapter, place)
-                self._place_of[adapter] = place
+            if adapter not in self._slot_of:
+                slot = self._free_slot()
+                self._used[slot] = self._steps
+                self._write(adapter, slot)
+                self._slot_of[adapter] = slot
 
-    def _free_place(self) -> int:
-        """A place of no adapter, else that of the one used least lately, which is not of this step."""
-        taken = {place: adapter for adapter, place in self._place_of.items()}
-        place = min(range(len(self._used)), key=lambda place: (place in taken, self._used[place]))
-        if place in taken:
-            del self._place_of[taken[place]]
-        return place
+    def _free_slot(self) -> int:
+        """A free slot; else that of the adapter used least recently, which is not of this step."""
+        adapter_of = {slot: adapter for adapter, slot in self._slot_of.items()}
+        slot = min(range(len(self._used)), key=lambda slot: (slot in adapter_of, self._used[slot]))
+        if slot in adapter_of:
+            del self._slot_of[adapter_of[slot]]
+        return slot
 
-    def _write(self, adapter: Adapter, place: int) -> None:
+    def _write(self, adapter: Adapter, slot: int) -> None:
         """Write an adapter's entries. The device does so behind the steps that were launched before."""
         tables = self._allocated()
         entries = tables.offsets.shape[1]
@@ -168,7 +168,7 @@ class DeviceAdapters:
             upload([offsets, starts, ranks], self._device),
             strict=True,
         ):
-            table[place].copy_(values)
+            table[slot].copy_(values)
 
     @property
     def _widest(self) -> int:
@@ -222,8 +222,8 @@ class DeviceAdapters:
 
     def send_recorded(self, step: AdaptedStep, rows: int, tiles: int) -> None:
         """Send the tiles of a decode that is recorded with room for so many rows and tiles."""
-        order, made = self._tiles(step, step.owners)
-        self._send([(order, made, rows, tiles)])
+        order, tile_rows = self._tiles(step, step.owners)
+        self._send([(order, tile_rows, rows, tiles)])
 
     def recorded(self, rows: int, tiles: int) -> StepAdapters | None:
         """The adapters of a decode with room for so many rows and tiles, whose tiles `send_recorded` sends."""
@@ -241,14 +241,14 @@ class DeviceAdapters:
             self._send([(none, np.zeros((0, 3), np.int64), rows, tiles)])
 
     def _tiles(self, step: AdaptedStep, owners: Ints) -> tuple[Ints, Ints]:
-        """The rows sorted by the place of their adapter, [adapted rows], and their tiles, [tiles, 3]."""
+        """The rows sorted by the slot of their adapter, [adapted rows], and their tiles, [tiles, 3]."""
         rows = np.flatnonzero(owners >= 0)
-        places = np.array([self._place_of[adapter] for adapter in step.adapters], np.int64)[owners[rows]]
-        by_place = np.argsort(places, kind="stable")
-        order, places = rows[by_place], places[by_place]
-        edges = np.flatnonzero(np.diff(places, prepend=-1, append=-1))
+        slots = np.array([self._slot_of[adapter] for adapter in step.adapters], np.int64)[owners[rows]]
+        by_slot = np.argsort(slots, kind="stable")
+        order, slots = rows[by_slot], slots[by_slot]
+        edges = np.flatnonzero(np.diff(slots, prepend=-1, append=-1))
         tiles = [
-            (places[begin], first, min(first + self._tile, end))
+            (slots[begin], first, min(first + self._tile, end))
             for begin, end in pairwise(edges)
             for first in range(begin, end, self._tile)
         ]
@@ -256,34 +256,34 @@ class DeviceAdapters:
 
     def _send(self, parts: Each[tuple[Ints, Ints, int, int]]) -> list[LowRankTiles]:
         """Send orders and tiles, each with room for so many rows and tiles."""
-        end, places = _layout([(rows, tiles) for _, _, rows, tiles in parts])
+        end, starts = _layout([(rows, tiles) for _, _, rows, tiles in parts])
         host = self._ring.lend(end)
-        for (order, made, rows, tiles), (first, second) in zip(parts, places, strict=True):
+        for (order, tile_rows, rows, tiles), (first, second) in zip(parts, starts, strict=True):
             host[first : first + len(order)] = order
             host[first + len(order) : first + rows] = 0
-            host[second : second + made.size] = made.reshape(-1)
-            host[second + made.size : second + 3 * tiles] = -1
+            host[second : second + tile_rows.size] = tile_rows.reshape(-1)
+            host[second + tile_rows.size : second + 3 * tiles] = -1
         self._ring.send(end, self._sent)
         return self._views([(rows, tiles) for _, _, rows, tiles in parts])
 
     def _views(self, rooms: Each[tuple[int, int]]) -> list[LowRankTiles]:
         from engine.kernels.triton.low_rank import LowRankTiles
 
-        _, places = _layout(rooms)
+        _, starts = _layout(rooms)
         return [
             LowRankTiles(
                 self._sent[first : first + rows], self._sent[second : second + 3 * tiles].view(tiles, 3), tiles
             )
-            for (rows, tiles), (first, second) in zip(rooms, places, strict=True)
+            for (rows, tiles), (first, second) in zip(rooms, starts, strict=True)
         ]
 
 
 def _layout(rooms: Each[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:
     """The end of the sent numbers, and where each order and its tiles begin: at multiples of four."""
-    end, places = 0, []
+    end, starts = 0, []
     for rows, tiles in rooms:
         first = end
         second = first + -(-rows // 4) * 4
         end = second + -(-3 * tiles // 4) * 4
-        places.append((first, second))
-    return end, places
+        starts.append((first, second))
+    return end, starts

@@ -141,13 +141,13 @@ class DeviceSampler:
             # Log probabilities are those of the model's own logits, before any edits.
             log_probs = log_softmax(logits[index])
             results += ranked(log_probs, chosen[0, index], int(listed_counts.max()))
-        own = len(results)
+        host_results = len(results)
         if beams is not None:
             results += self._beams.ranked(logits, sequences, beams)
         hosts, wait = _to_host(results)
         counts = {int(row): int(listed_counts[row]) for row in rows}
         scored = (hosts[1], hosts[2]) if counts else None
-        return Drawn(hosts[0], scored, counts, wait, beams, hosts[own:])
+        return Drawn(hosts[0], scored, counts, wait, beams, hosts[host_results:])
 
     def collect(self, drawn: Drawn) -> list[Sampled]:
         """Wait for the copies. Returns one result for each of the step's sequences. Only a row with a fault has an
@@ -208,13 +208,13 @@ class DeviceBeams:
             if self._owners.get(sequence.slot) is not sequence:
                 self._edits.admit(sequence)
                 self._owners[sequence.slot] = sequence
-        own = log_softmax(logits[beams.rows])
+        before_edits = log_softmax(logits[beams.rows])
         edits = self._edits.gather(chosen, np.array([sequence.slot for sequence in chosen], np.int64))
-        scores = own
+        scores = before_edits
         if edits is not None:
-            scores = own.clone()
+            scores = before_edits.clone()
             edit(scores, edits)
-        return ranked_continuations(scores, own, beams)
+        return ranked_continuations(scores, before_edits, beams)
 
     def forget(self) -> None:
         """Read sequences' parameters, and count their tokens, again."""

@@ -85,8 +85,8 @@ class PackedProduct:
     def peak_values(self, x: Tensor) -> ctypes.Array[c_char]:
         """Reference.peak_values of the product with `x`."""
         x, rows = x.contiguous(), len(x)
-        found = (c_char * (PEAK_BYTES * rows))()
-        places = ctypes.addressof(found)
+        peaks = (c_char * (PEAK_BYTES * rows))()
+        places = ctypes.addressof(peaks)
         self._library.peak_values(
             self._pool.address,
             x.data_ptr(),
@@ -99,7 +99,7 @@ class PackedProduct:
             places + 12 * rows,
             places + 8 * rows,
         )
-        return found
+        return peaks
 
     def entry(self) -> Product:
         return Product(self._weight, self._added, *self._sizes, self._kind)

@@ -130,9 +130,9 @@ def _q3_k(b: Tensor) -> _Parts:
 
 def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
     """8 scales and 8 minima of 6 bits in 12 bytes."""
-    first, second, rest = packed[..., :4], packed[..., 4:8], packed[..., 8:]
-    scales = torch.cat((first & 63, (rest & 15) | (first >> 2 & 48)), -1)
-    minima = torch.cat((second & 63, (rest >> 4) | (second >> 2 & 48)), -1)
+    first, second, upper = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scales = torch.cat((first & 63, (upper & 15) | (first >> 2 & 48)), -1)
+    minima = torch.cat((second & 63, (upper >> 4) | (second >> 2 & 48)), -1)
     return scales, minima
 
 

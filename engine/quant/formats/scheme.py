@@ -129,7 +129,7 @@ def _compressed(section: Config) -> Scheme | None:
     scheme = _of_groups(section)
     if bitmask and scheme.form not in ("int8", "fp8"):
         raise section.wrong("format", f"is not supported with {_BITMASK}; int-quantized and float-quantized are")
-    each = tuple(replace(one, pruned=pruned, bitmask=bitmask) for one in scheme.each)
+    each = tuple(replace(part, pruned=pruned, bitmask=bitmask) for part in scheme.each)
     return replace(scheme, pruned=pruned, bitmask=bitmask, each=each)
 
 

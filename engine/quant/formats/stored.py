@@ -323,7 +323,9 @@ class Pruned(Quantised):
 
     def stacked_on(self, others: Sequence[Quantised]) -> Pruned | None:
         alike = [other for other in others if isinstance(other, Pruned) and other.values.dtype == self.values.dtype]
-        return None if len(alike) < len(others) else Pruned(torch.cat([self.values, *(one.values for one in alike)]))
+        return (
+            None if len(alike) < len(others) else Pruned(torch.cat([self.values, *(other.values for other in alike)]))
+        )
 
 
 class DensePruned(Stored):
@@ -421,9 +423,9 @@ class GgufMatrix(Stored):
             None if each[0] is None else torch.cat([part for part in each if part is not None])
             for each in zip(*parts, strict=True)
         )
-        for numbers, what in ((scales, "scales"), (minima, "minima")):
+        for numbers, label in ((scales, "scales"), (minima, "minima")):
             if numbers is not None and not numbers.is_meta and not bool(torch.isfinite(numbers).all()):
-                raise ModelError(f"{self.name}.weight has {what} that are no finite numbers")
+                raise ModelError(f"{self.name}.weight has {label} that are no finite numbers")
         if q is None or scales is None:
             raise ModelError(f"{self.name}.weight has no rows")
         minima = None if minima is None else minima.T.contiguous()

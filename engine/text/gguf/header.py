@@ -255,7 +255,7 @@ class _Reader:
         if kind != _ARRAY:
             raise ModelError(f"{self.path}: {shown(key)} has the unknown type {kind}")
         kind, count = self._number("I"), self._number("Q")
-        place = _Array(kind, count, self._at)
+        array = _Array(kind, count, self._at)
         if kind in _NUMBERS:
             self._take(count * struct.calcsize(f"<{_NUMBERS[kind]}"))
         elif kind == _TEXT:
@@ -268,7 +268,7 @@ class _Reader:
                 self._take(self._number("Q"))
         else:
             raise ModelError(f"{self.path}: {shown(key)} is an array of type {kind}; of numbers or texts is expected")
-        return key, place
+        return key, array
 
     def _tensors(self, count: int) -> dict[str, TensorEntry]:
         located: dict[str, tuple[StoredTensor, int]] = {}
@@ -299,19 +299,20 @@ class _Reader:
         return {name: TensorEntry(self.path, stored, start + offset) for name, (stored, offset) in located.items()}
 
     def _stored(self, name: str, kind: int, shape: tuple[int, ...]) -> StoredTensor:
-        known = _KINDS.get(kind, f"type {kind}")
-        if known not in SERVED:
+        kind_name = _KINDS.get(kind, f"type {kind}")
+        if kind_name not in SERVED:
             raise ModelError(
-                f"{self.path}: tensor {shown(name)} is stored as {known}, which is not served; {', '.join(SERVED)} are"
+                f"{self.path}: tensor {shown(name)} is stored as {kind_name}, which is not served; "
+                f"{', '.join(SERVED)} are"
             )
         if not shape or not all(shape) or math.prod(shape) > 8 * self._size:
             raise ModelError(f"{self.path}: tensor {shown(name)} has shape {list(shape)}, which its file cannot hold")
-        numbers = BLOCKS[known][0] if known in BLOCKS else 1
+        numbers = BLOCKS[kind_name][0] if kind_name in BLOCKS else 1
         if shape[-1] % numbers:
             raise ModelError(
-                f"{self.path}: tensor {shown(name)} has rows of {shape[-1]}; {known} packs multiples of {numbers}"
+                f"{self.path}: tensor {shown(name)} has rows of {shape[-1]}; {kind_name} packs multiples of {numbers}"
             )
-        return StoredTensor(known, shape)
+        return StoredTensor(kind_name, shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,9 +164,9 @@ class _Vocabulary:
         merges, merged = [], 0
         for whole, score in zip(tokens, scores, strict=False):
             for cut in range(1, len(whole)):
-                left, right = whole[:cut], whole[cut:]
-                if left in vocabulary and right in vocabulary:
-                    merges.append((score, len(left), len(right), -vocabulary[left], -vocabulary[right]))
+                first, second = whole[:cut], whole[cut:]
+                if first in vocabulary and second in vocabulary:
+                    merges.append((score, len(first), len(second), -vocabulary[first], -vocabulary[second]))
                     merged += len(whole)
             if len(merges) > _MOST_MERGES or merged > _MOST_MERGED:
                 raise ModelError(
@@ -174,7 +174,7 @@ class _Vocabulary:
                     f"{_MOST_MERGED} characters in them"
                 )
         merges.sort(reverse=True)
-        return [[tokens[-left], tokens[-right]] for *_, left, right in merges]
+        return [[tokens[-first], tokens[-second]] for *_, first, second in merges]
 
     def _added(self, tokens: list[str]) -> list[dict[str, Any]]:
         """The tokens that are found in a text before it is split: control tokens, which have no text in outputs, and
