@@ -33,7 +33,8 @@ if ! containers inspect --type image "$base" >/dev/null 2>&1; then
     # As in Docker's Debian: /usr merged without perl, and no documentation, translations or caches.
     logged mmdebstrap --mode=root --variant=minbase --include=usr-is-merged,ca-certificates,python3-venv \
         --hook-dir=/usr/share/mmdebstrap/hooks/merged-usr \
-        --aptopt='Acquire::Retries "5"' --aptopt='Acquire::Languages "none"' --aptopt='Dir::Cache { pkgcache ""; srcpkgcache ""; }' \
+        --aptopt='Acquire::Retries "5"' --aptopt='Acquire::Languages "none"' \
+        --aptopt='Dir::Cache { pkgcache ""; srcpkgcache ""; }' \
         --aptopt='DPkg::Post-Invoke { "rm -f /var/cache/apt/archives/*.deb || true"; }' \
         --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
         --dpkgopt='path-exclude=/usr/share/locale/*' "$suite" "$root"
@@ -55,7 +56,8 @@ settings = {}
 for line in listed.stdout.splitlines():
     name, _, value = line.partition("=")
     settings[name.rpartition(".")[2]] = value.strip("'\"")
-lines = [f"{name} = {settings[name]}" for name in ("index-url", "proxy", "trusted-host", "timeout", "retries") if name in settings]
+kept = ("index-url", "proxy", "trusted-host", "timeout", "retries")
+lines = [f"{name} = {settings[name]}" for name in kept if name in settings]
 if "cert" in settings:
     shutil.copy(settings["cert"], folder / "ca.crt")
     lines.append("cert = /mnt/ca.crt")

@@ -94,7 +94,7 @@ async def test_a_task_that_was_given_up_is_asked_for_anew(aclient: AsyncClient, 
     worker = FakeWorker(valkey)
     assert worker.take(QUEUE) == done.task_id
     worker.serve(str(done.task_id))
-    assert (await aclient.get(str(done.task_id)).result(5)).text == "Hello, world"
+    assert (await aclient.get(str(done.task_id)).result(60)).text == "Hello, world"
     assert not valkey.exists(broker_keys.DEAD)
 
 

@@ -26,12 +26,6 @@ from tests.waiting import until
 NOWHERE = "redis://127.0.0.1:1/0"
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that is slow to answer, on a busy machine, is none that is away."""
-    monkeypatch.setattr(health, "PATIENCE_S", 60.0)
-
-
 def test_a_gateway_with_store_and_broker_is_alive_and_ready(http: httpx.Client) -> None:
     assert http.get("/livez").json() == {"status": "ok"}
     for path in ("/readyz", "/health"):

@@ -38,7 +38,7 @@ async def test_an_abandoned_submit_is_sent(aclient: AsyncClient, valkey: Redis, 
     expected = json.loads(Message("t", QUEUE, "flex", 1, 9, at=created).envelope())
     assert json.loads(raw)["headers"] == expected["headers"]
     worker.serve(worker.take(QUEUE) or "")
-    assert (await aclient.get("t").result(5)).text == "Hello, world"
+    assert (await aclient.get("t").result(60)).text == "Hello, world"
     assert await send_unsent(aclient, age_ms=0) == Swept()
 
 
@@ -145,4 +145,4 @@ async def test_a_submit_that_failed_is_finished_when_the_broker_is_back(
         proxy.heal()
         assert await send_unsent(client, age_ms=0) == Swept(sent=1)
         worker.serve(worker.take(QUEUE) or "")
-        assert (await client.get("t").result(5)).status == "completed"
+        assert (await client.get("t").result(60)).status == "completed"

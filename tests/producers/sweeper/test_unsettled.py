@@ -62,7 +62,7 @@ async def test_one_whose_worker_died_before_its_tracer_is_settled(
     for _ in range(tasks.ALL_EVERY):
         await aclient.run(sweeping.sweep())
     assert settled(valkey, handle.id)
-    assert (await handle.result(5)).text == "a"
+    assert (await handle.result(60)).text == "a"
 
 
 async def test_what_is_young_is_left_to_its_worker(aclient: AsyncClient, valkey: Redis) -> None:
