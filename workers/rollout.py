@@ -291,7 +291,7 @@ class Carrier:
                 return self._to(record, "done")
             if over and self.drain_old and (drained := await drain_idle(self.client, rollout.model, rollout.before)):
                 self._tell_once(f"told {drained} workers of version {rollout.before} to drain")
-            if remaining != 0 or view.old:
+            if remaining != 0 or (view.old and not view.ends):
                 self._tell_once(_waits(view, remaining, rollout, drains=self.drain_old))
             await asyncio.sleep(LOOK_S)
 

@@ -86,13 +86,14 @@ def submit(
 
 
 def _endpoint(path: Path, file: BinaryIO) -> str:
-    """The url of the file's first line. Raises Failure for a line without one."""
+    """The url of the file's first line. Raises Failure for a line that is not JSON, or has none."""
     line = file.readline(LINE)
     file.seek(0)
     try:
-        url = json.loads(line)["url"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        url = None
+        request = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise Failure(f"the first line of {path} is not JSON: {error}") from None
+    url = request.get("url") if isinstance(request, dict) else None
     if not isinstance(url, str):
         raise Failure(f"the first line of {path} has no url; name the endpoint with --endpoint")
     return url

@@ -72,8 +72,11 @@ class TestSubmit:
 
     def test_refuses_what_cannot_be_a_batch(self, penstock: Run, requests: Path, tmp_path: Path) -> None:
         requests.write_text("no JSON")
+        without_url = tmp_path / "without_url.jsonl"
+        without_url.write_text("{}")
         for args, says in (
-            ((str(requests),), "name the endpoint with --endpoint"),
+            ((str(requests),), "is not JSON: Expecting value"),
+            ((str(without_url),), "has no url; name the endpoint with --endpoint"),
             ((str(requests), "--endpoint", "/v1/images/generations"), "endpoint is"),
             ((str(tmp_path / "none"),), "cannot read"),
             ((str(requests), "--output", "x"), "--output needs --wait"),

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,17 @@ def new(reference: str = "tiny=tiny-v2") -> New:
     return New(found, *described(found))
 
 
-async def carried(rig: Rig, rollout: Rollout, *, timeout: float = 60.0, drain_old: bool = True) -> Rollout:  # noqa: ASYNC109
+async def carried(
+    rig: Rig,
+    rollout: Rollout,
+    *,
+    timeout: float = 60.0,  # noqa: ASYNC109
+    drain_old: bool = True,
+    say: Callable[[str], None] = lambda line: None,
+) -> Rollout:
     async with AsyncClient(rig.url) as client:
         with Redis.from_url(rig.url) as store:
-            return await Carrier(client, store, new(), lambda line: None, timeout, drain_old).run(rollout)
+            return await Carrier(client, store, new(), say, timeout, drain_old).run(rollout)
 
 
 class Requests:
@@ -127,7 +135,10 @@ async def test_old_workers_that_an_autoscaler_keeps_warm_are_not_waited_for(rig:
     begun = begin(rig.store, new(), 1, 1)
     rig.store.set(keys.SCALE_LEADER, "one")
     rig.store.hset(keys.SCALE_POOLS, f"tiny@{OLD}", json.dumps({"at": rig.store.time()[0]}))
-    assert (await carried(rig, begun)).phase == "done"
+    lines: list[str] = []
+    assert (await carried(rig, begun, drain_old=False, say=lines.append)).phase == "done"
+    assert lines[-1] == f"workers of version {OLD} that its autoscaler ends later: 1"
+    assert not any("no autoscaler" in line for line in lines[1:])
     assert old.process.poll() is None, "it may be gone back to"
 
 
