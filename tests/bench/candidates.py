@@ -2,7 +2,8 @@
 
 `penstock up` serves the bundled model tiny, six connections stream completions of it, and it is rolled out to one
 candidate after another, each a folder with weights of its own. Printed are how each rollout ended, at which step, and
-how many users' requests the candidate had by then.
+how many users' requests the candidate had by then. `slower_steps` has workers with a stub engine, whose candidate waits
+30% longer in each step, since a busy machine hides how fast a model computes.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -28,9 +31,15 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from producers import AsyncClient
+from producers.admin import routes
 from producers.contract import keys
-from producers.store.fleet.canaries import Canary
-from tests.bench.rolled import PLAN, UP, System, copied, rollout
+from producers.rollouts import operations
+from producers.rollouts.metrics import Evidence, findings
+from producers.store.fleet import canaries
+from producers.store.fleet.canaries import Canary, Plan
+from tests.bench.rolled import CONNECTIONS, PENSTOCK, PLAN, TOKENS, UP, System, copied, rollout
+from tests.processes import ROOT, Worker, valkey
 from workers.library.reference import BUNDLED
 
 TINY = BUNDLED / "tiny"
@@ -44,6 +53,8 @@ COPIES = ("--steps", "0,10,50,100", *PLAN[2:])
 LAYERS = 6
 #: A time counts by blocks of 10 s, of which it takes 14 to roll back for one.
 LONG = ("--steps", "50,100", "--hold", "4m", "--min-samples", "40", "--warm-up", "5s")
+#: A stub's step (s), by how much the candidate's is longer, and the longest time (s) until that is decided.
+STEP_S, SLOWER_STEPS, DECIDED_S = 0.02, 1.3, 1200.0
 
 Weights = dict[str, Tensor]
 
@@ -257,18 +268,62 @@ def measure_better() -> None:
             system.stop()
 
 
+async def _streams(url: str, over: asyncio.Event) -> None:
+    async with AsyncClient(url) as client:
+
+        async def some(number: int) -> None:
+            while not over.is_set():
+                handle = await client.submit(model="stub", prompt=[1, 2, 3], max_tokens=TOKENS, seed=number)
+                async for _ in handle.stream():
+                    pass
+
+        await asyncio.gather(*(some(number) for number in range(CONNECTIONS)))
+
+
+async def _judged(url: str, store: Redis, longest_s: float) -> dict[str, Any]:
+    """The rollout of `stub`, once it is decided or has lasted so long."""
+    over, began = asyncio.Event(), time.monotonic()
+    load = asyncio.create_task(_streams(url, over))
+    while (state := canaries.read(store, "stub")) and state.under_way and time.monotonic() - began < longest_s:
+        await asyncio.wait([load], timeout=1.0)
+    over.set()
+    await load
+    assert state is not None
+    evidence = Evidence.of(canaries.read_evidence(store, "stub"), state)
+    figures = {finding.settings.metric.name: finding.figures() for finding in findings(state, evidence)}
+    ended = {"phase": state.phase, "reason": state.reason, "candidate_requests": evidence.candidate.tasks}
+    return {**ended, "seconds": round(time.monotonic() - began), "per_token": figures["per_token"]}
+
+
+def measure_slower_steps() -> None:
+    with ExitStack() as stack:
+        url, store = stack.enter_context(valkey())
+        for version, step_s in (("v1", STEP_S), ("v2", STEP_S * SLOWER_STEPS)):
+            worker = Worker(url, STUB_VERSION=version, STUB_STEP_S=step_s)
+            stack.enter_context(worker).wait_ready()
+        sweeper = subprocess.Popen([*PENSTOCK, "sweeper", "--broker", url], cwd=ROOT)
+        stack.callback(sweeper.wait)
+        stack.callback(sweeper.terminate)
+        routes.set_aliases(store, "stub", {"default": "v1", "candidate": "v2"})
+        operations.start(store, "stub", "candidate", Plan((50.0,), hold_s=DECIDED_S))
+        figures = asyncio.run(_judged(url, store, DECIDED_S))
+        print(json.dumps({"candidate": f"steps take {SLOWER_STEPS} times as long", **figures}), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = ["nan", "nan_in_a_token", "refuses", "crashes", "garbage", "unchanged", "tiny_v2", "slower"]
-    every += ["store_restarts", "folder_is_gone", "better"]
+    every += ["store_restarts", "folder_is_gone", "better", "slower_steps"]
     parser.add_argument("--candidate", choices=every, action="append", help="this one alone; may be repeated")
     parser.add_argument("--reports", type=Path, help="a folder for their reports")
     options = parser.parse_args()
     names = options.candidate or every
-    if {*names} - {"better"}:
+    if {*names} - {"better", "slower_steps"}:
         measure(names, options.reports)
     if "better" in names:
         measure_better()
+    if "slower_steps" in names:
+        measure_slower_steps()
 
 
 if __name__ == "__main__":

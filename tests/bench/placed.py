@@ -125,8 +125,10 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--conversations", type=int, default=6, help="at a time, of each round")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=5, help="at least 2: what a first turn has was never computed")
     arguments = parser.parse_args()
+    if arguments.turns < 2:
+        parser.error("--turns is less than 2: only second and later turns can have tokens in a cache")
     for name, figures in measure(**vars(arguments)).items():
         print(json.dumps({"system": name, **figures}), flush=True)
 
