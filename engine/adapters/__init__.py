@@ -6,6 +6,6 @@ step_adapters sorts the rows of a step by adapter; each Linear adds its adapters
 """
 
 from engine.adapters.adapter import Adapter, load_adapter
-from engine.adapters.rows import AdapterRows, step_adapters
+from engine.adapters.rows import AdapterRows, owners_of, step_adapters
 
-__all__ = ["Adapter", "AdapterRows", "load_adapter", "step_adapters"]
+__all__ = ["Adapter", "AdapterRows", "load_adapter", "owners_of", "step_adapters"]

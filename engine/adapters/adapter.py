@@ -72,7 +72,7 @@ class Adapter:
     nbytes: int = 0
     """The bytes that its matrices take."""
     changes_experts: bool = False
-    """Whether some of `products` are experts'."""
+    """Whether it changes products of experts."""
 
     def changes(self) -> dict[PreparedLinear, LowRankChange]:
         """See PreparedAdapter."""
@@ -108,9 +108,7 @@ class _Loading:
 
     def adapter(self, max_bytes: int | None) -> Adapter:
         files = self._files
-        if self._kernels.collectives is not None or (self._model.staged and self._kernels.ragged):
-            raise ModelError(ErrorText.of("{}: adapters do not go with {tensor_parallel} on GPUs yet", files.folder))
-        divided = self._kernels.exchange is not None or self._model.staged
+        divided = self._kernels.share is not None or self._model.staged
         if divided and (_HEAD in files.matrices or files.embeddings or files.whole):
             raise ModelError(
                 ErrorText.of(
@@ -161,7 +159,8 @@ class _Loading:
             for stack in stacks:
                 changes |= self._of_experts(stack)
             self._kernels.bring_together([*changes.values()])
-            experts = {linear for linears in self._mixtures.values() for linear in linears}
+            # Of any stage: whether a step is recorded is decided by the first one.
+            changes_experts = bool(files.stacks) or any(".experts." in module for module in files.matrices)
             return Adapter(
                 files.version,
                 max(files.rank, *(stack.rank for stack in stacks), 0),
@@ -170,7 +169,7 @@ class _Loading:
                 self._prepared(self._read(head).clone()) if isinstance(head, LocatedTensor) else None,
                 self._head_change(head) if isinstance(head, LowRankTensors) else None,
                 self._nbytes,
-                not experts.isdisjoint(changes),
+                changes_experts,
             )
 
     # ---- what fits what

@@ -92,13 +92,19 @@ def step_adapters(
 ) -> StepAdapters | None:
     """The adapters of a step, None if there is none. `rows`: the plan's in the order of the batch. `output_rows`: see
     StepBatch."""
-    if all(row.seq.adapter is None for row in rows):
+    adapters, owners = owners_of(rows)
+    if not adapters:
         return None
+    tokens = AdapterRows(adapters, owners.repeat([row.count for row in rows]), device)
+    return StepAdapters(tokens, tokens.select(output_rows))
+
+
+def owners_of(rows: Sequence[ScheduledSeq]) -> tuple[tuple[Adapter, ...], NDArray[np.int64]]:
+    """The adapters of a plan's rows, and the index of each row's among them, -1 for none."""
     adapters: dict[Adapter, int] = {}
     owners = []
     for row in rows:
         adapter = row.seq.adapter
         assert adapter is None or isinstance(adapter, Adapter)
         owners.append(-1 if adapter is None else adapters.setdefault(adapter, len(adapters)))
-    tokens = AdapterRows(list(adapters), np.array(owners, np.int64).repeat([row.count for row in rows]), device)
-    return StepAdapters(tokens, tokens.select(output_rows))
+    return tuple(adapters), np.array(owners, np.int64)

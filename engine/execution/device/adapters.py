@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.adapters import Adapter, AdapterRows
+from engine.adapters import Adapter, AdapterRows, owners_of
 from engine.execution.device.inputs import PinnedRing
 from engine.kernels.upload import upload
 from engine.layers import Linear, StepAdapters
@@ -101,20 +101,14 @@ class DeviceAdapters:
 
     def of(self, rows: Each[ScheduledSeq]) -> AdaptedStep | None:
         """The adapters of a plan's rows; None if none has one. Their matrices are in the tables then."""
-        if all(row.seq.adapter is None for row in rows):
-            return None
-        indexes: dict[Adapter, int] = {}
-        owners = []
-        for row in rows:
-            adapter = row.seq.adapter
-            assert adapter is None or isinstance(adapter, Adapter)
-            owners.append(-1 if adapter is None else indexes.setdefault(adapter, len(indexes)))
-        adapters = tuple(indexes)
+        adapters, owners = owners_of(rows)
+        return self.assigned(adapters, owners, decodes=all(row.count == 1 for row in rows)) if adapters else None
+
+    def assigned(self, adapters: tuple[Adapter, ...], owners: Ints, *, decodes: bool) -> AdaptedStep:
+        """See `of` and AdaptedStep."""
         self._assign_slots(adapters)
-        of_rows = np.array(owners, np.int64)
-        decodes = all(row.count == 1 for row in rows)
-        tiles = int(sum(-(-count // self._tile) for count in np.bincount(of_rows[of_rows >= 0])))
-        return AdaptedStep(adapters, of_rows, decodes, tiles)
+        tiles = int(sum(-(-count // self._tile) for count in np.bincount(owners[owners >= 0])))
+        return AdaptedStep(adapters, owners, decodes, tiles)
 
     def forget(self) -> None:
         """Write every adapter's entries again when it is used next: it is unknown what reached the device."""

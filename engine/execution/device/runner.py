@@ -99,7 +99,7 @@ class DeviceRunner:
         self._sampler = DeviceSampler(max_num_seqs, model.vocab_size, device, last_tokens=self._rows.last_tokens)
         self._adapters = (
             DeviceAdapters(model, slots=max_num_seqs, most_tokens=max_num_batched_tokens, device=device)
-            if model.kernels.tabled and model.kernels.collectives is None
+            if model.kernels.tabled
             else None
         )
         self._every = torch.arange(max_num_seqs, device=device)

@@ -26,16 +26,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, distributed
 
+from engine.adapters import Adapter, AdapterRows, owners_of
 from engine.config import EngineConfig
 from engine.errors import EngineError, ErrorText
 from engine.execution.device import DeviceRunner
 from engine.execution.device.inputs import Shape, StepNumbers
+from engine.execution.device.rehearsal import dummy_adapter
 from engine.execution.device.runner import Forward
-from engine.execution.ranks.runner import Kind, LeadModel, packed, unpacked
+from engine.execution.ranks.runner import NOTHING, Kind, LeadModel, packed, unpacked
 from engine.kernels.collectives import Communicators
 from engine.kernels.native.exchange import Exchange, Share
 from engine.kv import KvSpace
-from engine.layers import AdaptedRows
+from engine.layers import AdaptedRows, StepAdapters
 from engine.memory import GIB, free_bytes
 from engine.models import Model
 from engine.models.decoder import Decoder
@@ -54,7 +56,7 @@ def backend_of(config: EngineConfig, device: torch.device) -> str | None:
 
     Raises EngineError if these ranks cannot compute on that device.
     """
-    if config.ranks == 1 or (device.type == "cpu" and config.kernels != "ragged"):
+    if config.ranks == 1 or (device.type == "cpu" and config.kernels not in ("ragged", "triton")):
         return None
     if device.type == "cpu":
         return "gloo"
@@ -195,6 +197,9 @@ class RanksDeviceRunner(DeviceRunner):
         super().copy_blocks(copies)
 
     def _tell(self, rows: Sequence[ScheduledSeq], numbers: StepNumbers, shape: Shape, outputs: int | None) -> None:
+        adapters, owners = owners_of(rows)
+        counts = np.fromiter((row.count for row in rows), np.int64, len(rows))
+        self._lead.send(self._lead.packed_adapters(adapters, (owners, counts) if adapters else ()))
         kind = _RECORDED if outputs is None else outputs
         self._wanted = sum(1 + len(row.draft) for row in rows if row.samples)
         sizes = (
@@ -206,6 +211,7 @@ class RanksDeviceRunner(DeviceRunner):
             shape.rows,
             shape.tokens,
             shape.most_queries,
+            shape.adapter_tiles,
         )
         arrays: list[NDArray[Any]] = [numbers.host, *numbers.separate]
         self._lead.send(packed(Kind.STEP, (*sizes, *shape.most_places, *numbers.widths), arrays))
@@ -306,9 +312,20 @@ def _assign(sequences: list[TokenSequence], slots: list[int]) -> None:
 class _Follower(DeviceRunner):
     """The runner of another rank: has no sequences, samples nothing."""
 
-    def __init__(self, model: Model, ends: Communicators, *, max_num_batched_tokens: int, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: Model,
+        ends: Communicators,
+        loaded: dict[int, Adapter],
+        *,
+        max_num_batched_tokens: int,
+        **settings: Any,
+    ) -> None:
+        """`loaded`: the loaded adapters by number, to which another thread adds some."""
         super().__init__(model, max_num_batched_tokens=max_num_batched_tokens, **settings)
-        self._ends = ends
+        self._ends, self._loaded = ends, loaded
+        #: The next step's adapters, the index of each row's among them, and the tokens of each row.
+        self._adapted: tuple[tuple[Adapter, ...], NDArray[np.int64], NDArray[np.int64]] | None = None
         #: The last hidden states of the scored rows of steps that the lead has not collected.
         self._scored: deque[Tensor] = deque()
         if ends.before is not None:
@@ -318,10 +335,10 @@ class _Follower(DeviceRunner):
 
     def repeat(self, numbers: Sequence[int], arrays: list[NDArray[Any]]) -> None:
         """Run a step of the lead's."""
-        outputs, wanted, end, more, changes, rows, tokens, most_queries, *groups = numbers
+        outputs, wanted, end, more, changes, rows, tokens, most_queries, tiles, *groups = numbers
         half = len(groups) // 2
         most_places, widths = tuple(groups[:half]), tuple(groups[half:])
-        shape = Shape(rows, tokens, most_queries, most_places)
+        shape = Shape(rows, tokens, most_queries, most_places, tiles)
         self._rows.widen(widths)
         host, *separate = arrays
         sent = self._inputs.send(StepNumbers(self._inputs.lent(host), end, more, changes, widths, tuple(separate)))
@@ -329,11 +346,13 @@ class _Follower(DeviceRunner):
             assert self._entering is not None
             self._ends.before.broadcast(self._entering[:tokens])
         if outputs == _RECORDED:
+            self._send_recorded_adapters(shape)
             self._run_recorded(shape)
             assert self._hidden is not None
             hidden, chosen = self._hidden[:rows], sent if more else slice(wanted)
         else:
-            _, hidden = self._compute(shape, sent[:outputs], None)
+            adapters = self._step_adapters(host[end : end + outputs].astype(np.int64))
+            _, hidden = self._compute(shape, sent[:outputs], adapters)
             chosen = slice(wanted)
         if self._ends.after is not None:
             self._ends.after.broadcast(hidden.contiguous())
@@ -342,6 +361,38 @@ class _Follower(DeviceRunner):
                 self._send_logits(hidden[chosen])
             if outputs > wanted:
                 self._scored.append(hidden[wanted:])
+
+    def take_adapters(self, numbers: Sequence[int], arrays: list[NDArray[Any]]) -> None:
+        """Take the adapters of the next step, and forget those that the lead has freed."""
+        count, *numbers = numbers
+        if arrays:
+            present = [
+                dummy_adapter(self.model) if number == NOTHING else self._loaded[number] for number in numbers[:count]
+            ]
+            self._adapted = tuple(present), arrays[0], arrays[1]
+        for number in numbers[count:]:
+            self._loaded.pop(number, None)
+
+    def _step_adapters(self, output_rows: NDArray[np.int64]) -> StepAdapters | None:
+        """The adapters of a step that is not recorded; see DeviceAdapters.send."""
+        if self._adapted is None:
+            return None
+        (adapters, owners, counts), self._adapted = self._adapted, None
+        if self._adapters is None:
+            rows = AdapterRows(adapters, owners.repeat(counts), self.device)
+            return StepAdapters(rows, rows.select(output_rows))
+        step = self._adapters.assigned(adapters, owners, decodes=bool((counts == 1).all()))
+        return self._adapters.send(step, counts.tolist(), output_rows)
+
+    def _send_recorded_adapters(self, shape: Shape) -> None:
+        if self._adapters is None:
+            return
+        if self._adapted is None:
+            self._adapters.clear(shape.rows, shape.adapter_tiles)
+            return
+        (adapters, owners, _), self._adapted = self._adapted, None
+        step = self._adapters.assigned(adapters, owners, decodes=True)
+        self._adapters.send_recorded(step, shape.rows, shape.adapter_tiles)
 
     def logits(self, start: int, rows: int) -> None:
         """Send the lead the logits of some scored rows of its oldest step; of none: it has had all that it wants."""
@@ -371,8 +422,8 @@ class _Settings:
 
 
 @torch.inference_mode()
-def follow_on_device(share: Decoder, exchange: Exchange, ends: Communicators) -> None:
-    """Do what the lead sends, until DeviceLostError: a rank has failed."""
+def follow_on_device(share: Decoder, exchange: Exchange, ends: Communicators, adapters: dict[int, Adapter]) -> None:
+    """Do what the lead sends, until DeviceLostError: a rank has failed. `adapters`: see _Follower."""
     runner: _Follower | None = None
     width = share.embedding()[1].shape[1]
     while True:
@@ -380,7 +431,7 @@ def follow_on_device(share: Decoder, exchange: Exchange, ends: Communicators) ->
         if kind == Kind.CACHES:
             runner = None
             torch.cuda.empty_cache()
-            runner = _runner(share, ends, _Settings(*numbers[:5]), numbers[5:])
+            runner = _runner(share, ends, adapters, _Settings(*numbers[:5]), numbers[5:])
             exchange.gather(torch.zeros(1))
             continue
         if kind == Kind.MEMORY:
@@ -393,6 +444,8 @@ def follow_on_device(share: Decoder, exchange: Exchange, ends: Communicators) ->
             runner.repeat(numbers, arrays)
         elif kind == Kind.COPIES:
             runner.copy_blocks(list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)))
+        elif kind == Kind.ADAPTERS:
+            runner.take_adapters(numbers, arrays)
         elif share.staged:
             runner.logits(*numbers)
         else:
@@ -401,10 +454,13 @@ def follow_on_device(share: Decoder, exchange: Exchange, ends: Communicators) ->
             _gathered_logits(share, ends, ends.sums.broadcast(hidden))
 
 
-def _runner(share: Decoder, ends: Communicators, settings: _Settings, blocks: Sequence[int]) -> _Follower:
+def _runner(
+    share: Decoder, ends: Communicators, adapters: dict[int, Adapter], settings: _Settings, blocks: Sequence[int]
+) -> _Follower:
     return _Follower(
         share,
         ends,
+        adapters,
         spaces=[KvSpace(count, group.window) for count, group in zip(blocks, share.kv_groups, strict=True)],
         block_size=settings.block_size,
         max_num_seqs=settings.max_num_seqs,

@@ -129,7 +129,7 @@ def main() -> None:
                 assert exchange is not None
                 listener.store.wait([READY])
                 on_devices.connect(listener.store, device, local["address"])
-                follow_on_device(model, exchange, on_devices)
+                follow_on_device(model, exchange, on_devices, listener.adapters)
             if exchange is None or links:
                 before, after = BusyLink(links[0]), links[1]
                 if local["tells"]:

@@ -19,7 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -44,6 +44,10 @@ _OUTPUT_ROWS = 2
 #: The data types of arrays. A message holds their indexes.
 _TYPES = tuple(np.dtype(name) for name in ("int64", "int32", "float32", "bool"))
 _CODES = {kind: i for i, kind in enumerate(_TYPES)}
+
+
+#: The number of an adapter that changes nothing.
+NOTHING: Final = -1
 
 
 class Kind(IntEnum):
@@ -86,14 +90,19 @@ class LeadModel:
 
     def adapters_message(self, rows: StepAdapters | None) -> bytes:
         """A message with the adapters of the next step's rows, and those that are freed. Empty if there are neither."""
+        if rows is None:
+            return self.packed_adapters((), ())
+        assert isinstance(rows.tokens, AdapterRows)
+        return self.packed_adapters(rows.tokens.adapters, [rows.tokens.owners])
+
+    def packed_adapters(self, adapters: Sequence[Adapter], arrays: Sequence[NDArray[np.int64]]) -> bytes:
+        """See `adapters_message`. `arrays`: tell which rows have which. An adapter that the followers have not loaded
+        is NOTHING: it is rehearsal's."""
         unloaded = [self._unloaded.popleft() for _ in range(len(self._unloaded))]
-        if rows is None and not unloaded:
+        if not adapters and not unloaded:
             return b""
-        tokens = None if rows is None else rows.tokens
-        assert tokens is None or isinstance(tokens, AdapterRows)
-        present = [] if tokens is None else [self._numbers[adapter] for adapter in tokens.adapters]
-        owners = [] if tokens is None else [tokens.owners]
-        return packed(Kind.ADAPTERS, (len(present), *present, *unloaded), owners)
+        present = [self._numbers.get(adapter, NOTHING) for adapter in adapters]
+        return packed(Kind.ADAPTERS, (len(present), *present, *unloaded), arrays)
 
     def send(self, message: bytes | memoryview) -> None:
         """Send a message of `packed` to the stage's followers. Raises DeviceLostError."""

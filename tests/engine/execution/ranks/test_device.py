@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from engine import Engine, EngineConfig
+from engine.adapters import Adapter, load_adapter
 from engine.errors import DeviceLostError, EngineError
 from engine.execution.placement import device_runner_of, plan_capacity
 from engine.execution.ranks.device import DeviceLead, backend_of, follow_on_device
@@ -27,7 +29,7 @@ from engine.kernels.native.exchange import Share
 from engine.models import load_model
 from engine.params import SamplingParams
 from engine.speculate import Lookup, Speculation
-from tests.engine.adapters.folders import write_adapter
+from tests.engine.adapters.test_native import adapter_of
 from tests.engine.execution.ranks.in_threads import exchanges_of
 from tests.engine.execution.ranks.test_parity import SHAPES, run
 from tests.engine.random_models import VARIANTS, write_model
@@ -39,20 +41,32 @@ pytestmark = pytest.mark.skipif(load_library() is None, reason="native kernels a
 CPU = torch.device("cpu")
 
 
+class Ranks(NamedTuple):
+    lead: DeviceLead
+    adapters: list[dict[int, Adapter]]
+
+
 @contextmanager
 def ranks_of(
-    folder: Path, ranks: int, dtype: str = "float32", *, stages: int = 1, ordered: bool = False
-) -> Iterator[DeviceLead]:
-    """The lead of `stages` stages of ranks that are threads of this process."""
+    folder: Path,
+    ranks: int,
+    dtype: str = "float32",
+    *,
+    stages: int = 1,
+    ordered: bool = False,
+    adapters: Sequence[Path] = (),
+) -> Iterator[Ranks]:
+    """The lead of `stages` stages of ranks that are threads of this process, and each rank's `adapters` by number."""
     store = RanksStore()
     exchanges = exchanges_of(ranks * stages)
     every = [Communicators(rank, ranks, stages, "gloo", ordered=ordered) for rank in range(ranks * stages)]
     shares = [load_model(folder, dtype, CPU, "ragged", exchange=each.sums, stage=each.stage) for each in every]
+    loaded = [{number: load_adapter(each, share) for number, each in enumerate(adapters)} for share in shares]
 
     def follow(rank: int) -> None:
         try:
             every[rank].connect(store, CPU)
-            follow_on_device(shares[rank], exchanges[rank], every[rank])
+            follow_on_device(shares[rank], exchanges[rank], every[rank], loaded[rank])
         except DeviceLostError:
             return
         except BaseException:
@@ -64,8 +78,10 @@ def ranks_of(
         thread.start()
     every[0].connect(store, CPU)
     lead = DeviceLead(shares[0], exchanges[0], every[0])
+    for number in loaded[0]:
+        lead.number(loaded[0][number], number)
     try:
-        yield lead
+        yield Ranks(lead, loaded)
     finally:
         lead.fail()
         for thread in threads:
@@ -89,7 +105,7 @@ def test_ranks_on_devices_compute_what_one_computes(name: str, ranks: int, tmp_p
     alone = load_model(folder, "float32", CPU, "ragged")
     logits = recorded(alone)
     expected = run(Driver(alone, tokens=40, overlap=1), prompts)
-    with ranks_of(folder, ranks) as lead:
+    with ranks_of(folder, ranks) as (lead, _):
         seen = recorded(lead)
         assert run(driver(lead, tokens=40), prompts) == expected
     assert len(seen) == len(logits)
@@ -107,7 +123,7 @@ def test_the_cache_is_sized_by_the_rank_with_the_least_memory(tmp_path: Path, mo
 
     monkeypatch.setattr("engine.execution.ranks.device.free_bytes", free)
     settings: dict[str, Any] = {"tensor_parallel": 4, "max_num_seqs": 512}
-    with ranks_of(folder, 4) as lead:
+    with ranks_of(folder, 4) as (lead, _):
         spaces = plan_capacity(lead, EngineConfig(**settings, memory_share=0.5, share=0.25)).spaces
         assert spaces == plan_capacity(lead, EngineConfig(**settings, kv_cache_bytes=5 << 20)).spaces
     assert given == [(CPU, 0.5, 0, 0.25)] * 4
@@ -117,14 +133,16 @@ DRAWN = SamplingParams(max_tokens=7, temperature=0.9, seed=4, logprobs=1, prompt
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (1, 2)])
-def test_preempted_drawn_and_guessed_tokens_are_those_of_one_device(ranks: int, stages: int, tmp_path: Path) -> None:
+def test_preempted_drawn_guessed_and_adapted_tokens_are_those_of_one_device(
+    ranks: int, stages: int, tmp_path: Path
+) -> None:
     folder = write_model(tmp_path / "m", seed=2, tokenizer=False, **VARIANTS["gqa"])
 
-    def answers(model: Any, make: Any) -> tuple[Any, list[float]]:
+    def answers(model: Any, make: Any, adapters: list[Adapter | None]) -> tuple[Any, list[float]]:
         guesses = Speculation(Lookup(8, model.vocab_size), max_tokens=3, adaptive=False)
         stepped = make(model, tokens=24, speculation=guesses)
         for i, prompt in enumerate([[5, 6, 7, 8] * 8, *prompts_of([3, 20, 5], 320)]):
-            stepped.add(str(i), prompt, DRAWN if i == 2 else greedy(9))
+            stepped.add(str(i), prompt, DRAWN if i == 2 else greedy(9), adapters[i])
         stepped.run(preempt_every=7)
         scores: dict[Any, list[float]] = {}
         for event in stepped.events:
@@ -132,9 +150,17 @@ def test_preempted_drawn_and_guessed_tokens_are_those_of_one_device(ranks: int, 
             scores.setdefault((event.request_id, event.choice), []).extend(told)
         return stepped.found, [score for key in sorted(scores) for score in scores[key]]
 
-    tokens, scores = answers(load_model(folder, "float32", CPU, "ragged"), partial(Driver, overlap=1))
-    with ranks_of(folder, ranks, stages=stages) as lead:
-        found, seen = answers(lead, driver)
+    alone = load_model(folder, "float32", CPU, "ragged")
+    own = [adapter_of(alone, tmp_path / str(i), rank=2 + 3 * i, seed=i, every=1 + i) for i in range(2)]
+    tokens, scores = answers(alone, partial(Driver, overlap=1), [own[0], None, own[1], own[1]])
+    with ranks_of(folder, ranks, stages=stages, adapters=[tmp_path / "0", tmp_path / "1"]) as (lead, adapters):
+        first, second = adapters[0].pop(0), adapters[0].pop(1)
+        found, seen = answers(lead, driver, [first, None, second, second])
+        del first, second
+        gc.collect()  # the first runner and its recordings, which know each other
+        assert adapters[1].keys() == {0, 1}
+        answers(lead, driver, [None] * 4)
+        assert [each for each in adapters if each] == []  # the followers forget those that are gone here
     assert found == tokens
     assert seen == pytest.approx(scores, abs=1e-4)
 
@@ -153,7 +179,7 @@ def test_stages_on_devices_compute_what_one_device_computes(name: str, ranks: in
     folder = write_model(tmp_path / name, seed=5, tokenizer=False, **SHAPES[name])
     prompts = prompts_of([1, 17, 58], 320)
     expected = run(Driver(load_model(folder, "float32", CPU, "ragged"), tokens=40, overlap=1), prompts)
-    with ranks_of(folder, ranks, stages=stages) as lead:
+    with ranks_of(folder, ranks, stages=stages) as (lead, _):
         assert run(driver(lead, tokens=40), prompts) == expected
 
 
@@ -180,6 +206,8 @@ def test_ordered_sums_are_the_same_beside_any_rows() -> None:
 DEVICES: dict[str, tuple[dict[str, Any], int]] = {
     "cpu": ({"device": "cpu", "kernels": "ragged", "tensor_parallel": 2}, 0),
     "cpu, stages": ({"device": "cpu", "kernels": "ragged", "pipeline_parallel": 2}, 0),
+    # In Triton's interpreter, with adapters in recorded steps.
+    "cpu, interpreted": ({"device": "cpu", "kernels": "triton", "tensor_parallel": 2, "max_model_len": 128}, 0),
     "cpu, 2 by 2": ({"device": "cpu", "kernels": "ragged", "tensor_parallel": 2, "pipeline_parallel": 2}, 0),
     "cuda, shared": ({"tensor_parallel": 4, "graphs": False}, 1),
     "cuda, shared stages": ({"tensor_parallel": 2, "pipeline_parallel": 2, "graphs": False}, 1),
@@ -209,17 +237,26 @@ def test_processes_compute_what_one_computes_until_one_is_killed(family: str, wh
     shape = SHAPES[family] | {"num_attention_heads": 8} if gpus == 8 else SHAPES[family]
     folder = write_model(tmp_path / "m", seed=2, tokenizer=False, **shape)
     settings: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 1 << 22, "seed": 3} | more
-    prompts = prompts_of([1, 17, 58], 320)
+    adapter_of(load_model(folder, "float32", CPU, "ragged"), tmp_path / "a", rank=2, seed=1)
+
+    def answers(engine: Engine) -> list[list[int]]:
+        prompts = prompts_of([1, 17, 58], 320)
+        outputs = [*engine.generate(list(prompts), greedy(9)), *engine.generate(list(prompts), greedy(9), "a")]
+        return [output.token_ids for output in outputs]
+
     with Engine.load(folder, EngineConfig(**(settings | {"tensor_parallel": 1, "pipeline_parallel": 1}))) as engine:
-        expected = [output.token_ids for output in engine.generate(list(prompts), greedy(9))]
+        engine.load_adapter("a", tmp_path / "a")
+        expected = answers(engine)
         alone = engine.fingerprint
     with Engine.load(folder, EngineConfig(**settings)) as engine:
-        assert [output.token_ids for output in engine.generate(list(prompts), greedy(9))] == expected
         assert (engine.fingerprint == alone) == (more.get("tensor_parallel", 1) == 1)
         for process in (os.getpid(), *engine.stats().rank_processes):
             assert listened_at(process) <= {"0100007F"}
-        with pytest.raises(EngineError, match="adapters do not go with tensor_parallel on GPUs yet"):
-            engine.load_adapter("a", write_adapter(tmp_path / "a"))
+        adapter = engine.load_adapter("a", tmp_path / "a")
+        assert answers(engine) == expected
+        adapter_of(load_model(folder, "float32", CPU, "ragged"), tmp_path / "a", rank=2, seed=9)
+        with pytest.raises(EngineError, match=f"rank 1: .* its files are version .*, and the lead's {adapter.version}"):
+            engine._group.load_adapter(tmp_path / "a", adapter.version, 1000)
         lost: queue.SimpleQueue[str] = queue.SimpleQueue()
         engine.on_lost = lambda why, suspects: lost.put(why)
         process = engine.stats().rank_processes[0]

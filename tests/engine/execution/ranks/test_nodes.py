@@ -89,6 +89,7 @@ def started(pool: ThreadPoolExecutor, part: Node) -> Future[bool]:
         ("pipeline_parallel", "native"),
         pytest.param("tensor_parallel", "native", marks=pytest.mark.exhaustive),
         pytest.param("tensor_parallel", "ragged", marks=pytest.mark.exhaustive),
+        pytest.param("pipeline_parallel", "ragged", marks=pytest.mark.exhaustive),
     ],
 )
 def test_two_machines_are_one_engine_and_a_lost_rank_is_named(
