@@ -151,7 +151,7 @@ class Pooling:
     threshold: float | None = None
     """The least score of an entity. None for all; if a token may have several labels, 0.5."""
     item_errors: bool = False
-    """Whether a text that is refused for what was made of it has that error in place of its row. Else the request
+    """Whether a text of which nothing could be made, or too much, has that error in place of its row. Else the request
     fails."""
 
 

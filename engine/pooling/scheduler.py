@@ -217,12 +217,15 @@ class PoolingScheduler:
             group = self._groups.get(text.request.id)
             if group is None or text.status is not Status.RUNNING:  # aborted, or failed, meanwhile
                 continue
-            if result.row is None:
+            made, pooling = result.row, text.request.pooling
+            if made is None:
                 self._not_finite += not result.refused
                 message = result.error or "the model made nothing of this text"
-                events += self.fail(text, message, refused=result.refused)
-                continue
-            group.rows[text.choice] = result.row
+                if result.refused or pooling is None or not pooling.item_errors:
+                    events += self.fail(text, message, refused=result.refused)
+                    continue
+                made = TextError("engine_error", message)
+            group.rows[text.choice] = made
             self._end(text)
             group.request.course.running -= 1
             group.request.course.computed += len(text.tokens)

@@ -240,6 +240,8 @@ def _count(tally: Tally, row: Mapping[str, str], ended: int) -> None:
         return
     tally.add(TASKS, 1, tier, status)
     created, started, first = (_whole(row.get(name)) for name in ("created", "started", "first"))
+    if _whole(row.get("discarded")):
+        first = 0  # best_of or a beam search: all of it was published at its end
     if created:
         tally.observe(TASK, _since(created, ended), tier)
         tally.observe(GEN_AI_FAILED if status == "failed" else GEN_AI_REQUEST, _since(created, ended), tier)
@@ -253,7 +255,7 @@ def _count(tally: Tally, row: Mapping[str, str], ended: int) -> None:
         if started:
             tally.observe(CLAIM_TO_FIRST, _since(started, first), tier)
         further = _whole(row.get("longest")) - 1
-        if status == "completed" and further > 0 and not _whole(row.get("discarded")):
+        if status == "completed" and further > 0:
             for histogram in (PER_TOKEN, GEN_AI_PER_TOKEN):
                 tally.observe(histogram, _since(first, ended) / further, tier)
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from engine.errors import NOT_FINITE, EngineError, RequestError, renamed
+from engine.errors import NOT_FINITE, EngineError, RequestError, TextError, renamed
 from engine.request import Event, TokenLogprobs, Tokens
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, run, run_many, text
@@ -72,7 +72,7 @@ class Batch:
     at: float = field(default_factory=time.monotonic)
     """When the events came (monotonic)."""
     doubted: dict[str, Conclusion] = field(default_factory=dict)
-    """Ends in NaN, for which the request is to blame, or the model."""
+    """Ends in NaN, of the request or of some of its texts: they are to blame, or the model."""
     gaps: Counter[tuple[str, float]] = field(default_factory=Counter)
     """(tier, seconds since the choice's token before) -> number."""
 
@@ -153,7 +153,9 @@ class Batch:
             end = self.ends.get(delivery.uuid)
             if end is None or end.status == "incomplete":  # all of it is there: its deadline came too late
                 result = "" if event.rows is None else encode_rows(event.rows)
-                self.ends[delivery.uuid] = Conclusion(delivery, "completed", result=result)
+                errors = (row for row in event.rows or () if isinstance(row, TextError))
+                ends = self.doubted if any(error.message == NOT_FINITE for error in errors) else self.ends
+                ends[delivery.uuid] = Conclusion(delivery, "completed", result=result)
 
     def _append_of(self, delivery: Delivery, choice: int, index: int) -> Append:
         """Returns the choice's Append; a new one begins at token `index`."""
@@ -500,7 +502,8 @@ class Publisher(threading.Thread):
     def _progress(self, delivery: Delivery) -> None:
         self._deliveries.got_on(delivery)
         if delivery.claimed_at is not None:
-            self._measured.on_first_token(delivery.claimed_at)
+            if not delivery.selects:  # whose first token comes with its last
+                self._measured.on_first_token(delivery.claimed_at)
             delivery.claimed_at = None
 
     def _resend(

@@ -172,13 +172,10 @@ function users(usage) {
 function workerMap(fleet) {
   if (!fleet.workers.length) return empty("No worker is up. Tasks wait until one is: ", h("code", null, "penstock worker --model MODEL"), ".");
   return [h("ul", { class: "fleet" }, fleet.workers.slice(0, WORKERS).map((worker) =>
-    h("li", { "data-key": worker.id }, h("span", { title: plain(worker.name) }, end(plain(worker.name), 21)), bar(worker.kv_used_ratio, { tone: worker.state === "ready" ? "run" : "warn", label: `KV cache ${percent(worker.kv_used_ratio)} full` }),
+    h("li", { "data-key": worker.id }, h("span", { title: plain(worker.name) }, h("bdi", { dir: "ltr" }, plain(worker.name))), bar(worker.kv_used_ratio, { tone: worker.state === "ready" ? "run" : "warn", label: `KV cache ${percent(worker.kv_used_ratio)} full` }),
       h("span", { class: "pair" }, h("span", null, `${count(worker.running)} of ${count(worker.capacity)}`), worker.state === "ready" ? h("span", null, worker.kv_blocks_total === 0 ? "no KV" : `KV ${percent(worker.kv_used_ratio)}`) : state(worker.state))))),
   fleet.workers.length > WORKERS ? h("p", { class: "dim empty" }, `${WORKERS} of ${count(fleet.totals.workers)}: `, link("#/workers", "all")) : null];
 }
-
-// Workers of one machine differ in the end of their names.
-const end = (text, most) => (text.length > most ? `…${text.slice(1 - most)}` : text);
 
 function failures(failed, ctx) {
   if (!failed) return empty("This key may not read tasks.");

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import EngineConfig, EngineError, PoolingEngine
-from engine.errors import NOT_FINITE
+from engine.errors import NOT_FINITE, TextError
 from engine.execution.turns import Turns
 from engine.request import Event, Pooling, Request
 from tests.engine.looping import until
@@ -72,6 +72,12 @@ def test_nan_of_one_token_is_its_own_texts_fault(folder: Path) -> None:
         assert engine.stats().not_finite == 1
         with pytest.raises(EngineError, match="not finite"):
             engine.embed([[5, 6], [BAD]])
+        ends: list[Event] = []
+        engine.submit(Request("apart", [BAD, 5, 6], pooling=Pooling("embed", (1, 2), item_errors=True)), ends.append)
+        until(lambda: bool(ends))
+        first, second = ends[0].rows or []
+        assert first == TextError("engine_error", NOT_FINITE)
+        assert np.array_equal(np.array([second], dtype=np.float32), expected)
 
 
 def test_a_step_that_fails_is_run_in_halves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.errors import NOT_FINITE
+from engine.errors import NOT_FINITE, TextError
 from engine.request import Event
 from producers.contract.record import Record
 from workers.flow.publisher import MAX_ENTRIES, Batch, Conclusion, part
@@ -88,6 +88,12 @@ def test_an_end_in_nan_waits_for_the_question_who_is_to_blame(error: str, asked:
     batch, delivery = Batch(), taken()
     batch.add(delivery, event(tokens=0, error=error, finish_reason="error", done=True))
     assert ("a" in batch.doubted, "a" in batch.ends) == (asked, not asked)
+
+
+def test_so_does_one_of_which_a_text_is_nan() -> None:
+    batch = Batch()
+    batch.add(taken(), event(tokens=0, finish_reason="stop", done=True, rows=[[1.0], TextError("x", NOT_FINITE)]))
+    assert (batch.doubted["a"].status, [*batch.ends]) == ("completed", [])
 
 
 def test_what_a_task_says_at_once_stays_in_one_call() -> None:

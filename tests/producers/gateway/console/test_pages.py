@@ -402,9 +402,15 @@ async def test_a_gateway_that_is_started_again_goes_on_with_the_page_that_is_ope
     await asyncio.to_thread(door.close)
     await expect(page.locator("main")).to_contain_text("Not up to date.")
     await expect(page.locator(".fleet li")).to_have_count(1)
-    announce(valkey, "w2.x", worker="w2")
+    announce(valkey, "w2.x", worker=f"{'of-a-machine-with-a-long-name' * 3}-w2")
     open_door(port=door.port)
     await expect(page.locator(".fleet li")).to_have_count(2)
+    long = page.locator(".fleet li > :first-child", has_text="machine")
+    tile, name = await long.bounding_box(), await long.locator("bdi").bounding_box()
+    assert tile
+    assert name
+    assert name["x"] < tile["x"], "its beginning is cut"
+    assert name["x"] + name["width"] == pytest.approx(tile["x"] + tile["width"], abs=1), "its end is not"
     await expect(page.locator("#live")).to_have_text("Live")
     await page.context.close()
     complaints.clear()  # Chromium tells of each request that failed
