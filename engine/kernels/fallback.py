@@ -120,7 +120,8 @@ class Sdpa(Reference):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.dtype != x.dtype:
             return super().rms_norm(x, weight, eps)
-        return F.rms_norm(x, weight.shape, weight, eps)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # infinite where that is 0
+        return F.rms_norm(x, weight.shape, weight, eps).add_((length - length).to(x.dtype))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

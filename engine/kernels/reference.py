@@ -260,10 +260,13 @@ class Reference:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467), computed in fp32.
 
-        The result has the dtype of `x`. It is rounded before the product with the weight, unless the weight is fp32.
+        The result has the dtype of `x`. It is rounded before the product with the weight, unless the weight is fp32. A
+        row whose squares are too large for fp32 becomes NaN, here and in each other kernel set: its norm would be zero,
+        and a request whose hidden states overflow would get the first token, not an error.
         """
         wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        square = wide.square().mean(-1, keepdim=True) + eps
+        normed = wide * torch.rsqrt(square.nan_to_num(float("nan"), posinf=-1.0))
         return (weight * normed.to(weight.dtype)).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,8 @@ template <class Call> INLINE void each_row(Pool& pool, int64_t rows, int64_t wid
     });
 }
 
-// Writes x / sqrt(mean(x^2) + eps) * weight to `out`, which may be x. With `residual`, x is first added to it, and the
-// sum is normed.
+// Writes x / sqrt(mean(x^2) + eps) * weight to `out`, which may be x; NaN, not 0, if the mean overflows. With `residual`,
+// x is first added to it, and the sum is normed.
 INLINE void norm_row(const float* x, float* residual, const float* weight, float* out, int64_t width, float eps) {
     F<LANES> squares{};
     float rest = 0;
@@ -38,7 +38,8 @@ INLINE void norm_row(const float* x, float* residual, const float* weight, float
         if (residual) residual[i] = value += residual[i];
         rest += value * value;
     }
-    float factor = 1.0f / std::sqrt((sum<LANES>(squares) + rest) / (float)width + eps);
+    float square = (sum<LANES>(squares) + rest) / (float)width + eps;
+    float factor = (1.0f + (square - square)) / std::sqrt(square);
     for (i = 0; i + LANES <= width; i += LANES)
         store<LANES>(out + i, load<LANES>(from + i) * factor * load<LANES>(weight + i));
     for (; i < width; i++) out[i] = from[i] * factor * weight[i];

@@ -29,10 +29,16 @@ _LEAST: tl.constexpr = tl.constexpr(fp8.LEAST)
 
 
 @triton.jit
+def _factor(square):
+    """1 / sqrt(square); NaN, not 0, of what overflowed."""
+    return tl.where(square < float("inf"), tl.rsqrt(square), float("nan"))
+
+
+@triton.jit
 def _normed(x, weight, eps, WIDTH: tl.constexpr):
     """The norm of rows `x`, fp32 [rows, block], zero beyond their width. Returns the dtype of `weight`, [rows or 1,
     block]."""
-    normed = x * tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)[:, None]
+    normed = x * _factor(tl.sum(x * x, 1) / WIDTH + eps)[:, None]
     # Rounded to the weight's dtype before the product with it, as models are trained.
     return (normed.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(weight.dtype)
 
@@ -107,7 +113,7 @@ def add_rms_norm_kernel(
     tl.store(residual_at, total, mask=inside)
     # The norm is that of the rounded sum, as it is stored.
     wide = total.to(tl.float32)
-    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    normed = wide * _factor(tl.sum(wide * wide, 0) / WIDTH + eps)
     scaled = normed.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
     tl.store(x_at, scaled.to(weight.dtype).to(x_ptr.dtype.element_ty), mask=inside)
 

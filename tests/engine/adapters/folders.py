@@ -30,6 +30,11 @@ def tensors(rank: int = 2, seed: int = 0, spread: float = 0.3, **changes: Any) -
     return values
 
 
+def too_large() -> dict[str, Tensor]:
+    """`tensors` with whose `down_proj` hidden states become so large that their squares overflow, while they do not."""
+    return {name: value * (1e22 if "down_proj.lora_B" in name else 1) for name, value in tensors().items()}
+
+
 def stacked(settings: dict[str, Any], rank: int = 2, seed: int = 0) -> dict[str, Tensor]:
     """A and B of all experts of each layer, for a Mixtral of `settings` (`target_parameters`)."""
     settings = BASE | settings

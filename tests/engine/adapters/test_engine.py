@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine import Engine, EngineConfig, EngineError, ModelError, Request, RequestError, SamplingParams
+from engine.errors import NOT_FINITE
 from engine.kernels.native import load_library
-from tests.engine.adapters.folders import tensors, write_adapter
+from tests.engine.adapters.folders import tensors, too_large, write_adapter
 from tests.engine.deterministic.logits import recorded
 from tests.engine.looping import Listener
 from tests.engine.random_models import write_model
@@ -49,6 +51,20 @@ def test_a_row_depends_on_no_other_to_the_bit(base: Path, tmp_path: Path) -> Non
             engine.submit(Request(f"of {name}", prompt, GREEDY, salt="anew", adapter=name), listeners[name])
         for name, listener in listeners.items():
             assert [token for event in listener.wait().events for token in event.token_ids] == alone[name]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "sdpa", "ragged"])
+def test_one_whose_hidden_states_overflow_fails_its_request_alone(kernels: Any, base: Path, tmp_path: Path) -> None:
+    """A norm of numbers whose squares overflow would be 0, and 0 the first token."""
+    with Engine.load(base, EngineConfig(kernels=kernels, kv_cache_bytes=1 << 18)) as engine:
+        engine.load_adapter("huge", write_adapter(tmp_path / "huge", too_large()))
+        expected = engine.generate([PROMPT], GREEDY)[0].token_ids
+        listeners = {name: Listener() for name in ("huge", "")}
+        for name, listener in listeners.items():
+            engine.submit(Request(f"of {name}", PROMPT, GREEDY, salt="anew", adapter=name), listener)
+        (failed,) = listeners["huge"].wait().events
+        assert (failed.error, failed.token_ids, failed.done) == (NOT_FINITE, [], True)
+        assert [token for event in listeners[""].wait().events for token in event.token_ids] == expected
 
 
 def test_a_name_that_is_not_loaded_is_refused(base: Path, tmp_path: Path) -> None:

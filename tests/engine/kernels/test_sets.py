@@ -41,6 +41,22 @@ def test_rms_norm_is_its_formula(kernels: Kernels, device: torch.device) -> None
     torch.testing.assert_close(found.cpu().double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_a_row_whose_squares_overflow_has_no_norm(kernels: Kernels, device: torch.device) -> None:
+    """Not 0, of which nobody would see that it is none."""
+    x, weight = noise(3, 1, 48).to(device), noise(48, seed=1).to(device)
+    expected = kernels.rms_norm(x, weight, 1e-5)
+    x[1] *= 1e22
+    assert x.isfinite().all()
+    for found in (
+        kernels.rms_norm(x[:, 0], weight, 1e-5),
+        kernels.add_rms_norm(x[:, 0].clone(), torch.zeros_like(x[:, 0]), weight, 1e-5)[0],
+        kernels.norm_heads(x.repeat(1, 3, 1), weight, weight, 1, 1e-5)[:, 0],
+    ):
+        assert found[1].isnan().all()
+        torch.testing.assert_close(found[::2], expected[::2, 0])
+
+
 def test_add_rms_norm_is_the_norm_of_the_sum_and_the_sum(kernels: Kernels, device: torch.device) -> None:
     x, residual, weight = (noise(3, 32, seed=s).to(device) for s in range(3))
     total = x + residual

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from engine.adapters import Adapter, load_adapter
-from engine.errors import ModelError
+from engine.errors import NOT_FINITE, ModelError
 from engine.kernels.native import load_library
 from engine.models import load_model
-from tests.engine.adapters.folders import stacked, tensors, write_adapter
+from tests.engine.adapters.folders import stacked, tensors, too_large, write_adapter
 from tests.engine.adapters.test_native import adapter_of
 from tests.engine.execution.ranks.in_threads import ranks_of
 from tests.engine.random_models import FAMILIES, VARIANTS, write_model
@@ -49,6 +49,18 @@ def test_adapters_are_divided(variant: str, ranks: int, tmp_path: Path) -> None:
         del first
         run(together.driver(), [second, None, None, None])
         assert [sorted(adapters) for adapters in together.adapters[1:]] == [[1]] * (ranks - 1)
+
+
+def test_one_whose_hidden_states_overflow_fails_its_request(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "base", tokenizer=False)
+    adapter = write_adapter(tmp_path / "adapter", too_large())
+    with ranks_of(folder, 2) as together:
+        driver = together.driver()
+        driver.add("huge", [5, 6, 7], greedy(6), together.adapter(adapter, 0))
+        plan = driver.scheduler.schedule(0.0)
+        assert plan is not None
+        (event,) = driver.scheduler.update(plan, driver.runner.collect(driver.runner.launch(plan)), 0.0)
+    assert (event.error, event.token_ids) == (NOT_FINITE, [])
 
 
 @pytest.mark.exhaustive
