@@ -51,7 +51,7 @@ MAX_FORM_PARTS: Final = 16_384
 #: The text before a JSON schema within a grammar.
 _WITHIN: Final = "%json "
 #: Why a request's watermark is refused.
-NO_KEYS: Final = "the model is served without watermark keys"
+NO_KEYS: Final = "the model is served without watermark keys (its worker's --watermark-keys)"
 REQUIRED: Final = "outputs of this model are watermarked, and its operator does not let requests turn that off"
 #: Temperatures below this count as 0, because dividing by them would overflow.
 COLDEST: Final = 1e-5

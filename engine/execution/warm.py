@@ -51,7 +51,7 @@ class Warmed:
 def architecture_here() -> str:
     """The architecture of this machine's GPU. Raises EngineError if there is none."""
     if not torch.cuda.is_available():
-        raise EngineError("there is no GPU here whose architecture could be taken; say which, as in sm_90 (H100, H200)")
+        raise EngineError("there is no GPU here: name an architecture, such as --arch sm_90 (H100, H200)")
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"
 

@@ -306,7 +306,7 @@ def gc(
     from producers.store.fleet.routing import RoutingError
     from workers.library import LocalModels, bucket
 
-    uploads_to = None if place is None else bucket_at(place)
+    uploads_to, removed = None if place is None else bucket_at(place), 0
     with open_store(broker, store, data_dir) as records:
         unused = routes.unused_versions(records)
         used = {version for name in routes.models_of(records) for version in routes.uses(records, name)}
@@ -318,16 +318,21 @@ def gc(
                     note(str(error))
                     continue
             _show_removed({"version": profile_field(name, version)}, yes, as_json)
+            removed += 1
         for folder in _unused_folders(LocalModels.default(), used) if local else ():
             if yes:
                 shutil.rmtree(folder)
             _show_removed({"folder": str(folder)}, yes, as_json)
+            removed += 1
         for stored in bucket.abandoned(uploads_to) if uploads_to is not None else ():
             if yes and not bucket.remove_abandoned(stored):
                 continue
             _show_removed({"bucket": str(stored.model.bucket)}, yes, as_json)
+            removed += 1
         if yes and uploads_to is not None and (count := bucket.end_uploads(uploads_to)):
             note(f"ended {count} uploads to {uploads_to} that got nothing for a day")
+    if not removed:
+        note("Nothing is unused.")
 
 
 def _unused_folders(models: LocalModels, used: set[str]) -> list[Path]:

@@ -358,7 +358,7 @@ def drain(
     pids = workers_here()
     if pid is None:
         if len(pids) != 1:
-            several = f"there are {len(pids)} ({', '.join(map(str, pids))}): choose one with --pid"
+            several = f"{len(pids)} workers run on this machine ({', '.join(map(str, pids))}): choose one with --pid"
             raise Failure(several if pids else "no worker runs here (in a container, run this in the worker's own)")
         pid = pids[0]
         if (folder := proc.folder_of(pid)) != Path.cwd():  # it may be another system's

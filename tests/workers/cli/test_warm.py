@@ -125,7 +125,7 @@ class TestRefusal:
             pytest.skip("there is a GPU here")
         ran = run("warm", "tiny", "--cache-dir", str(tmp_path))
         assert ran.status == 2
-        assert "say which, as in sm_90" in ran.err
+        assert "name an architecture, such as --arch sm_90" in ran.err
 
     def test_of_a_model_that_cannot_be_served(self, run: Run, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
