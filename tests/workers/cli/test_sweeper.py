@@ -18,7 +18,7 @@ def test_one_that_leads_and_one_that_stands_by_are_ready_and_end_in_order(valkey
         two = {
             name: stack.enter_context(
                 Process(
-                    *("workers.cli", "sweeper", "--lease", "1", "--health-port", "0", "--name", name),
+                    *("workers.cli", "sweeper", "--lease", "3", "--health-port", "0", "--name", name),
                     BROKER_URL=valkey_url,
                 )
             )
@@ -32,7 +32,7 @@ def test_one_that_leads_and_one_that_stands_by_are_ready_and_end_in_order(valkey
                 assert json.load(answer) == {"status": "ready"}
             with urllib.request.urlopen(f"{url}/livez") as answer:
                 assert json.load(answer) == {"status": "ok"}
-        leader = valkey.get(keys.SWEEPER).decode()
+        leader = two["a"].until(lambda: valkey.get(keys.SWEEPER)).decode()
         other = "b" if leader == "a" else "a"
         assert two[leader].stop() == 0
         two[other].until(lambda: valkey.get(keys.SWEEPER) == other.encode())

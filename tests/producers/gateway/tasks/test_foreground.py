@@ -16,7 +16,6 @@ from producers.gateway.tasks.foreground import Foreground
 async def test_callers_who_leave_a_full_store_make_one_line_and_their_leases_lapse(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(log_throttle, "_logged", {})
     monkeypatch.setattr(log_throttle, "EVERY_S", 1e6)
     lapsed: list[str] = []
 
