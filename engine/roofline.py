@@ -184,7 +184,7 @@ class Work:
         return 2 * (self.layers + self.experts * self.chosen + (self.head if head else 0))
 
     def kv_copies(self, ranks: int) -> float:
-        """How often so many ranks hold each key and value."""
+        """The number of copies of each key and value that so many ranks hold."""
         return max(1.0, ranks / self.kv_heads)
 
     def step_s(self, speed: Speed, batch: float, context: float, kv_copies: float = 1.0) -> float:

@@ -84,7 +84,7 @@ class Watermarks:
         return self.keys[str(requested)]
 
     def describe(self) -> dict[str, Any]:
-        """What a model's card says of them: names alone."""
+        """The entry in a model's card: names alone."""
         return {"keys": sorted(self.keys), "default": self.default, "optional": self.optional}
 
 

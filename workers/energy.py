@@ -177,8 +177,8 @@ def open_meter(
 
 
 class EnergyAccount:
-    """What a worker's device drew, by state. Not thread-safe. `shared`: whether other workers compute on it; then only
-    what is drawn in this worker's own steps counts."""
+    """The energy that a worker's device drew, by state. Not thread-safe. `shared`: whether other workers compute on it;
+    then only what is drawn in this worker's own steps counts."""
 
     def __init__(self, meter: Meter, *, shared: bool = False) -> None:
         self._meter = meter

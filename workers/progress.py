@@ -1,4 +1,4 @@
-"""What a command that takes long is at, on standard error: a line that is rewritten on a terminal, else a line now and
+"""Shows the progress of a long command on standard error: a line that is rewritten on a terminal, else a line now and
 then. Nothing is shown where the command is quiet, and nothing stays of a line that is rewritten.
 """
 
@@ -75,7 +75,7 @@ class Progress:
 
 
 def bar(done: float, total: float) -> str:
-    """How much of the whole is done, as a bar with its share; empty where the whole is nothing."""
+    """The finished share, as a bar with its share; empty where the whole is nothing."""
     if total <= 0:
         return ""
     share = min(1.0, max(0.0, done / total))

@@ -1,4 +1,4 @@
-"""How long tasks take in a worker, by their sizes: what an estimate of a task's end is made of (`producers.admin.eta`).
+"""Times of tasks in a worker, by their sizes: an estimate of a task's end is made of these (`producers.admin.eta`).
 
     publisher: a task that has completed ─▶ TaskTimesMeter.take ─▶ TaskTimes in the worker's profile
 

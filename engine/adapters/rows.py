@@ -19,7 +19,7 @@ from engine.plan import ScheduledSeq
 
 
 class AdapterRows:
-    """Which rows of a batch belong to which adapter. Each adapter's rows are computed together, in two small products
+    """The rows of a batch that belong to each adapter. Each adapter's rows are computed together, in two small products
     for each product of the model."""
 
     def __init__(self, adapters: Sequence[Adapter], owners: NDArray[np.int64], device: torch.device) -> None:

@@ -125,7 +125,7 @@ class Collectives:
         return self._begin(x, lambda group: group.broadcast([x]))
 
     def gather(self, x: Tensor) -> Tensor:
-        """What each rank has: [ranks, *shape of `x`]."""
+        """The values of all ranks: [ranks, *shape of `x`]."""
         x = x.contiguous()
         every = x.new_empty(self.share.ranks, *x.shape)
         if self.backend == "nccl":

@@ -395,7 +395,7 @@ def stored_width(head_dim: int, kind: str) -> int:
 
 
 def _members(rows: Tensor | None, count: int, device: torch.device) -> Tensor:
-    """Which of `count` rows are among `rows`, bool [count]."""
+    """A mask of the `count` rows that are among `rows`, bool [count]."""
     if rows is None:
         return torch.ones(count, dtype=torch.bool, device=device)
     members = torch.zeros(count, dtype=torch.bool, device=device)

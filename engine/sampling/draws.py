@@ -1,4 +1,4 @@
-"""How a token is drawn from edited logits: filters keep some of them, and noise chooses one.
+"""Draws a token from edited logits: filters keep some of them, and noise chooses one.
 
 **Filters.** Sampling filters. Top-k, top-p and min-p become one threshold for each row: the smallest logit that is
 kept.

@@ -371,7 +371,7 @@ class EditRows:
     def _row_keys(
         sequences: list[Sequence], rows: Ids, keys: list[WatermarkKey], drafts: Drafts | None
     ) -> NDArray[np.int32]:
-        """What decides which tokens are green in these rows: int32 [rows, 2]."""
+        """The seeds that decide which tokens are green in these rows: int32 [rows, 2]."""
         hashes = [
             key.row_key([*sequences[row].tokens[-key.context :], *(() if drafts is None else drafts[row])])
             for row, key in zip(rows, keys, strict=True)

@@ -47,7 +47,7 @@ def mark(logits: Tensor, marks: Marks) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """How much of a text is green. Two texts of one n-gram count it once each."""
+    """The green share of a text. Two texts of one n-gram count it once each."""
 
     judged: int
     """The number of different n-grams: a token with its context."""

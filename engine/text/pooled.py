@@ -1,4 +1,5 @@
-"""How a model that generates nothing reads texts: tokens of a text or of a pair, and the prompt before it; no torch."""
+"""Texts as a model that generates nothing reads them: tokens of a text or of a pair, and the prompt before it; no
+torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model makes of a text that generates none: a vector, or scores of labels. Read from its folder; no torch.
+"""The output of a model that generates no text: a vector, or scores of labels. Read from its folder; no torch.
 
 A Sentence-Transformers folder (sbert.net) lists modules in modules.json: the encoder, how its rows are pooled, dense
 layers, a normalisation. A folder without it makes vectors as Sentence-Transformers would: the mean of all rows.
@@ -99,7 +99,7 @@ class ScoreSettings:
 
 @dataclass(frozen=True, slots=True)
 class PoolingSettings:
-    """How vectors are made of a sequence's rows, and what the model says about texts."""
+    """The way in which vectors are made of a sequence's rows, and the model's settings for texts."""
 
     modes: tuple[str, ...]
     """Of MODES; several are put beside each other."""
@@ -178,8 +178,8 @@ class PoolingSettings:
 
 
 def purpose(folder: Path, values: Mapping[str, Any]) -> Purpose:
-    """What a model is for: of classifiers "token_classify" where each token has labels, "rerank" where a pair has one
-    score.
+    """The purpose of a model: of classifiers "token_classify" where each token has labels, "rerank" where a pair has
+    one score.
 
     `values`: its config.json. Raises ModelError for a broken one.
     """

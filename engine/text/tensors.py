@@ -46,7 +46,7 @@ BLOCKS = {
 
 @dataclass(frozen=True, slots=True)
 class KeptBlocks:
-    """How weights of a GGUF type are kept in memory: their own integers."""
+    """The form in which weights of a GGUF type are kept in memory: their own integers."""
 
     bits: int
     """The bits that hold them: 4, 5, 6 or 8."""

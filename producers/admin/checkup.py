@@ -51,7 +51,7 @@ NAMED: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found. `advice`: what to do, in one sentence; empty where nothing is to be done."""
+    """The result of a check. `advice`: what to do, in one sentence; empty where nothing is to be done."""
 
     check: str
     status: Status

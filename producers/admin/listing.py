@@ -1,4 +1,4 @@
-"""Which models somebody serves or scales: the others are withdrawn, unless an operator published them.
+"""Finds the models that somebody serves or scales: the others are withdrawn, unless an operator published them.
 
 `producers.store.fleet.cards` has the rule and who follows it. `look` reads all models at once; `UnservedModels` is the
 sweeper's part, `withdraw` that of `penstock up`.

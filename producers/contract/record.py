@@ -216,7 +216,7 @@ class Record:
 
     @property
     def versioned_model(self) -> str:
-        """What names the version that it goes to, `model@version`, of an adapter's the base's; else its model."""
+        """The name of the version that it goes to, `model@version`, of an adapter's the base's; else its model."""
         base = self.fields.get("queue", "").removeprefix(keys.model_queue("")).rpartition("@")[0]
         version = self.fields.get("version")
         return f"{base or self.model}@{version}" if version else self.model
@@ -302,7 +302,7 @@ class Record:
 
     @property
     def joules(self) -> float | None:
-        """What devices drew for it, as far as its workers measured and wrote it; None if none did."""
+        """The energy that devices drew for it, as far as its workers measured it; None if none did."""
         return sum(run.energy_uj for run in self.runs.values()) / 1e6 or None
 
     def lost_ms(self, start: int, began: int) -> dict[str, int]:

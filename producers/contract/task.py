@@ -424,7 +424,7 @@ class Task(BaseModel):
 
     @property
     def form(self) -> str | None:
-        """Which of FORMS its outputs have; None for no form."""
+        """The name in FORMS of its outputs' form; None for no form."""
         return next((name for name in FORMS if getattr(self, name) not in (None, ())), None)
 
     @property

@@ -1,4 +1,4 @@
-"""Where new tasks go, changed by operators over HTTP: `POST /v1/routing/{model}`, from the generation that the caller
+"""Routing of new tasks, changed by operators over HTTP: `POST /v1/routing/{model}`, from the generation that the caller
 looked at to the next one.
 
 It needs a key of the scope admin and is in the audit log, under the key. The work is `penstock models`' own
@@ -43,7 +43,7 @@ class RuleChange(BaseModel):
 
 
 class RoutingChange(BaseModel):
-    """What is to change. Unset: stays."""
+    """The parts of the routing that change. Unset parts stay."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -123,7 +123,7 @@ def _words(change: RoutingChange) -> str:
 
 
 async def on_thread(request: Request, work: Callable[[Redis], T]) -> T:
-    """What `work` makes with a connection of its own. Raises what it raises."""
+    """Returns the result of `work`, called with a connection of its own. Raises what it raises."""
     url = gateway_of(request).settings.store
 
     def run() -> T:

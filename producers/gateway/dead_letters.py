@@ -85,7 +85,7 @@ class LossView(BaseModel):
 
 
 class LetterRecord(BaseModel):
-    """What is recorded of the letter's task."""
+    """The recorded state of the letter's task."""
 
     status: str
     model: str | None

@@ -255,7 +255,7 @@ class QueueView(BaseModel):
 
 
 class TotalsView(BaseModel):
-    """How many there are; the lists end after 1,000."""
+    """Counts of workers and queues; the lists end after 1,000."""
 
     workers: int
     pools: int

@@ -1,4 +1,4 @@
-"""What operators look up and do beside keys, dead letters and the fleet: scaling, rollouts, webhooks' deliveries.
+"""Endpoints for operators beside keys, dead letters and the fleet: scaling, rollouts, webhooks' deliveries.
 
     /v1/scaling              decisions of the autoscaler; another try to start workers; a number of workers
     /v1/workers              what one runs, and how its KV cache is used; tell it to drain
@@ -287,14 +287,14 @@ class RuleView(BaseModel):
 
 
 class ShadowTarget(BaseModel):
-    """What gets copies of tasks."""
+    """The version that gets copies of tasks."""
 
     to: str = Field(description="an alias or a version")
     percent: float = Field(description="of the tasks that go to other versions")
 
 
 class RoutingView(BaseModel):
-    """Which versions of a model new tasks go to."""
+    """The versions of a model that new tasks go to."""
 
     object: Literal["routing"] = "routing"
     model: str
@@ -423,7 +423,7 @@ class RepliesView(BaseModel):
 
 
 class SourceItemsView(BaseModel):
-    """What became of the messages, files and times that a source took, in all its processes together."""
+    """Counts of the messages, files and times that a source took, by outcome, of all its processes together."""
 
     source: str
     done: int = Field(description="made what they should")
@@ -432,7 +432,7 @@ class SourceItemsView(BaseModel):
 
 
 class Sources(BaseModel):
-    """What event sources have left in the store. What they are set to do is in their own files."""
+    """State that event sources keep in the store. Their settings are in their own files."""
 
     object: Literal["sources"] = "sources"
     schedules: list[ScheduleView]

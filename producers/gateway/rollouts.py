@@ -141,7 +141,7 @@ class RolloutDecision(BaseModel):
 
 
 class RolloutReport(JudgedRollout):
-    """What a rollout compared and decided, and why."""
+    """Comparisons and decisions of a rollout, with their reasons."""
 
     by: str = Field(description="who began it")
     steps: list[float] = Field(description="percentages below 100")
@@ -213,7 +213,7 @@ async def rollout_report(request: Request, name: str) -> RolloutReport:
 
 
 class MetricChange(BaseModel):
-    """How much worse a metric may become. Unset: as usual."""
+    """The margin by which a metric may become worse. Unset: the default."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -44,8 +44,8 @@ class WaitReasons:
         self._read_at = float("-inf")
 
     async def text(self, task_id: str, *, whole: bool) -> str:
-        """What a task waits for, as one line of printable ASCII; empty if it runs, has ended, or nobody can tell in
-        time.
+        """The reason why a task waits, as one line of printable ASCII; empty if it runs, has ended, or nobody can tell
+        in time.
 
         `whole`: else only the reasons' names, for callers who may not read tasks.
         """

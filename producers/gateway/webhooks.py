@@ -109,7 +109,7 @@ class EndpointDeleted(BaseModel):
 
 
 class EndpointTested(BaseModel):
-    """What the endpoint answered to a test event. `success` is true for every answer, whatever its status."""
+    """The endpoint's answer to a test event. `success` is true for every answer, whatever its status."""
 
     object: Literal["webhook_endpoint.test"] = "webhook_endpoint.test"
     webhook_endpoint_id: str

@@ -276,7 +276,7 @@ def _start_trouble(scaling: Mapping[str, Any], state: Canary, now: int) -> str:
 
 
 def waits_for(state: Canary, found: list[Finding], compared: int, now: int, trouble: str = "") -> str:
-    """What keeps a rollout at its step, for a person. `trouble`: as of `start_trouble`."""
+    """The reason why a rollout stays at its step, for a person. `trouble`: as of `start_trouble`."""
     if state.phase == "preparing":
         return f"for {state.plan.workers} ready workers of {state.version}" + (f"; {trouble}" if trouble else "")
     if state.phase == "paused":

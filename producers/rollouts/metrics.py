@@ -235,7 +235,7 @@ def usual(name: str) -> dict[str, float]:
 
 @dataclass(slots=True)
 class Arm:
-    """What was seen of one version: for reports alone. `figures`: metric -> bucket (0 and 1 of a share, hundredths of a
+    """Observations of one version: for reports alone. `figures`: metric -> bucket (0 and 1 of a share, hundredths of a
     score) -> tasks."""
 
     tasks: int = 0
@@ -268,7 +268,7 @@ class Arm:
 
 @dataclass(slots=True)
 class Evidence:
-    """What a rollout has compared. `cursor`: the last row of the ledger in it; `steps`: metric -> difference (in
+    """The comparisons of a rollout. `cursor`: the last row of the ledger in it; `steps`: metric -> difference (in
     1/GRID) -> comparisons, of each step that began."""
 
     rollout: str
@@ -569,7 +569,7 @@ class Finding:
         return self.odds >= min(SUSPICION, self.limit)
 
     def text(self) -> str:
-        """What was found, for a person."""
+        """The verdict, for a person."""
         metric, margin = self.settings.metric, self.settings.margin
         lower, average, _ = self.bounds
         unit = "points" if metric.kind in ("share", "tail", "pair") else "points of rank"

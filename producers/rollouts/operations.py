@@ -1,4 +1,4 @@
-"""What operators do with rollouts that judge: start, pause, resume, promote and abort them.
+"""Operators' actions on rollouts that judge: start, pause, resume, promote, abort.
 
 Each is a change of the state, with its row, that any process may then act on: the operator's does at once, so none of
 them needs a sweeper; what goes on by itself does (`producers.rollouts.controller`).

@@ -218,7 +218,7 @@ def pairs_read(model: str, limit: int) -> tuple[tuple[Any, ...], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is kept of a model's shadow traffic. `pairs`: the latest first; `drops`: reason -> how many tasks were not
+    """The results of a model's shadow traffic. `pairs`: the latest first; `drops`: reason -> how many tasks were not
     copied, or copies not compared, for it."""
 
     pairs: tuple[Pair, ...]

@@ -42,7 +42,7 @@ Second = Annotated[str, typer.Argument(metavar="B", help="Another one.")]
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a model consists of. `files`: name -> bytes, SHA-256; `settings`: of config.json, flat; `tensors`: name ->
+    """The contents of a model. `files`: name -> bytes, SHA-256; `settings`: of config.json, flat; `tensors`: name ->
     data type and shape, of safetensors files."""
 
     name: str

@@ -165,7 +165,7 @@ def _described(card: ModelCard, folder: Path, metadata: Mapping[str, Any]) -> di
 
 
 def _origin(folder: Path) -> dict[str, str | None]:
-    """Where a model is from, and under which licence it is said to be; None where nothing says so."""
+    """The source of a model, and its declared licence; None where nothing says so."""
     from engine.text.gguf import gguf_of, read_gguf
     from workers.library.local_models import source_of
     from workers.library.reference import PACKAGED

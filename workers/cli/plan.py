@@ -222,7 +222,7 @@ def _arrivals(rate: float | None, trace: Path | None, load: Load) -> list[Arriva
 
 
 def _memory(name: str, size: Size, need: Need, load: Load, margins: Margins) -> dict[str, Any]:
-    """What a model needs, by context and batch."""
+    """The memory that a model needs, by context and batch."""
     contexts = [each for each in CONTEXTS if each <= size.settings.context_length]
     return {
         "model": name,

@@ -38,7 +38,7 @@ Say = Callable[[str, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What the processes are."""
+    """The kind of the processes."""
 
     name: str
     at_once: signal.Signals

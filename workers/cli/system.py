@@ -155,7 +155,7 @@ class System:
             pause = min(2 * pause, PROGRESS_MAX_S)
 
     def awaited(self) -> str:
-        """What a start waits for now."""
+        """The step that a start waits for now."""
         if "gateway" not in self._services:
             return "waiting for the server"
         workers = [] if self._pools is None else self._pools.children

@@ -95,7 +95,7 @@ def top(
 
 
 def _look(gateway: Gateway, tasks: bool) -> dict[str, Any]:
-    """What the gateway tells: `overview`, `fleet`, and `tasks`, null where the key may not read them."""
+    """Answers of the gateway: `overview`, `fleet`, and `tasks`, null where the key may not read them."""
     state: dict[str, Any] = {
         "overview": gateway.json("GET", "/v1/overview"),
         "fleet": gateway.json("GET", "/v1/fleet?max_age=2"),

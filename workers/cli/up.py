@@ -345,7 +345,7 @@ def _shares(plan: Plan) -> str:
 
 
 def own_name() -> str:
-    """What to type for this command: `penstock`, or its path where it was called by that and is not on PATH."""
+    """The text to type for this command: `penstock`, or its path where it was called by that and is not on PATH."""
     called = Path(sys.argv[0])
     return str(called) if called.name == "penstock" and shutil.which("penstock") is None else "penstock"
 

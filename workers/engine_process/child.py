@@ -57,7 +57,7 @@ LENGTH: Final = struct.Struct("=I")
 
 
 class Kind(IntEnum):
-    """What a record of the ring is: its first byte."""
+    """The kind of a record of the ring: its first byte."""
 
     STEP = 1
     STATUS = 2

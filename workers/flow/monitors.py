@@ -1,4 +1,4 @@
-"""What Celery's monitors see of tasks in which Celery has no part (`producers.contract.message.is_native`).
+"""Shows Celery's monitors the tasks in which Celery has no part (`producers.contract.message.is_native`).
 
 Those pass Celery's consumer, pool and tracer by. Celery's books hear of one only when somebody looks: remote control
 gets the requests that Celery would have made (`show`), and monitors that listen get its events, in batches, from the

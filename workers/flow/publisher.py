@@ -62,7 +62,7 @@ class Conclusion:
 
 @dataclass(slots=True)
 class Batch:
-    """What some steps made, by delivery."""
+    """The outputs of some steps, by delivery."""
 
     appends: dict[tuple[str, int], Append] = field(default_factory=dict)
     """(delivery, choice) -> its append."""

@@ -115,7 +115,7 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a bucket has of a version. `size`: in bytes; `at`: when the last file was written (unix s); `whole`: whether
+    """A version in a bucket. `size`: in bytes; `at`: when the last file was written (unix s); `whole`: whether
     its manifest is there."""
 
     model: BucketModel

@@ -319,7 +319,7 @@ def _pulled(folder: Path) -> Pulled:
 
 
 def source_of(folder: Path) -> Source | None:
-    """Where a pulled model is from; None for one that is not from a hub."""
+    """The source of a pulled model; None for one that is not from a hub."""
     try:
         source = json.loads((folder / SOURCE).read_text())
         return Source(str(source["repo"]), str(source["revision"]), str(source["commit"]))

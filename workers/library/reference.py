@@ -140,7 +140,7 @@ def find_model(reference: str, say: Callable[[str], None] = lambda line: None, *
 
 
 def _installed(location: str) -> Path | None:
-    """What is here under the name of a packaged model."""
+    """The local file or folder of a packaged model."""
     here = os.path.isfile(Path(location) / "config.json")
     return Path(location) if here else (available().get(location) or _gguf(location))
 

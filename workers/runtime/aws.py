@@ -1,4 +1,4 @@
-"""What AWS tells a worker of its machine, and what a worker tells AWS.
+"""Reads from AWS what happens to a worker's machine, and reports the worker to AWS.
 
 `SpotNotice` asks the instance metadata whether the machine is about to be taken away, and the worker drains in the
 remaining time. For a spot instance, `spot/instance-action` is there two minutes before it is stopped or terminated. For

@@ -1,4 +1,4 @@
-"""What one worker knows while it runs; no threads, no I/O.
+"""The state of one worker while it runs; no threads, no I/O.
 
 served: the model that it serves, its queues, its settings
 delivery: one message in its hands, from FETCH until ACK or BACK, and the worker's life under one lease

@@ -57,7 +57,7 @@ class Incarnation:
 
 
 class Stage(IntEnum):
-    """How far a delivery has come."""
+    """The progress of a delivery."""
 
     FETCHED = auto()
     RUNNING = auto()

@@ -52,7 +52,7 @@ class ServedEngine(Protocol):
     def kind(self) -> PoolingKind | Literal["generate"]: ...
     @property
     def texts(self) -> PooledTexts | None:
-        """How texts become tokens, if it generates none."""
+        """The tokenisation of texts, if it generates none."""
 
     @property
     def watermarks(self) -> Any:

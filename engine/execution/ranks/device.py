@@ -51,8 +51,8 @@ _RECORDED: Final = -1
 
 
 def backend_of(config: EngineConfig, device: torch.device) -> str | None:
-    """What sums over the ranks of `config` on `device`: "nccl" or "gloo". None: the native kernels of CPUs, or a single
-    process.
+    """The library that sums over the ranks of `config` on `device`: "nccl" or "gloo". None: the native kernels of CPUs,
+    or a single process.
 
     Raises EngineError if these ranks cannot compute on that device.
     """

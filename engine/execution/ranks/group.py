@@ -510,7 +510,7 @@ class Group:
         self._lose(f"{self._name_of(follower)}: {reason}")
 
     def _reported_end(self, node: int, rank: int) -> str:
-        """How a rank of another machine has ended, as its node reports it."""
+        """The end of a rank of another machine, as its node reports it."""
         end = self._joined.nodes[node]
         end.settimeout(_REASON_S)
         try:

@@ -155,7 +155,7 @@ def _release() -> str:
 
 
 def traits_of(folder: Path) -> dict[str, Any]:
-    """What must be the same on all nodes, by name. Raises ModelError if the folder's files cannot be read."""
+    """Values that must be the same on all nodes, by name. Raises ModelError if the folder's files cannot be read."""
     library = load_library()
     return {
         "release": f"penstock {_release()}, kernels {VERSION}, torch {torch.__version__}",
@@ -562,7 +562,7 @@ class Node:
 
 
 def end_of(status: int | None) -> str:
-    """How a process ended, in words. `status`: as of Popen; None: it is not known."""
+    """Describes how a process ended. `status`: as of Popen; None: it is not known."""
     if status is None:
         return "its socket is closed"
     if status >= 0:

@@ -317,7 +317,7 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """What tells whether a file is still the same."""
+    """The facts by which a file is known to be unchanged."""
 
     path: Path
     size: int

@@ -37,7 +37,7 @@ CALLED: Final = "tool_calls"
 
 @dataclass(frozen=True, slots=True)
 class OutputSyntax:
-    """What tells the parts of an output apart."""
+    """The marks that separate the parts of an output."""
 
     calls: CallSyntax | None
     reasoning: ReasoningSyntax | None
@@ -124,7 +124,7 @@ class OutputParser:
         return parts
 
     def end(self) -> list[OutputPart]:
-        """What was held back until it was sure."""
+        """Text that was held back until it could be told apart."""
         parts: list[OutputPart] = []
         pending, self._pending = self._pending, ""
         if self._state == _BEFORE and pending:

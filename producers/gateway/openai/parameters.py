@@ -180,14 +180,14 @@ class TextRequest:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """How a prompt is cut. `tokens`: the most that are kept; -1: as many as leave room for the output. `side`: the one
-    from which tokens go."""
+    """The truncation of a prompt. `tokens`: the most that are kept; -1: as many as leave room for the output. `side`:
+    the one from which tokens go."""
 
     tokens: int
     side: str = SIDES[0]
 
     def of(self, prompt: tuple[int, ...], task: Task, card: Mapping[str, Any]) -> tuple[int, ...]:
-        """What is kept of a task's prompt. With -1 all of it where no prompt leaves room: the task is refused then."""
+        """The kept part of a task's prompt. With -1 all of it where no prompt leaves room: the task is refused then."""
         most = self.tokens if self.tokens != -1 else model_fit.longest_prompt(task, card)
         if most < 1 or len(prompt) <= most:
             return prompt
@@ -195,7 +195,7 @@ class Truncation:
 
 
 def read_truncation(values: Mapping[str, Any]) -> Truncation | None:
-    """How the caller lets prompts be cut; None: not at all. Raises Problem."""
+    """The truncation that the caller allows; None: prompts are not cut. Raises Problem."""
     side = values.get(SIDE, SIDES[0])
     if side not in SIDES:
         raise refusal(SIDE, side, " or ".join(SIDES))

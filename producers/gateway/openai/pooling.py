@@ -78,8 +78,8 @@ def _schema(required: Sequence[str], **task_fields: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """What a task's workers made of its texts. `card`: of its model. `rows`: one for each text. `tokens`: of all texts.
-    `created`: unix time (s)."""
+    """The results that workers made of a task's texts. `card`: of its model. `rows`: one for each text. `tokens`: of
+    all texts. `created`: unix time (s)."""
 
     task_id: str
     card: Mapping[str, Any]
@@ -121,7 +121,7 @@ Entries = Callable[[Mapping[str, Any], PooledRows, int], list[str]]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What an endpoint takes, the task that it makes of it, and its answer.
+    """The request of an endpoint, the task that it becomes, and the answer.
 
     `schema`: of its body. `texts`: a task's field -> the body's. `answer`: the answer's body, in ASCII, of the body's
     fields and what was made. `checks`: as of `fields_of`. `cuts`: too long texts are cut, unless the body says no.

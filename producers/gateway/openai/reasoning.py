@@ -73,9 +73,9 @@ _HARMONY: Final = ("<|message|>", "<|start|>", "<|constrain|>", "<|call|>")
 
 @dataclass(frozen=True, slots=True)
 class ReasoningRequest:
-    """What a request asks for. `budget`: the most tokens of reasoning, by its own parameter; NO_BUDGET: any number,
-    whatever the effort. `include`: whether the answer has the reasoning. `parameter`: the one that asks for reasoning;
-    None if none does."""
+    """The reasoning that a request asks for. `budget`: the most tokens of reasoning, by its own parameter; NO_BUDGET:
+    any number, whatever the effort. `include`: whether the answer has the reasoning. `parameter`: the one that asks for
+    reasoning; None if none does."""
 
     effort: str | None = None
     budget: int | None = None
@@ -102,7 +102,7 @@ def read_reasoning(values: Mapping[str, Any], effort: Any, parameter: str) -> Re
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSyntax:
-    """What tells an output's reasoning from its answer.
+    """The marks that separate an output's reasoning from its answer.
 
     `begin`, `end`: the tokens of the marks; None if those are text. `special`: whether these tokens have no text.
     `opened`: whether the prompt has the first mark. `include`: whether the answer has the reasoning.

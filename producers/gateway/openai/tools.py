@@ -133,7 +133,7 @@ class Tools:
         return self._own_format(template) or HERMES
 
     def variables(self, template: str) -> dict[str, Any]:
-        """What the template is rendered with, beside messages. `template`: its text."""
+        """The template's variables, beside messages. `template`: its text."""
         own = self._own_format(template)
         if own is not None and not lists_tools(template):
             return {"tools": self.shown, "tools_as_text": own.calls_of([("<function-name>", EXAMPLE)])}
@@ -242,7 +242,7 @@ def _bounded(function: Function, open_objects: bool, budget: Budget) -> Function
 
 
 def _chosen(choice: Any, names: Sequence[str], flat: bool) -> tuple[str, Sequence[str]]:
-    """What `tool_choice` asks for, one of _CHOICES or _NAMED, and the functions that it leaves. Raises Problem."""
+    """The mode of `tool_choice`, one of _CHOICES or _NAMED, and the functions that it leaves. Raises Problem."""
     if isinstance(choice, str) and choice in _CHOICES:
         return choice, names
     kind = choice.get("type") if isinstance(choice, dict) else None
@@ -351,7 +351,11 @@ def make_calling(
     added = tokenizer.added_tokens()
     single = {mark: added[mark].id for mark in style.marks if mark in added}
     if style.answer and len(single) < len(style.marks):
-        raise InvalidTask(f"the model's tokenizer lacks tokens of the format {style.name} of calls", param="tools")
+        raise InvalidTask(
+            f"the model's tokenizer lacks tokens of the tool calls' format {style.name}; name another one as "
+            "tool_call_format",
+            param="tools",
+        )
     # Tokens that are no text to llguidance, and that a model may write all the same, such as <think>.
     taken = {*single, *without}
     free = [token.id for text, token in added.items() if not token.special and text in template and text not in taken]

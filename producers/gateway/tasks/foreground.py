@@ -88,7 +88,7 @@ class Foreground:
         self.resolved: ResolvedModel | None = None
 
     async def waits(self) -> str:
-        """What the first of its tasks that has not ended waits for (`WaitReasons.text`)."""
+        """The reason why the first of its tasks that has not ended waits (`WaitReasons.text`)."""
         name = next((name for name in self.ids if name in self._open), None)
         whole = principal_of(self._request).may("read")
         return "" if name is None else await self._gateway.waits.text(name, whole=whole)

@@ -198,7 +198,7 @@ async def enter_wait(request: Request, gateway: Gateway) -> Wait | None:
 
 
 async def _reason(request: Request, task_id: str) -> str:
-    """What a task waits for; empty if it runs, has ended, or nobody can tell in time."""
+    """The reason why a task waits; empty if it runs, has ended, or nobody can tell in time."""
     return await gateway_of(request).waits.text(task_id, whole=principal_of(request).may("read"))
 
 

@@ -38,8 +38,8 @@ UNDER_WAY: Final = ("preparing", "judging", "paused")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What an operator asked for. `alpha`: probability of rolling back a candidate that is no worse, over all metrics,
-    steps and looks; `metrics`: name -> its margin and tolerance."""
+    """An operator's settings of a rollout. `alpha`: probability of rolling back a candidate that is no worse, over all
+    metrics, steps and looks; `metrics`: name -> its margin and tolerance."""
 
     steps: tuple[float, ...] = (1.0, 5.0, 25.0, 50.0)
     """Percentages below 100, the first perhaps 0; after the last one the candidate becomes the default."""

@@ -208,11 +208,11 @@ class Routing:
         return self.stages.get(version, NO_STAGE)
 
     def target(self, selection: Selection) -> str:
-        """Which target a task goes to."""
+        """The target that a task goes to."""
         return self.route(selection)[0]
 
     def route(self, selection: Selection) -> tuple[str, bool]:
-        """Which target a task goes to; and whether neither the task nor a rule decides that."""
+        """The target that a task goes to; and whether neither the task nor a rule decides that."""
         if selection.version is not None:
             return selection.version, False
         for rule in self.rules:

@@ -45,7 +45,7 @@ class BadPrices(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What an hour of a worker's device costs, and what it draws while it computes (W), where that is known."""
+    """The price of an hour of a worker's device, and its power while it computes (W), where that is known."""
 
     hour: Decimal
     watts: Decimal | None = None
@@ -118,12 +118,12 @@ class Prices:
         return self.of(Group("", "", record.model, "", record.tier), counts)
 
     def device_cost(self, model: str, engine_us: int | Decimal) -> Decimal | None:
-        """What a device costs for so much of the engine's time; None where the table has no price for it."""
+        """The cost of a device for so much of the engine's time; None where the table has no price for it."""
         device = self._device(model)
         return None if device is None else device.hour * engine_us / _HOUR_US
 
     def joules(self, model: str, engine_us: int) -> Decimal | None:
-        """What a device draws in so much of the engine's time; None where the table does not say."""
+        """The energy that a device draws in so much of the engine's time; None where the table does not say."""
         device = self._device(model)
         return None if device is None or device.watts is None else device.watts * engine_us / _MILLION
 

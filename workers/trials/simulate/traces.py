@@ -151,7 +151,7 @@ class Synthetic:
         if self.shape not in SHAPES:
             raise ValueError(f"no shape {self.shape!r}; there are {', '.join(SHAPES)}")
         if not 1 <= self.peak <= 2:
-            raise ValueError(f"the peak is {self.peak:g}; it must be 1 to 2 means")
+            raise ValueError(f"the peak is {self.peak:g}; it must be 1 to 2 times the mean")
 
     def arrivals(self) -> list[Arrival]:
         """The tasks, in order of time."""

@@ -465,7 +465,7 @@ def read_response(body: Mapping[str, Any], tenant: str | None) -> ResponseReques
 
 
 def _effort(values: Mapping[str, Any]) -> ReasoningRequest:
-    """What the request asks for of reasoning. Raises Problem."""
+    """The reasoning that the request asks for. Raises Problem."""
     reasoning = values.get("reasoning", {})
     if not isinstance(reasoning, dict):
         raise refusal("reasoning", reasoning, "an object with an effort", code="invalid_type")
