@@ -159,7 +159,8 @@ def uses(store: Redis, model: str) -> dict[str, list[str]]:
         pool = parsed(raw)
         if pool.get("model") == model:
             unserved = pool.get("fingerprint") == keys.UNSERVED
-            add(str(pool.get("version")), "tasks may wait for it" if unserved else "workers serve it, or did lately")
+            use = "tasks may wait for it (a sweeper looks)" if unserved else "workers serve it, or did lately"
+            add(str(pool.get("version")), use)
     rollout, canary = rollouts.read(store, model), canaries.read(store, model)
     if rollout is not None and rollout.phase in rollouts.UNDER_WAY:
         add(rollout.before, "a rollout is under way")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from workers.cli.exits import OPERATOR_STATUS, Exit, Failure, needs
+from workers.cli.exits import Exit, Failure, needs
 from workers.cli.models import app
 from workers.cli.options import ENGINE, Broker, DataDir, Json, Store, takes
 from workers.cli.servers import addresses
@@ -52,7 +52,7 @@ class Contents:
     tensors: Mapping[str, str]
 
 
-@app.shown("penstock models diff tiny tiny-v2", status=OPERATOR_STATUS)
+@app.shown("penstock models diff tiny tiny-v2")
 def diff(first: First, second: Second, as_json: Json = False) -> None:
     """Show how the files, settings and tensors of two models differ. Equal files have equal SHA-256."""
     one, other = _contents(first), _contents(second)
@@ -137,7 +137,6 @@ def _flat(settings: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]
 
 @app.shown(
     "penstock models compare tiny tiny-v2 --prompts prompts.txt --max-divergence 0.1 --min-speed 0.9",
-    status=OPERATOR_STATUS,
 )
 @takes(engine=(ENGINE["device"], ENGINE["threads"]))
 def compare(

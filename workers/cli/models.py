@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from workers.cli.commands import Commands
-from workers.cli.exits import PROCESS_STATUS, Failure, check_signing, needs, refusing
+from workers.cli.exits import OPERATOR_STATUS, Failure, check_signing, needs, refusing
 from workers.cli.options import (
     DEFAULT_URL,
     Model,
@@ -43,7 +43,7 @@ SHAPE: Final = {
     "sliding_window": "sliding window",
 }
 app = Commands(
-    "Models", PROCESS_STATUS, "models", "Models: their files, their versions in the store or a bucket, where tasks go."
+    "Models", OPERATOR_STATUS, "models", "Models: their files, their versions in the store or a bucket, where tasks go."
 )
 
 
@@ -51,7 +51,7 @@ app = Commands(
 def listed(
     context: typer.Context,
     place: Annotated[
-        str | None, typer.Argument(metavar="[s3://BUCKET/PREFIX]", help="List the versions in a bucket instead.")
+        str | None, typer.Argument(metavar="s3://BUCKET/PREFIX", help="List the versions in a bucket instead.")
     ] = None,
     as_json: JsonOutput = False,
     url: Url = DEFAULT_URL,
@@ -82,7 +82,11 @@ def _list_bucket(place: str, as_json: bool) -> None:
     from workers.library import bucket
 
     table = [("name", "version", "files", "size", "written", "")]
-    for stored in bucket.stored(bucket_at(place)):
+    versions = bucket.stored(bucket_at(place))
+    if not versions:
+        note(f"there are no versions of models in {place.partition('?')[0]}")
+        return
+    for stored in versions:
         when = datetime.fromtimestamp(stored.at, UTC).isoformat(timespec="seconds")
         model = stored.model
         if as_json:
@@ -340,7 +344,8 @@ def sign(
 def verify(model: Model, require_signature: RequireSignature = None) -> None:
     """Compare a model's files with its manifest.json, and check its signature. Exit status 2: they differ.
 
-    Of s3://BUCKET/PREFIX/NAME/VERSION the files in the bucket are read, and nothing is written here.
+    A pulled model has a manifest; a bundled one, or a folder of yours, may have none. Of
+    s3://BUCKET/PREFIX/NAME/VERSION the files in the bucket are read, and nothing is written here.
     """
     from workers.library import verify
     from workers.library.local_models import MANIFEST
@@ -364,5 +369,8 @@ def verify(model: Model, require_signature: RequireSignature = None) -> None:
 
         say(f"{folder} is signed by {check_signature(folder, require_signature)}")
     if not (folder / MANIFEST).is_file():
-        raise Failure(f"{folder} has no {MANIFEST}: nothing says what its files should be")
+        raise Failure(
+            f"{folder} has no {MANIFEST}: nothing says what its files should be. `penstock models pull` makes a "
+            "version with one, `penstock models sign` writes one there"
+        )
     verify(folder, say)

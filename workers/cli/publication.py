@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from workers.cli.exits import OPERATOR_STATUS, Exit, Failure, needs, refusing
+from workers.cli.exits import Exit, Failure, needs, refusing, touching
 from workers.cli.models import app, bucket_at
 from workers.cli.options import MODEL, Broker, DataDir, Json, Store, complete_model, find_models
 from workers.cli.servers import addresses, open_store, system
@@ -24,11 +23,12 @@ if TYPE_CHECKING:
     from producers.client.aio import AsyncClient
     from producers.store.blobs.bucket import Bucket
     from workers.library import LocalModels, ResolvedModel
+    from workers.library.local_models import Pulled
 
 
-@app.shown("penstock models publish tiny --broker redis://10.0.0.5:6379/0", status=OPERATOR_STATUS)
+@app.shown("penstock models publish tiny --broker redis://10.0.0.5:6379/0")
 def publish(
-    references: Annotated[list[str], typer.Argument(metavar="MODEL...", help=MODEL, autocompletion=complete_model)],
+    references: Annotated[list[str], typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)],
     called: Annotated[
         str | None,
         typer.Option(
@@ -52,7 +52,8 @@ def publish(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Write models' cards and tokenizers into the store: tasks for them are accepted and queued, with no worker up.
+    """Let clients use models, also with no worker up: write their cards into the store. Or, with --to, write their
+    files into a bucket.
 
     New tasks of a published model go to the published version, until another one is published or `penstock rollout`
     ends. Workers of other versions take up only what was queued for these. On SQS, missing queues are made.
@@ -91,12 +92,12 @@ def _publish_to_bucket(place: Bucket, models: Iterable[ResolvedModel], as_json: 
         typer.echo(json.dumps(row) if as_json else f"{model.name} {stored.model.version} {stored.model.bucket.url}")
 
 
-@app.shown("penstock models rm tiny-v2 --broker redis://10.0.0.5:6379/0", "rm", status=OPERATOR_STATUS)
+@app.shown("penstock models rm tiny-v2 --broker redis://10.0.0.5:6379/0", "rm")
 def remove(
     names: Annotated[
         list[str],
         typer.Argument(
-            metavar="NAME...", help="Models in the store, or NAME@VERSION, or s3://BUCKET/PREFIX/NAME/VERSION."
+            metavar="NAME", help="Models in the store, or NAME@VERSION, or s3://BUCKET/PREFIX/NAME/VERSION."
         ),
     ],
     broker: Broker = None,
@@ -104,7 +105,8 @@ def remove(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Remove models' cards from the store, so that clients know them no more. No file on this machine is removed.
+    """Remove models from the store, so that clients know them no more, or a version's files from a bucket. No file on
+    this machine is removed.
 
     A model that workers serve, an autoscaler scales, or aliases name, is refused: end these first. Tasks that wait for
     it stay until it is served again. NAME@VERSION removes a version that nothing uses. s3://... removes the files of a
@@ -161,12 +163,15 @@ async def _removed(client: AsyncClient, store: Redis, name: str) -> dict[str, An
     from producers.contract import keys
     from producers.contract.levels import looked_after
     from producers.store.fleet import canaries, cards, rollouts, routing
+    from workers.library import LocalModels
 
     while True:
         models = await look(client)
         model = models.get(name)
         if model is None:
-            raise Failure(f"there is no model {name!r}; there are {', '.join(sorted(models)) or 'none'}")
+            local = LocalModels.default().find(name)
+            advice = "" if local is None else f". Its files are here: remove the folder {local.folder.parent} yourself"
+            raise Failure(f"there is no model {name!r}; there are {', '.join(sorted(models)) or 'none'}{advice}")
         version = str(model.card["version"])
         if model.workers:
             raise Failure(f"{name} is served by {', '.join(model.workers)}: end them first (penstock drain)")
@@ -274,7 +279,7 @@ def publish_own(broker: str, store: str, model: ResolvedModel, publisher: str) -
     )
 
 
-@app.shown("penstock models gc --data-dir data", status=OPERATOR_STATUS)
+@app.shown("penstock models gc --data-dir data")
 def gc(
     yes: Annotated[bool, typer.Option("--yes", help="Remove them. Without it they are only listed.")] = False,
     local: Annotated[
@@ -294,55 +299,61 @@ def gc(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Remove versions that nothing uses from the store: no worker serves them, no routing or rollout names them, their
-    stage is neither staging nor approved, and no tasks may wait for them.
+    """Remove versions that nothing uses.
 
-    Of the local model folder it knows only what this system uses.
+    In the store: no worker serves them, no routing or rollout names them, their stage is neither staging nor approved,
+    and no tasks may wait for them. Of the local model folder it knows only what this system uses.
     """
-    import shutil
+    uploads_to = None if place is None else bucket_at(place)
+    count = 0
+    with open_store(broker, store, data_dir) as records:
+        for row in _unused(records, local, uploads_to, yes):
+            count += 1
+            _show_removed(row, yes, as_json)
+    if not count:
+        note("Nothing is unused.")
 
+
+def _unused(store: Redis, local: bool, place: Bucket | None, remove: bool) -> Iterator[dict[str, str]]:
+    """What is unused, after its removal if it is to be removed."""
     from producers.admin import routes
     from producers.store.fleet.cards import profile_field
     from producers.store.fleet.routing import RoutingError
     from workers.library import LocalModels, bucket
 
-    uploads_to, removed = None if place is None else bucket_at(place), 0
-    with open_store(broker, store, data_dir) as records:
-        unused = routes.unused_versions(records)
-        used = {version for name in routes.models_of(records) for version in routes.uses(records, name)}
-        for name, version in unused:
-            if yes:
-                try:
-                    routes.remove_version(records, name, version)
-                except RoutingError as error:
-                    note(str(error))
-                    continue
-            _show_removed({"version": profile_field(name, version)}, yes, as_json)
-            removed += 1
-        for folder in _unused_folders(LocalModels.default(), used) if local else ():
-            if yes:
-                shutil.rmtree(folder)
-            _show_removed({"folder": str(folder)}, yes, as_json)
-            removed += 1
-        for stored in bucket.abandoned(uploads_to) if uploads_to is not None else ():
-            if yes and not bucket.remove_abandoned(stored):
+    unused = routes.unused_versions(store)
+    used = {version for name in routes.models_of(store) for version in routes.uses(store, name)}
+    for name, version in unused:
+        if remove:
+            try:
+                routes.remove_version(store, name, version)
+            except RoutingError as error:
+                note(str(error))
                 continue
-            _show_removed({"bucket": str(stored.model.bucket)}, yes, as_json)
-            removed += 1
-        if yes and uploads_to is not None and (count := bucket.end_uploads(uploads_to)):
-            note(f"ended {count} uploads to {uploads_to} that got nothing for a day")
-    if not removed:
-        note("Nothing is unused.")
+        yield {"version": profile_field(name, version)}
+    models = LocalModels.default()
+    for pulled in _unused_folders(models, used) if local else ():
+        if remove:
+            with touching(pulled.folder, "remove"):
+                models.remove(pulled)
+        yield {"folder": str(pulled.folder)}
+    if place is None:
+        return
+    for stored in bucket.abandoned(place):
+        if not remove or bucket.remove_abandoned(stored):
+            yield {"bucket": str(stored.model.bucket)}
+    if remove and (count := bucket.end_uploads(place)):
+        note(f"ended {count} uploads to {place} that got nothing for a day")
 
 
-def _unused_folders(models: LocalModels, used: set[str]) -> list[Path]:
+def _unused_folders(models: LocalModels, used: set[str]) -> list[Pulled]:
     latest: set[str] = set()
-    folders = []
+    unused = []
     for pulled in models.all():
         if pulled.name in latest and pulled.version not in used:
-            folders.append(pulled.folder)
+            unused.append(pulled)
         latest.add(pulled.name)
-    return folders
+    return unused
 
 
 def _show_removed(row: Mapping[str, str], removed: bool, as_json: bool) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from workers.cli.exits import OPERATOR_STATUS, Failure
+from workers.cli.exits import Failure
 from workers.cli.models import app
 from workers.cli.options import Broker, DataDir, Json, Store
 from workers.cli.servers import open_store
@@ -35,7 +35,7 @@ def _parted(given: Sequence[str], what: str) -> dict[str, str]:
     return parted
 
 
-@app.shown("penstock models alias tiny default=34b1e3f2 --data-dir data", status=OPERATOR_STATUS)
+@app.shown("penstock models alias tiny default=34b1e3f2 --data-dir data")
 def alias(
     name: Name,
     aliases: Annotated[
@@ -65,7 +65,7 @@ def alias(
         _show(state or routes.current(records, name), as_json)
 
 
-@app.shown("penstock models split tiny candidate=5 --data-dir data", status=OPERATOR_STATUS)
+@app.shown("penstock models split tiny candidate=5 --data-dir data")
 def split(
     name: Name,
     parts: Annotated[
@@ -103,7 +103,7 @@ def split(
         _show(state, as_json)
 
 
-@app.shown("penstock models rule tiny --tenant acme --to candidate --data-dir data", status=OPERATOR_STATUS)
+@app.shown("penstock models rule tiny --tenant acme --to candidate --data-dir data")
 def rule(
     name: Name,
     to: Annotated[str | None, typer.Option(metavar="TARGET", help="An alias or a version.")] = None,
@@ -138,7 +138,7 @@ def rule(
 
 
 @app.shown(
-    "penstock models stage tiny 34b1e3f2=approved --reason 'passed evaluation' --data-dir data", status=OPERATOR_STATUS
+    "penstock models stage tiny 34b1e3f2=approved --reason 'passed evaluation' --data-dir data",
 )
 def stage(
     name: Name,
@@ -178,7 +178,7 @@ def stage(
         _show(state or routes.current(records, name), as_json)
 
 
-@app.shown("penstock models shadow tiny --to candidate --percent 5 --data-dir data", status=OPERATOR_STATUS)
+@app.shown("penstock models shadow tiny --to candidate --percent 5 --data-dir data")
 def shadow(
     name: Name,
     to: Annotated[str | None, typer.Option(metavar="TARGET", help="An alias or a version that gets copies.")] = None,
@@ -238,7 +238,7 @@ def _show_pairs(state: Routing, report: Report, limit: int, as_json: bool) -> No
         say(f"  {row.task}  {' '.join(row.statuses)}  tokens {row.tokens[0]} {row.tokens[1]}  same {same}")
 
 
-@app.shown("penstock models routing tiny --history --data-dir data", status=OPERATOR_STATUS)
+@app.shown("penstock models routing tiny --history --data-dir data")
 def routing(
     name: Name,
     history: Annotated[bool, typer.Option("--history", help="Show what it was before, too.")] = False,
@@ -261,7 +261,7 @@ def routing(
             _show(old, as_json)
 
 
-@app.shown("penstock models versions tiny --data-dir data", status=OPERATOR_STATUS)
+@app.shown("penstock models versions tiny --data-dir data")
 def versions(
     name: Name, broker: Broker = None, store: Store = None, data_dir: DataDir = None, as_json: Json = False
 ) -> None:

@@ -152,13 +152,14 @@ def publish(folder: Path, name: str, place: urls.Bucket, say: Callable[[str], No
         there = _sizes(objects)
         missing = [file for file in files if there.get(file.name) != file.size or not _is_same(objects, file)]
         sources = _sources(other, [file for file in missing if file.size >= MIN_PART], say)
-        _send_all(_Publish(objects, other, sources, folder), missing, quiet)
+        sent = _Publish(objects, other, sources, folder)
+        _send_all(sent, missing, quiet)
         _check_all_there(objects, files)
         _merge_signatures(objects, model, folder)
         if MANIFEST not in there or _small(objects, model, MANIFEST) != content:
             _put(objects, MANIFEST, content)
             _check_all_there(objects, files)  # `remove` may have run beside this
-    say(f"{name} {version} is in {model.bucket}")
+    say(f"{len(files)} files: {sent.summary(len(files) - len(missing))}")
     return Stored(model, len(files), sum(file.size for file in files), time.time(), whole=True)
 
 
@@ -245,11 +246,19 @@ class _Publish:
     stopped: threading.Event = field(default_factory=threading.Event)
     done: dict[str, int] = field(default_factory=dict)
     """Bytes by file."""
+    copied: list[str] = field(default_factory=list)
+
+    def summary(self, there: int) -> str:
+        """How many files came from where. `there`: how many were there before."""
+        counts = {"sent": len(self.done) - len(self.copied), "copied in the bucket": len(self.copied)}
+        counts["there before"] = there
+        return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 
     def bring(self, file: _File) -> None:
         """Copy a file from another version, or send it. Raises Refused where somebody else keeps writing it."""
         if self._copy(file):
             self.done[file.name] = file.size
+            self.copied.append(file.name)
             return
         for resume in (True, False):
             try:
@@ -566,7 +575,8 @@ def _refusals(model: BucketModel, doing: str = "download") -> Iterator[None]:
             raise Refused(str(error)) from error
         except BlobNotFound as error:
             raise Refused(
-                f"{error}: a version's folder has its {MANIFEST}, which is written last, and all files that it names"
+                f"{error}: a version's folder has its {MANIFEST}, which is written last, and all files that it names. "
+                "`penstock models ls s3://...` lists versions"
             ) from error
         except AwsError as error:
             kept = "what came so far is kept: " if doing in ("download", "publish to") else ""

@@ -91,6 +91,13 @@ class LocalModels:
         versions = (pulled for pulled in self.all() if pulled.name == name)
         return next((pulled for pulled in versions if version in ("", pulled.version)), None)
 
+    def remove(self, pulled: Pulled) -> None:
+        """Remove a version, of which nothing is left by its name once this begins. Raises OSError."""
+        hidden = pulled.folder.with_name(f".{pulled.version}.removed")
+        shutil.rmtree(hidden, ignore_errors=True)
+        pulled.folder.rename(hidden)
+        shutil.rmtree(hidden)
+
     def holding(self, digest: str) -> Path | None:
         """A file with this SHA-256 (hex), of any version of any model, by their manifests; None where none has it."""
         for pulled in self.all():
@@ -356,7 +363,7 @@ def verify(folder: Path, say: Callable[[str], None] = lambda line: None) -> None
             "remove the folder and pull the model again"
         )
     total, seconds = sum(sizes.values()), time.monotonic() - began
-    say(f"{len(names)} files of {folder} are as its {MANIFEST} says ({total / 1e9:.2f} GB in {seconds:.1f} s)")
+    say(f"{len(names)} files of {folder} are as its {MANIFEST} says ({total / 1e6:,.1f} MB in {seconds:.1f} s)")
 
 
 def _digest(path: Path) -> str:

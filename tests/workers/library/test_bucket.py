@@ -199,8 +199,9 @@ class TestPublished:
         folder = large(tmp_path, 5 << 20)
         one = publish(folder, "one", place, note, quiet=True)
         with faulty(aws) as (proxy, faults):
-            two = publish(folder, "two", through(proxy, place), note, quiet=True)
-            assert faults.sent["PUT"] < 5 << 20
+            said: list[str] = []
+            two = publish(folder, "two", through(proxy, place), said.append, quiet=True)
+            assert (said, faults.sent["PUT"] < 5 << 20) == (["7 files: 6 sent, 1 copied in the bucket"], True)
             bucket.remove(one.model)
             bucket.check(two.model)
         key = f"{two.model.bucket.prefix}/LICENSE"
