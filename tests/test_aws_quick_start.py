@@ -65,7 +65,7 @@ class Terminal:
             self._exports.append(line)
             return ""
         done = subprocess.run(
-            self._shell(line), cwd=self._folder, env=self._environ_of(line), capture_output=True, text=True, timeout=90
+            self._shell(line), cwd=self._folder, env=self._environ_of(line), capture_output=True, text=True, timeout=240
         )
         assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -90,7 +90,7 @@ class Terminal:
 
     def ready(self) -> None:
         """Wait until a gateway serves a model."""
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 240
         while not self._serves():
             assert time.monotonic() < deadline, self.log
             time.sleep(0.2)

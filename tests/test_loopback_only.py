@@ -33,7 +33,7 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     file.write_text(TESTS)
     argv = [sys.executable, "-m", "pytest", "-p", "tests.loopback_only", "-p", "no:cacheprovider", str(file), *options]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=110)
+    return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.exhaustive

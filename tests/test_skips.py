@@ -31,6 +31,6 @@ ABSENT = "import pytest\npytest.importorskip('no_such_package')\n\ndef test_it()
 def test_only_hardware_excuses(tmp_path: Path, code: str, said: str) -> None:
     (tmp_path / "test_one.py").write_text(code)
     command = [sys.executable, "-m", "pytest", "-p", "tests.skips", "-p", "no:cacheprovider", str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert said in ran.stdout
     assert (ran.returncode == 0) == (code == HARDWARE)

@@ -52,4 +52,4 @@ class Running:
             pytest.skip("no curl on this machine")
         command = ["bash", "-euc"] if language == "bash" else [sys.executable, "-c"]
         env = {**os.environ, **self.env}
-        return subprocess.run([*command, source], cwd=self.folder, env=env, capture_output=True, text=True, timeout=120)
+        return subprocess.run([*command, source], cwd=self.folder, env=env, capture_output=True, text=True, timeout=240)

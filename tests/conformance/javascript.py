@@ -31,7 +31,7 @@ def start(script: str, *arguments: str) -> subprocess.Popen[str]:
 def run_source(source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script given as text to its end. Skips as `start` does."""
     command = _command(*arguments)
-    return subprocess.run(command, cwd=INSTALLED, input=source, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=INSTALLED, input=source, capture_output=True, text=True, timeout=240)
 
 
 def _command(*arguments: str) -> list[str]:

@@ -338,5 +338,5 @@ assert served("parent") == "parent"
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 client.close()
 """
-    done = subprocess.run([sys.executable, "-c", code, valkey_url], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code, valkey_url], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

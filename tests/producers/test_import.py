@@ -11,7 +11,7 @@ import producers
 def loaded(code: str) -> set[str]:
     """The top-level modules that are loaded after running `code` in a fresh interpreter."""
     script = f"{code}\nimport sys\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=240)
     return set(done.stdout.split())
 
 

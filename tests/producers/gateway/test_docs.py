@@ -96,7 +96,7 @@ def test_a_browser_shows_every_operation_and_asks_no_other_host(door: Door, http
         pytest.skip("no Chromium on this machine (Debian: apt install chromium-headless-shell)")
     log = tmp_path / "net.json"
     told = [*FLAGS, f"--user-data-dir={tmp_path}", f"--log-net-log={log}", "--enable-logging=stderr", "--dump-dom"]
-    run = subprocess.run([browser, *told, f"{door.url}/docs"], capture_output=True, text=True, timeout=100, check=True)
+    run = subprocess.run([browser, *told, f"{door.url}/docs"], capture_output=True, text=True, timeout=240, check=True)
     shown = run.stdout
     said = [line for line in run.stderr.splitlines() if "CONSOLE" in line and "source: chrome://" not in line]
     assert not said, "the policy refuses nothing that the page needs"

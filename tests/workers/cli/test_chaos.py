@@ -37,7 +37,7 @@ def sleeping(*argv: str) -> Iterator[subprocess.Popen[bytes]]:
         time.sleep(0.01)
     yield process
     assert process.poll() is None
-    process.communicate(b"\n", timeout=60)
+    process.communicate(b"\n", timeout=240)
     assert process.returncode == 0
 
 
@@ -169,7 +169,7 @@ def test_who_ends_it_ends_what_it_began(scripted: Scripted, valkey_url: str, tmp
         until((tmp_path / "paused").exists)
         assert not (tmp_path / "resumed").exists()
         trial.terminate()
-        _, said = trial.communicate(timeout=60)
+        _, said = trial.communicate(timeout=240)
     assert (tmp_path / "resumed").exists()
     assert trial.returncode == 130
     assert "interrupted: nothing was judged" in said

@@ -374,6 +374,6 @@ def test_without_a_gateway_it_serves_the_model_itself_and_leaves_nothing(run: Ru
         alone = run("run", "tiny", "What is os?", "--chat", *settings)
     assert own.stdout.read(2 * len(alone.out)) == 2 * alone.out != ""
     own.terminate()  # as when its terminal is closed
-    own.communicate(timeout=60)
+    own.communicate(timeout=240)
     assert own.returncode == 130
     assert list(tmp_path.iterdir()) == []

@@ -74,7 +74,7 @@ def test_ctrl_c_before_a_command_is_loaded_ends_it_quietly(tmp_path: Path) -> No
     ran = subprocess.Popen([sys.executable, "-c", source], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     until(begun.exists)
     ran.send_signal(signal.SIGINT)
-    said = ran.communicate(timeout=60)
+    said = ran.communicate(timeout=240)
     assert (ran.returncode, *said) == (130, b"", b"")
 
 

@@ -265,7 +265,7 @@ class TestTail:
         assert process.stdout is not None
         assert process.stdout.read(2) == b"ab"  # before any line has ended
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
         assert process.returncode == 130
         assert f"penstock tail {task_id} --from 2" in err.decode()
         assert not valkey.hexists(keys.task(task_id), "cancel")

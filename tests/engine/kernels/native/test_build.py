@@ -48,7 +48,7 @@ def project(tmp_path: Path) -> Path:
 def build(project: Path, source: str, **environment: str) -> None:
     (project / NATIVE / "penstock.cpp").write_text(source)
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
-    subprocess.run(command, cwd=project, env=os.environ | environment, check=True, capture_output=True, timeout=100)
+    subprocess.run(command, cwd=project, env=os.environ | environment, check=True, capture_output=True, timeout=240)
 
 
 def left(project: Path) -> set[str]:

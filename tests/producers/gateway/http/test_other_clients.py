@@ -31,7 +31,7 @@ def test_the_jdks_client(door: Door, valkey: Redis, model: str) -> None:
     java = found("java", "openjdk-17-jdk-headless")
     flags = ["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Xshare:auto"]
     command = [java, *flags, str(CLIENTS / "Client.java"), door.url, model]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert run.stdout.split("\n") == [*["202 HTTP_1_1"] * 3, "200 HTTP_1_1", "101", ""], run.stderr
     assert tasks(valkey) == 3
 
@@ -50,6 +50,6 @@ def test_curl_with_http2(door: Door, valkey: Redis, model: str, framing: list[st
     told = ["-sS", "--http2", "--max-time", "60", "-w", "%{http_code} %{http_version}\n", "-o", "/dev/null"]
     post = [f"{door.url}/v1/tasks", "-H", "Content-Type: application/json", *framing, "-d", body]
     command = [curl, *told, *post, "--next", *told, f"{door.url}/livez", "--next", *told, *post]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert run.stdout.split("\n") == ["202 1.1", "200 1.1", "202 1.1", ""], run.stderr
     assert tasks(valkey) == 2
