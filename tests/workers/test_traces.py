@@ -23,7 +23,7 @@ from tests.producers.gateway.conftest import Door
 from tests.receiver import Receiver
 from tests.webhooks_process import WebhooksProcess
 from tests.workers.rig import Rig
-from tests.workers.test_failover import SOON
+from tests.workers.test_failover import HELD, SOON
 
 SPAN = GOOD.split("-")[2]
 #: What nobody may find in a span.
@@ -67,7 +67,7 @@ def test_one_trace_from_the_caller_to_the_webhook_also_through_a_kill(rig: Rig, 
     sweep(rig, begin=True)
     door = Door(GatewaySettings(rig.url, rig.url, webhook_allow=("127.0.0.0/8",)))
     with Receiver() as receiver, WebhooksProcess(rig.url):
-        first = rig.worker(**SOON)
+        first = rig.worker(**HELD)
         task = {"model": "stub", "prompt": [1, 2, 3, 4], "max_tokens": 60, "metadata": {"x": SECRET}}
         task["webhook"] = {"url": f"{receiver.url}/ok"}
         made = door.http.post("/v1/tasks", json=task, headers={"traceparent": GOOD, "x-tenant": "acme"})
