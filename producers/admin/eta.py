@@ -44,7 +44,7 @@ KNEE_SHARE: Final = 0.85
 #: Times measured with fewer sequences than this share of a worker's slots say little of a full one.
 LOADED: Final = 0.75
 #: Tasks go on coming for so many times the time for which some have waited: as likely as not, and in one of ten cases.
-GO_ON, GO_ON_P90 = 0.4, 4.0
+GO_ON, GO_ON_P90 = 0.4, 6.0
 #: The part of other tenants' tasks, of those that come meanwhile, that have the turn before it: the same.
 TURNS, TURNS_P90 = 0.5, 1.0
 #: Halvings of the time in which a wait is looked for that tasks who come meanwhile make longer.

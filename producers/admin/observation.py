@@ -191,29 +191,38 @@ class Observation:
         return total
 
     def arriving(self, ended: Sequence[EndedTask], tenants: Mapping[str, int]) -> Arrivals:
-        """Tasks of its version that have come lately: those that ended, and those that wait. `ended`: see `read_ended`;
+        """Tasks of its version that have come lately: those that ended, wait or run. `ended`: see `read_ended`;
         `tenants`: tenant -> waiting tasks."""
         now, version = self.now_ms / 1000, self.record.fields.get("version", "")
-        window = ARRIVED_S if len(ended) < ENDED_ROWS else min(ARRIVED_S, max(1.0, now - ended[-1].ended))
+        pools = [self.pool, *self.others.values()]
+        oldest = max((since for pool in pools for since in pool.oldest_s.values()), default=0.0)
+        # Where tasks wait since a moment ago, a rush has begun then: before it fewer came.
+        window = min(ARRIVED_S, max(1.0, oldest))
+        if len(ended) == ENDED_ROWS:
+            window = min(window, max(1.0, now - ended[-1].ended))
         counts = Counter(
             task.tier
             for task in ended
             if (task.model, task.version) == (self.record.model, version) and now - window <= (task.created or 0.0)
         )
-        pools = [self.pool, *self.others.values()]
         for pool in pools:
             for tier, waiting in pool.queued.items():
                 # Tasks of a tier begin in the order in which they came, more or less, so those that wait came last.
                 since = pool.oldest_s.get(tier)
                 if since is not None:
                     counts[tier] += round(waiting * min(1.0, window / max(since, 1e-3)))
+        # Of those that run nobody tells the tiers: they are taken to be as the others'.
+        times, running = self.profile.task_times, sum(sane(worker.get("running")) or 0.0 for worker in self.workers)
+        if times is not None and times.task > window:
+            running *= window / times.task
+        seconds = window / (1 + running / max(1, counts.total()))
         own = self.record.tier
         rank = keys.TIERS.get(own, keys.TIERS["default"])[0]
         mine, known = tenants.get(self.record.fields.get("tenant", ""), 0), sum(tenants.values())
         return Arrivals(
-            sum(count for tier, count in counts.items() if tier in keys.TIERS and keys.TIERS[tier][0] < rank) / window,
-            counts[own] / window * (1 - mine / known if known else 0.0),
-            max((since for pool in pools for since in pool.oldest_s.values()), default=0.0),
+            sum(count for tier, count in counts.items() if tier in keys.TIERS and keys.TIERS[tier][0] < rank) / seconds,
+            counts[own] / seconds * (1 - mine / known if known else 0.0),
+            oldest,
         )
 
     @property

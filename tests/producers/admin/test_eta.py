@@ -88,13 +88,22 @@ def test_arrivals_are_what_ended_and_what_waits_of_the_last_seconds() -> None:
         EndedTask("tiny", "1", "default", None, 999.0),
     ]
     pool = replace_pool(queued={"flex": 20, "batch": 30, "default": 2}, oldest_s={"flex": 60.0, "batch": 3.0})
-    arrivals = replace(WAITS, pool=pool).arriving(rows, {"a": 5, "b": 10})
+    still = replace(WAITS, pool=pool, workers=[])
+    arrivals = still.arriving(rows, {"a": 5, "b": 10})
     assert arrivals.better == pytest.approx((3 + 2) / ARRIVED_S)
     assert arrivals.beside == pytest.approx(31 / ARRIVED_S * 10 / 15)
     assert arrivals.for_s == 60.0
     many = [EndedTask("tiny", "1", "default", 999.9 - k / 100, 1000.0 - k / 100) for k in range(ENDED_ROWS)]
     window = 1000.0 - many[-1].ended
-    assert replace(WAITS, pool=replace_pool()).arriving(many, {}).better == pytest.approx((ENDED_ROWS - 10) / window)
+    long = replace_pool(oldest_s={"flex": 60.0})
+    assert replace(still, pool=long).arriving(many, {}).better == pytest.approx((ENDED_ROWS - 10) / window)
+    # What runs came, too: 4 beside 37, of which a half came earlier where each takes twice the time.
+    slow = replace(PROFILE, task_times=replace(TIMES, task=2 * ARRIVED_S))
+    assert replace(WAITS, pool=pool).arriving(rows, {}).better == pytest.approx(5 / ARRIVED_S * 41 / 37)
+    assert replace(WAITS, pool=pool, profile=slow).arriving(rows, {}).better == pytest.approx(5 / ARRIVED_S * 39 / 37)
+    # Tasks wait for 2 s alone.
+    young = replace_pool(queued={"flex": 20}, oldest_s={"flex": 2.0})
+    assert replace(still, pool=young).arriving(rows, {}).better == pytest.approx((2 + 20) / 2)
 
 
 def replace_pool(**fields: dict[str, float]) -> Pool:
