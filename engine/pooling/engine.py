@@ -37,6 +37,7 @@ from engine.request import Event, Pooling, PoolingKind, Request, TextRow
 from engine.text import ModelCard, Tokenizer
 from engine.text.checkpoint import model_version
 from engine.text.config import Config, architectures, read_config
+from engine.text.files import has_tokenizer
 from engine.text.pooled import PooledTexts, Text
 from engine.text.pooling import label_names, purpose, read_pooling, score_activation, several_labels
 from engine.text.tokenizer import EncodedText
@@ -79,7 +80,7 @@ class PoolingEngine(StepLoop):
         self.kind: PoolingKind = _kind(folder, values, model)
         #: The model's folder.
         self.folder = folder
-        self.tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+        self.tokenizer = Tokenizer.from_folder(folder) if has_tokenizer(folder) else None
         self.card = None if self.tokenizer is None else ModelCard.from_folder(folder, tokenizer=self.tokenizer)
         self.pooling = read_pooling(folder)
         #: The labels, in the order of their probabilities; () unless it classifies.

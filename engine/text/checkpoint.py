@@ -61,8 +61,8 @@ def model_version(folder: str | Path) -> str:
     evenly spaced from the first to the last. Reading 16 GB at each start would double the time of a cold start, and no
     training or conversion changes weights so that every page stays the same.
 
-    A GGUF file's version is made alike, of the lines "size, digest" of its parts: its name, which people change, does
-    not count. The digest of a file above 16 MiB covers all before its weights.
+    A GGUF file's version is made alike, of the lines "size, digest" of its parts, and of a reranker's README: its name,
+    which people change, does not count. The digest of a file above 16 MiB covers all before its weights.
     """
     root = Path(folder)
     manifest = root / "manifest.json"
@@ -72,11 +72,11 @@ def model_version(folder: str | Path) -> str:
     if (gguf := gguf_of(root)) is not None:
         for path, header in read_gguf(gguf).header_bytes.items():
             listing.update(f"{path.stat().st_size}\t{_digest(path, header)}\n".encode())
-        return listing.hexdigest()[:12]
-    names = {path.relative_to(root).as_posix(): path for path in (*root.iterdir(), *root.glob(_OF_MODULES))}
-    for name, path in sorted(names.items()):
-        if path.suffix in _KINDS and path.is_file() and not name.startswith("."):
-            listing.update(f"{name}\t{path.stat().st_size}\t{_digest(path)}\n".encode())
+    else:
+        names = {path.relative_to(root).as_posix(): path for path in (*root.iterdir(), *root.glob(_OF_MODULES))}
+        for name, path in sorted(names.items()):
+            if path.suffix in _KINDS and path.is_file() and not name.startswith("."):
+                listing.update(f"{name}\t{path.stat().st_size}\t{_digest(path)}\n".encode())
     if is_published_reranker(root):
         listing.update(b"README.md\treranker\n")
     return listing.hexdigest()[:12]

@@ -148,7 +148,7 @@ def _in_layout(
 def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, pre: str = "gpt-2") -> None:
     """Add the byte-level tokenizer of a folder."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary = tokenizer["model"]["vocab"] | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
     special = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
     writer.add_tokenizer_model("gpt2")
@@ -158,8 +158,10 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, pre: str = "gpt-2") -> 
     merges = tokenizer["model"]["merges"]
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    writer.add_bos_token_id(vocabulary[config["bos_token"]])
-    writer.add_eos_token_id(vocabulary[config["eos_token"]])
+    if config.get("bos_token"):
+        writer.add_bos_token_id(vocabulary[config["bos_token"]])
+    if config.get("eos_token"):
+        writer.add_eos_token_id(vocabulary[config["eos_token"]])
     writer.add_add_bos_token(False)
     if "chat_template" in config:
         writer.add_chat_template(config["chat_template"])

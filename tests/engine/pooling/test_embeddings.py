@@ -14,6 +14,7 @@ from engine.kernels.native import load_library
 from engine.text import ModelCard
 from engine.text.checkpoint import model_version
 from engine.text.pooling import read_pooling
+from tests.engine.gguf_files import write_gguf
 from tests.engine.sentence_folders import (
     TEXTS,
     write_encoder_with_tokenizer,
@@ -159,6 +160,13 @@ def test_qwens_reranker_as_it_was_published_first(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="the model takes 512"):
             engine.score([long])
         np.testing.assert_allclose(engine.score([long], truncate=True), scored([long], 512), atol=1e-5)
+    # So is a GGUF file of it beside the README.
+    (tmp_path / "one").mkdir()
+    version = model_version(write_gguf(tmp_path / "model", tmp_path / "one" / "model.gguf"))
+    (tmp_path / "one" / "README.md").write_bytes((tmp_path / "model" / "README.md").read_bytes())
+    assert model_version(tmp_path / "one") != version
+    with PoolingEngine.load(tmp_path / "one", EngineConfig(dtype="float32", deterministic=True)) as engine:
+        np.testing.assert_allclose(engine.score(pairs), scored(pairs), atol=1e-5)
     readme, reranker = tmp_path / "model" / "README.md", model_version(tmp_path / "model")
     readme.write_text(f"{readme.read_text()} More of it.")
     assert model_version(tmp_path / "model") == reranker
