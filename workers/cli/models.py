@@ -199,7 +199,7 @@ def pull(
         typer.Argument(
             metavar="SOURCE",
             help="hf://OWNER/NAME[/FILE.gguf][@REVISION], s3://BUCKET/PREFIX/NAME/VERSION, a folder, a GGUF file or "
-            "smollm2.",
+            "smollm2; NAME=SOURCE stands for --name NAME.",
         ),
     ],
     name: Annotated[
@@ -213,8 +213,10 @@ def pull(
     """
     from engine.text.gguf import gguf_of
     from workers.library import LocalModels, find_model
-    from workers.library.reference import HUB, PACKAGED, S3, bundled, checked_name, name_of
+    from workers.library.reference import HUB, PACKAGED, S3, bundled, checked_name, name_of, split_reference
 
+    prefixed, source = split_reference(source)
+    name = name or prefixed or None
     if source in PACKAGED and not Path(source).exists():
         source, name = PACKAGED[source].hub, name or source
     called = checked_name(name or name_of(source), source)

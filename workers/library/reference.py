@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from typing import Any, Final
 
 from workers.errors import Refused
@@ -269,8 +270,8 @@ def checked_name(name: str, reference: str) -> str:
     """Returns a valid model name. Raises Refused for another."""
     if not NAME.fullmatch(name):
         raise Refused(
-            f"a model gets its folder's name, and {name!r} cannot be part of a queue's name: write NAME={reference}, "
-            "with a NAME of letters, digits, '.', '_' and '-'"
+            f"a model gets its folder's name, and {name!r} cannot be part of a queue's name: write "
+            f"NAME={quote(reference)}, with a NAME of letters, digits, '.', '_' and '-'"
         )
     return name
 

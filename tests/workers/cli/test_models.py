@@ -172,10 +172,10 @@ def test_card_is_the_models_card(run: Run) -> None:
 
 class TestPull:
     def test_of_a_folder_makes_it_a_model_by_name(self, run: Run, tmp_path: Path) -> None:
-        shutil.copytree(TINY, tmp_path / "mine")
-        pulled = json.loads(run("models", "pull", str(tmp_path / "mine"), "--json").out)
+        shutil.copytree(TINY, tmp_path / "a folder")
+        pulled = json.loads(run("models", "pull", f"mine={tmp_path / 'a folder'}", "--json").out)
         assert pulled["name"] == "mine"
-        shutil.rmtree(tmp_path / "mine")
+        shutil.rmtree(tmp_path / "a folder")
         assert json.loads(run("models", "card", "mine").out)["version"] == pulled["version"]
         assert json.loads(run("models", "show", "mine", "--json").out)["folder"] == pulled["folder"]
 

@@ -7,9 +7,11 @@ import shutil
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from producers.connection.aws import refusal as aws_refusal
 from producers.store.blobs import bucket as bucket_urls
 from producers.store.blobs.bucket import Bucket
 from producers.store.blobs.s3 import Objects
@@ -185,7 +187,10 @@ class TestPublished:
         monkeypatch.setattr("producers.store.blobs.s3.PART", 5 << 20)
         folder = large(tmp_path, 6 << 20)
         with faulty(aws) as (proxy, faults):
-            stored = publish(folder, "large", through(proxy, place), note, quiet=True)
+            with monkeypatch.context() as who_may_not_list_uploads:
+                denied = aws_refusal("list uploads", "s3:ListBucketMultipartUploads", "AccessDenied", "")
+                who_may_not_list_uploads.setattr(Objects, "unfinished", Mock(side_effect=denied))
+                stored = publish(folder, "large", through(proxy, place), note, quiet=True)
             assert faults.asked["POST"] == 2, "a multipart upload began and ended"
             bucket.remove(stored.model)
             faults.put(Fault("lost", "POST", times=2))
