@@ -15,11 +15,9 @@ from tests.chaos.calls import Call
 from tests.chaos.scenario import ENV, Scenario
 from tests.chaos.tap import Aim, Mode, Tap
 from tests.processes import running_valkey
-from tests.waiting import within
+from tests.waiting import PATIENCE_S, within
 from tests.warm import WarmWorker
 
-#: A run that takes longer than this (s) hangs: it takes two.
-PATIENCE_S = 90.0
 #: Long, so that no lease lapses because the machine is busy: the run lets the dead worker's lapse itself.
 LEASE_S = 60.0
 
@@ -92,7 +90,7 @@ class Lane:
 
     def _first(self, worker: WarmWorker, tap: Tap) -> list[str]:
         """Until it is done and stopped, or dead."""
-        if not within(lambda: not worker.alive or self._scenario.done(), PATIENCE_S):
+        if not within(lambda: not worker.alive or self._scenario.done()):
             return ["the first worker hangs"]
         worker.terminate()
         code = worker.ended(PATIENCE_S)
@@ -118,10 +116,10 @@ class Lane:
             scenario.lapse(scenario.broker, "first")
         worker = self._worker("second", self._port)
         if order == 2:
-            within(lambda: scenario.refetched() or not worker.alive, PATIENCE_S)
+            within(lambda: scenario.refetched() or not worker.alive)
             scenario.cancel()
             scenario.lapse(scenario.store, "first")
-        if not within(lambda: not worker.alive or self._only_second(), PATIENCE_S):
+        if not within(lambda: not worker.alive or self._only_second()):
             return ["the second worker hangs"]
         if not worker.alive:
             return [f"the second worker exited with {worker.ended(0)}"]

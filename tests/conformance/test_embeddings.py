@@ -635,7 +635,7 @@ def test_lines_of_a_batch_are_answered_as_by_their_endpoint(served: Served, path
         batch = client.batches.retrieve(batch_id)
         return batch if batch.status == "completed" else None
 
-    batch = until(completed, 60)
+    batch = until(completed)
     output, errors = (
         [json.loads(line) for line in client.files.content(each).text.splitlines()]
         for each in (batch.output_file_id, batch.error_file_id)

@@ -31,6 +31,7 @@ from tests.fuzz.ends import Ends, sent_id
 from tests.fuzz.messages import Fuzzed, messages
 from tests.fuzz.watch import Held, held
 from tests.processes import Worker, fill, queues_of, running_valkey
+from tests.waiting import PATIENCE_S
 from workers.trials.chaos.checker.rest import at_rest, held_by
 
 ENGINES: dict[str, dict[str, Any]] = {
@@ -44,8 +45,6 @@ ENGINES: dict[str, dict[str, Any]] = {
 BATCH = 50
 #: Tasks among each batch that have to come out right.
 VALID = 5
-#: A batch that has not ended after so long (s) is stuck.
-PATIENCE_S = 60.0
 #: Part of the messages after which what the worker holds is what it usually holds.
 WARM = 0.3
 #: Files and threads that may come and go with connections: as many as threads may have one at a time.

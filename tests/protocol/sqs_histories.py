@@ -34,6 +34,7 @@ from producers.contract.message import Message
 from tests.aws import Aws
 from tests.aws_faults import Faults
 from tests.protocol.messages import POISON
+from tests.waiting import PATIENCE_S
 
 QUEUES: Final = ["penstock:queue:m@1.f", "penstock:queue:m@1"]
 HOME, OTHER = QUEUES[1], "penstock:queue:m@2"
@@ -41,7 +42,6 @@ CAPACITY: Final = (8, 1000)
 LIMIT: Final = 2
 RULES: Final = Rules(CAPACITY, 300, 1e6, LIMIT)
 ROOM: Final = Credit((8, 8, 8, 8), (1000, 1000, 1000, 1000))
-PATIENCE_S: Final = 60.0
 
 
 @dataclass(slots=True)

@@ -342,7 +342,7 @@ class Load:
         for kind, seed, answer in begun:
             assert answer.result(300) == expected.setdefault((kind, seed), answer.result()), (kind, seed)
         got = self.system.receiver.got
-        assert within(lambda: all(got[task_id] for task_id in self.hooks), 60), self.system.logs()
+        assert within(lambda: all(got[task_id] for task_id in self.hooks)), self.system.logs()
         assert {got[task_id] for task_id in self.hooks} == {1}
 
 
@@ -404,7 +404,7 @@ def test_a_gateway_of_the_release_before_sends_all_to_the_default_during_a_rollo
         assert state is not None
         return Evidence.of(canaries.read_evidence(store, "caller"), state)
 
-    assert within(lambda: evidence().baseline.tasks == drawn[version], 60), (evidence(), drawn)
+    assert within(lambda: evidence().baseline.tasks == drawn[version]), (evidence(), drawn)
     operations.promote(store, "caller", full=True)
     for release in ("this", "before"):
         with system.http(release) as http:  # the release before keeps a card for 2 s

@@ -14,14 +14,12 @@ from typing import Any
 
 import pytest
 
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from workers.cli.client import FINAL, Gateway
 from workers.cli.embedded_valkey import DataDir, LeftBehind
 from workers.cli.exits import Exit, Failure
 
 PENSTOCK = (sys.executable, "-m", "workers.cli")
-#: A start imports torch; the machine may be busy.
-PATIENCE_S = 100.0
 
 
 class Up:
@@ -53,7 +51,7 @@ class Up:
             assert self.process.poll() is None, self.out
             return re.search(r"ready at (http://\S+)", self.out)
 
-        gateway = Gateway(until(ready, PATIENCE_S)[1])
+        gateway = Gateway(until(ready)[1])
         assert len(self.children()) >= 2
         return gateway
 
@@ -140,7 +138,7 @@ def final(gateway: Gateway, task_id: str) -> dict[str, Any]:
             return None
         return found if found["status"] in FINAL else None
 
-    found: dict[str, Any] = until(look, PATIENCE_S)
+    found: dict[str, Any] = until(look)
     return found
 
 

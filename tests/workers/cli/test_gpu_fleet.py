@@ -280,7 +280,7 @@ class Fleet:
 
     def pids(self, count: int) -> list[int]:
         """Of the processes that have said so far that they serve, once there are so many."""
-        found: list[str] = until(lambda: len(f := re.findall(r"serves \(process (\d+)\)", self.out)) >= count and f, 60)
+        found: list[str] = until(lambda: len(f := re.findall(r"serves \(process (\d+)\)", self.out)) >= count and f)
         return list(map(int, found))
 
 
@@ -321,7 +321,7 @@ def test_workers_have_a_gpu_and_a_name_each_come_back_with_it_and_lose_nothing(f
         until(lambda: not lives(killed[0]))
         assert len(parent.pids(3)) == 3
         until(lambda: nodes() == ["node.gpu0", "node.gpu3"])  # its first lease ended with it, minutes early
-        until(lambda: all(redis.hget(keys.task(one), "status") == "completed" for one in ids), 60)
+        until(lambda: all(redis.hget(keys.task(one), "status") == "completed" for one in ids))
         parent.process.send_signal(signal.SIGTERM)
         assert parent.process.wait(60) == 0
         assert not redis.hkeys(broker_keys.INCARNATIONS)

@@ -20,7 +20,8 @@ from redis import Redis
 from tests.aws import Aws
 from tests.processes import free_port
 from tests.producers.gateway.conftest import TINY, until
-from tests.workers.cli.running_up import PATIENCE_S, PENSTOCK, Up, final, task, whole
+from tests.waiting import PATIENCE_S
+from tests.workers.cli.running_up import PENSTOCK, Up, final, task, whole
 from tests.workers.library.hub_server import Hub, Repo, running_hub
 from workers.cli.client import Gateway, Refused
 from workers.processes.proc import argv_of
@@ -153,8 +154,8 @@ def _dies(system: Up, gateway: Gateway, victim: str) -> None:
     ids = [gateway.submit(task(max_tokens=100, seed=seed))["id"] for seed in range(2)]
     before = system.children()[victim]
     os.kill(before, signal.SIGKILL)
-    until(lambda: system.children().get(victim, before) != before, PATIENCE_S)
-    until(gateway.ready, PATIENCE_S)
+    until(lambda: system.children().get(victim, before) != before)
+    until(gateway.ready)
     for task_id in ids:
         found = final(gateway, task_id)
         assert (found["status"], found["tenant"], found["usage"]["output_tokens"]) == ("completed", "acme", 100)

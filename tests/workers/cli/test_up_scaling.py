@@ -12,8 +12,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.waiting import until
-from tests.workers.cli.running_up import PATIENCE_S, Up, task
+from tests.waiting import PATIENCE_S, until
+from tests.workers.cli.running_up import Up, task
 from workers.cli.client import Gateway
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -43,7 +43,7 @@ def test_workers_come_with_the_tasks_and_go_without_them(up: Callable[..., Up]) 
     answer = client.completions.create(model="tiny", prompt="def f(x):", max_tokens=8, extra_body={"ignore_eos": True})
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 8
-    until(lambda: "worker" not in system.children(), PATIENCE_S)
+    until(lambda: "worker" not in system.children())
 
     up_at_most: list[int] = []
     done = threading.Event()
@@ -69,7 +69,7 @@ def test_workers_come_with_the_tasks_and_go_without_them(up: Callable[..., Up]) 
     assert max(up_at_most) == 2
 
     gateway.submit(task(max_tokens=LONG))
-    until(lambda: "worker" in system.children(), PATIENCE_S)
+    until(lambda: "worker" in system.children())
     assert system.stop(SIGKILL) == -SIGKILL
     assert system.nothing_left()
 

@@ -89,7 +89,7 @@ def test_a_reader_that_is_too_slow_on_the_whole_is_cut_off(door: Door, reader: s
         return False
 
     reader.settimeout(60)
-    until(cut_off, 60)
+    until(cut_off)
     assert 0 < taken < 16_000_000
     until(lambda: door.app.state.gateway.large.free)
 
