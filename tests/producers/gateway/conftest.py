@@ -37,6 +37,9 @@ T = TypeVar("T")
 samples.INTERVAL_S = 1e6
 #: A server that is slow to answer, on a busy machine, is none that is away.
 health.PATIENCE_S = 60.0
+#: What httpx waits for where it is told nothing: its own 5 s are hardly longer than a stream's first silence.
+for _what in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _what, 60.0)
 TINY = Path(__file__).parents[3] / "workers" / "models" / "tiny"
 CARD = ModelCard.from_folder(TINY)
 POOL = keys.Pool(CARD.name, CARD.version, "test")

@@ -85,7 +85,11 @@ def test_a_tenants_streams_are_bounded_whichever_key_opens_them(
             answer = http.request(method, path, **{**more, "headers": headers})
             assert refused(answer) == (429, "too_many_streams"), path
         with pytest.raises(InvalidStatus) as error:
-            connect(f"ws://127.0.0.1:{door.port}/v1/tasks/{task_id}/events", additional_headers=as_caller(two))
+            connect(
+                f"ws://127.0.0.1:{door.port}/v1/tasks/{task_id}/events",
+                open_timeout=60,
+                additional_headers=as_caller(two),
+            )
         assert error.value.response.status_code == 429
         assert valkey.dbsize() == before
         assert http.get("/v1/tasks", headers=as_caller(two)).status_code == 200, "what does not wait goes on"

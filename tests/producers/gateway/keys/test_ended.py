@@ -64,7 +64,7 @@ class Callers:
     def _socket(self) -> tuple[int, str]:
         last = ""
         url = f"ws://127.0.0.1:{self._door.port}/v1/tasks/{self.task}/events"
-        with connect(url, additional_headers=self._headers) as stream:
+        with connect(url, open_timeout=60, additional_headers=self._headers) as stream:
             try:
                 while True:
                     last = json.dumps(json.loads(stream.recv(timeout=60))["data"])
