@@ -92,11 +92,10 @@ class LocalModels:
         return next((pulled for pulled in versions if version in ("", pulled.version)), None)
 
     def remove(self, pulled: Pulled) -> None:
-        """Remove a version, of which nothing is left by its name once this begins. Raises OSError."""
-        hidden = pulled.folder.with_name(f".{pulled.version}.removed")
-        shutil.rmtree(hidden, ignore_errors=True)
-        pulled.folder.rename(hidden)
-        shutil.rmtree(hidden)
+        """Remove a version, which is none any more once this begins, and what dead removals left. Raises OSError."""
+        pulled.folder.rename(pulled.folder.with_name(f".{pulled.version}.{secrets.token_hex(4)}.removed"))
+        for hidden in self.root.glob("*/.*.removed"):
+            shutil.rmtree(hidden, ignore_errors=True)  # another process may remove it, too
 
     def holding(self, digest: str) -> Path | None:
         """A file with this SHA-256 (hex), of any version of any model, by their manifests; None where none has it."""

@@ -43,8 +43,10 @@ _HEAD: Final = "404"
 #: as many, since S3 takes 10,000 parts.
 PART: Final = 8 << 20
 PARTS_PER_STEP: Final = 1000
-#: Most bytes that S3 copies in one request.
-MAX_COPY: Final = 5 << 30
+#: Parts that an upload of copies has at most, beside some that are written: S3 takes 10,000.
+MAX_PARTS: Final = 9000
+#: Most bytes that S3 copies in one request. It takes 5 GiB, but a client waits for an answer for 15 s alone.
+MAX_COPY: Final = 512 << 20
 
 
 class Answer(Protocol):
@@ -379,7 +381,7 @@ class S3Writer(BlobWriter):
         copy_source = {"Bucket": source.bucket.name, "Key": source.bucket.key(name)}
         copy_source |= {"VersionId": content.version} if content.version else {}
         same = {"CopySourceIfMatch": content.etag} if content.etag else {}
-        each = -(-(end - start) // -(-(end - start) // MAX_COPY))
+        each = -(-(end - start) // min(MAX_PARTS, -(-(end - start) // MAX_COPY)))
         for first in range(start, end, each):
             within = f"bytes={first}-{min(first + each, end) - 1}"
             copied = self._part("upload_part_copy", CopySource=copy_source, CopySourceRange=within, **same)[

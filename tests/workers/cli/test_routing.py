@@ -101,7 +101,9 @@ def test_a_version_is_removed_once_nothing_uses_it(
     operate("models", "stage", "tiny", f"{new}=none")
     valkey.hdel(keys.POOLS, keys.pool_queue("tiny", new, keys.UNSERVED))
     assert unused("--local") == [f"tiny@{new}", str(pulled[0].folder)]
+    (left := pulled[0].folder.with_name(".0123.removed")).mkdir()
     assert unused("--yes", "--local") == [f"tiny@{new}", str(pulled[0].folder)]
+    assert [path.name for path in left.parent.iterdir() if path.name.endswith(".removed")] == [], "of a killed gc"
     assert [version.folder.exists() for version in pulled] == [False, True, True]
     assert [
         row["version"] for row in map(json.loads, operate("models", "versions", "tiny", "--json").out.split("\n")[:-1])
