@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,33 +37,63 @@ DIVIDED = ("tensor_parallel", "pipeline_parallel")
 COUNT = 8
 
 
+@contextmanager
+def machine(port: int, secret: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Another machine of the worker that waits at `port`."""
+    joining = ["ranks", "--model", "tiny", "--lead", "127.0.0.1", "--port", str(port), "--node", "1"]
+    with subprocess.Popen(guarded(*PENSTOCK, *joining, "--ranks-secret", str(secret)), cwd=ROOT) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("divided", DIVIDED)
-def test_a_worker_of_two_machines_answers_and_ends_both(divided: str, tmp_path: Path) -> None:
-    """By the commands that docs/run/deploy.md has, on one machine."""
+@pytest.mark.parametrize(
+    ("divided", "kernels"), [*((divided, "auto") for divided in DIVIDED), *((divided, "ragged") for divided in DIVIDED)]
+)
+def test_a_worker_of_two_machines_answers_and_ends_both(divided: str, kernels: str, tmp_path: Path) -> None:
+    """By the commands that docs/run/deploy.md has, on one machine; with "ragged" as ranks on GPUs do."""
     secret, port = tmp_path / "secret", free_port()
     secret.write_text("a secret of many bytes")
-    told = {"nodes": 2, "ranks_address": f"127.0.0.1:{port}", "ranks_secret": str(secret)}
-    options = real(divided)
-    options["engine"] |= told
-    joining = ["ranks", "--model", "tiny", "--lead", "127.0.0.1", "--port", str(port), "--node", "1"]
+    options = real(divided, kernels)
+    options["engine"] |= {"nodes": 2, "ranks_address": f"127.0.0.1:{port}", "ranks_secret": str(secret)}
     with valkey() as (url, redis), Client(url) as client:
         rig = Rig(url, redis)
-        with subprocess.Popen(guarded(*PENSTOCK, *joining, "--ranks-secret", str(secret)), cwd=ROOT) as other:
-            try:
-                with Worker(url, name="first", **options) as first:
-                    first.wait_ready(120)
-                    other.terminate()  # which is the worker's to answer
-                    task = client.submit(model="tiny", prompt="def f(n):", max_tokens=20, temperature=0.0)
-                    rig.until_settled([task.id], 120)
-                    assert rig.record(task.id)["status"] == "completed"
-                    first.process.terminate()
-                    first.process.wait(120)
-                assert other.wait(60) == 0
-            finally:
-                other.kill()
+        with machine(port, secret) as other, Worker(url, name="first", **options) as first:
+            first.wait_ready(120)
+            other.terminate()  # which is the worker's to answer
+            task = client.submit(model="tiny", prompt="def f(n):", max_tokens=20, temperature=0.0)
+            rig.until_settled([task.id], 120)
+            assert rig.record(task.id)["status"] == "completed"
+            first.process.terminate()
+            first.process.wait(120)
+            assert other.wait(60) == 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kernels", ["auto", "ragged"])
+def test_a_machine_that_is_lost_and_comes_again_is_of_the_group_again(kernels: str, tmp_path: Path) -> None:
+    secret, port = tmp_path / "secret", free_port()
+    secret.write_text("a secret of many bytes")
+    options = real("tensor_parallel", kernels)
+    options["engine"] |= {"nodes": 2, "ranks_address": f"127.0.0.1:{port}", "ranks_secret": str(secret)}
+    with valkey() as (url, redis), Client(url) as client:
+        rig = Rig(url, redis)
+        with machine(port, secret) as other, Worker(url, name="first", **options) as first:
+            first.wait_ready(120)
+            ids = [client.submit(model="tiny", prompt="a", max_tokens=600, ignore_eos=True).id for _ in range(COUNT)]
+            first.wait_until(lambda: any(rig.tokens(task_id) > 5 for task_id in ids), 120)
+            other.kill()
+            assert first.process.wait(120) == os.EX_SOFTWARE
+        with machine(port, secret) as other, Worker(url, name="first", **options) as first:
+            first.wait_ready(120)
+            rig.until_settled(ids, 120)
+            assert [rig.record(task_id)["status"] for task_id in ids] == ["completed"] * len(ids)
 
 
 @pytest.mark.exhaustive

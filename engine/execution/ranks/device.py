@@ -104,8 +104,8 @@ class DeviceLead(LeadModel):
         return _gathered_logits(self.share, self.ends, self.ends.sums.broadcast(hidden.contiguous()))
 
     def least_free_bytes(self, usable: float, step: int, share: float) -> int:
-        """The bytes that each rank's KV cache may take: the least of all ranks. See free_bytes; `step`: of this rank,
-        the only one that samples."""
+        """The bytes that each rank's KV cache may take: the least of all ranks, each of which may have larger steps
+        than this one's of `step` bytes. See free_bytes."""
         assert self.exchange is not None
         self.send(packed(Kind.MEMORY, (step,), [np.array([usable, share], np.float32)]))
         every = self.exchange.gather(torch.tensor([free_bytes(self.device, usable, step, share)]))
@@ -432,12 +432,18 @@ def follow_on_device(share: Decoder, exchange: Exchange, ends: Communicators, ad
             runner = None
             torch.cuda.empty_cache()
             runner = _runner(share, ends, adapters, _Settings(*numbers[:5]), numbers[5:])
+            if share.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(share.device)
             exchange.gather(torch.zeros(1))
             continue
         if kind == Kind.MEMORY:
-            runner = None  # of the steps by which memory was measured
+            step = numbers[0]
+            if share.device.type == "cuda" and runner is not None:  # which has done the lead's largest steps
+                beside, runner = runner.kv_bytes, None
+                beside += torch.cuda.memory_allocated(share.device)
+                step = max(step, torch.cuda.max_memory_allocated(share.device) - beside)
             usable, part = arrays[0].tolist()
-            exchange.gather(torch.tensor([free_bytes(share.device, usable, numbers[0], part)]))
+            exchange.gather(torch.tensor([free_bytes(share.device, usable, step, part)]))
             continue
         assert runner is not None
         if kind == Kind.STEP:

@@ -65,8 +65,9 @@ def test_each_way_to_scale_has_an_overlay_and_no_component_is_left_over() -> Non
     assert used == {path.name for path in (OVERLAYS.parent / "components").iterdir()}
 
 
-def test_a_model_on_several_machines_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    group, settings, *policies = documents((OVERLAYS.parent / "leaderworkerset.yaml").read_text("utf-8"))
+@pytest.mark.parametrize("name", ["leaderworkerset", "leaderworkerset-cuda"])
+def test_a_model_on_several_machines_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, settings, *policies = render(OVERLAYS.parent / name)
     jsonschema.validate(group, LEADER_WORKER_SET)
     template = group["spec"]["leaderWorkerTemplate"]
     pods = [template["leaderTemplate"], template["workerTemplate"]]
@@ -80,20 +81,33 @@ def test_a_model_on_several_machines_is_right(monkeypatch: pytest.MonkeyPatch) -
     leader = {"kind": "StatefulSet", "metadata": group["metadata"], "spec": {"template": pods[0]}}
     assert [*_container(leader, objects)] == []
     lead, other = ([str(word) for word in pod["spec"]["containers"][0]["args"]] for pod in pods)
-    for name, value in {"LWS_LEADER_ADDRESS": "worker-large-0.worker-large.penstock", "LWS_WORKER_INDEX": "1"}.items():
-        monkeypatch.setenv(name, value)
+    for variable, value in {
+        "LWS_LEADER_ADDRESS": "worker-large-0.worker-large.penstock",
+        "LWS_WORKER_INDEX": "1",
+    }.items():
+        monkeypatch.setenv(variable, value)
     served, joined = parsed(lead), parsed(other)
     assert (joined["lead"], joined["node"]) == ("worker-large-0.worker-large.penstock", 1)
     assert joined["model"] == served["model"][0]
     assert Path(joined["ranks_secret"]) == Path(served["ranks_secret"])
     names = ("tensor_parallel", "pipeline_parallel", "nodes", "ranks_secret")
-    config = EngineConfig(**{name: served[name] for name in names})
+    config = EngineConfig(**{each: served[each] for each in names})
     assert config.nodes == template["size"]
     # Who may reach whom, and where.
     port = int(config.ranks_address.rpartition(":")[2])
     assert joined["port"] == port
     assert {"name": "ranks", "containerPort": port} in pods[0]["spec"]["containers"][0]["ports"]
     labels = [pod["metadata"]["labels"].items() for pod in pods]
+    if name == "leaderworkerset-cuda":
+        gpus = {pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] for pod in pods}
+        assert gpus == {str(config.own_ranks)}
+        between = policies.pop()
+        kubernetes_validate.validate(between, LEAST, strict=True)
+        same = between["spec"]["podSelector"]
+        assert all(same["matchLabels"].items() <= each for each in labels)
+        ((incoming,), (outgoing,)) = between["spec"]["ingress"], between["spec"]["egress"]
+        assert incoming["from"] == outgoing["to"] == [{"podSelector": same}]
+        assert incoming["ports"] == outgoing["ports"] == [{"protocol": "TCP"}]
     for policy, own, direction, way in zip(policies, labels, ("ingress", "egress"), ("from", "to"), strict=True):
         kubernetes_validate.validate(policy, LEAST, strict=True)
         (rule,) = policy["spec"][direction]

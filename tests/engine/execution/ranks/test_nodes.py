@@ -165,8 +165,14 @@ def test_the_rank_that_is_lost_is_named_and_not_who_says_that_one_is(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("ranks", "stages", "machines"), [(2, 4, 2), (1, 3, 3), (1, 4, 2), (4, 1, 2), (4, 1, 4)])
-def test_chains_of_machines(ranks: int, stages: int, machines: int, secret: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "stages", "machines", "kernels"),
+    [
+        *((2, 4, 2, "native"), (1, 3, 3, "native"), (1, 4, 2, "native"), (4, 1, 2, "native"), (4, 1, 4, "native")),
+        *((2, 2, 2, "ragged"), (4, 1, 2, "ragged"), (1, 3, 3, "ragged")),
+    ],
+)
+def test_chains_of_machines(ranks: int, stages: int, machines: int, kernels: str, secret: str, tmp_path: Path) -> None:
     changes = VARIANTS["gqa"] | {"num_hidden_layers": 5}
     folder = write_model(tmp_path / "m", seed=5, tokenizer=False, **changes)
     port, own = free_port(), [free_port() for _ in range(machines)]
@@ -177,8 +183,8 @@ def test_chains_of_machines(ranks: int, stages: int, machines: int, secret: str,
             for address in ("" if i + 1 == machines else f"127.0.0.1:{own[i]}",)
         ]
         settings = {"tensor_parallel": ranks, "pipeline_parallel": stages, "nodes": machines}
-        with Engine.load(folder, config(secret, port, **settings)) as engine:
-            assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == alone(folder)
+        with Engine.load(folder, config(secret, port, kernels=kernels, **settings)) as engine:
+            assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == alone(folder, kernels)
         assert [each.result(timeout=60) for each in others] == [True] * (machines - 1)
 
 
