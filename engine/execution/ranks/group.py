@@ -144,7 +144,7 @@ class Group:
         #: All exchanges and links of this machine; the lead itself uses its stage's and its own links alone.
         self._exchanges: list[Exchange | SocketLink | Communicators] = [*sums, *links]
         for each in self._exchanges:
-            each.explain = self.check
+            each.explain = self.explain
         #: The lead's end of the first stage's sums. None if the lead is the stage's only rank.
         self.exchange = sums[0] if self._stage_ranks > 1 else None
         #: The lead's links, to the second stage and from the last one.
@@ -160,7 +160,7 @@ class Group:
             self.communicators = Communicators(
                 0, config.tensor_parallel, config.pipeline_parallel, backend, ordered=config.deterministic
             )
-            self.communicators.explain = self.check
+            self.communicators.explain = self.explain
             self._exchanges.append(self.communicators)
         self._rounds: list[list[int]] = []
         #: By rank: the moving average of the share of samples at which others waited for it.
@@ -225,7 +225,7 @@ class Group:
         for each in self._exchanges:
             if isinstance(each, Exchange | SocketLink):
                 each.max_message = max_message(share, **self._setup["step"])
-        self._chain = Chain(after, back, self.check)
+        self._chain = Chain(after, back, self.explain)
         return StagedModel(share, self.exchange, self._chain)
 
     def _spread(self, key: str, value: bytes, source: _Follower | None = None) -> None:
@@ -320,13 +320,18 @@ class Group:
         return f": {reason}" if reason else ""
 
     def check(self, error: BaseException | None = None) -> None:
-        """Raise DeviceLostError if a rank has failed. `error`: this one's in its step."""
+        """Raise DeviceLostError if a rank has failed. `error`: with which the lead's step has failed, if it has."""
         if any(each.failed for each in self._exchanges):
             if error is not None and not isinstance(error, DeviceLostError):
                 self._lose(f"rank 0 of {self._ranks} (the lead): {type(error).__name__}: {error}")
-            with self._changed:
-                self._changed.wait_for(lambda: self._lost, _REASON_S + _CAUSE_S)
-            raise DeviceLostError(self._lost or "a rank failed")
+            self.explain()
+            raise DeviceLostError("a rank failed")
+
+    def explain(self) -> None:
+        """Raise DeviceLostError with the reason why ranks have failed, if it becomes known in some seconds."""
+        with self._changed:
+            if self._changed.wait_for(lambda: self._lost, _REASON_S + _CAUSE_S):
+                raise DeviceLostError(self._lost)
 
     def close(self) -> None:
         """End the followers, and kill those that have not ended after `_END_S`."""
@@ -411,7 +416,7 @@ class Group:
         back = SocketLink(joined.back)
         after = SocketLink(joined.after)
         for link in (back, after):
-            link.explain = self.check
+            link.explain = self.explain
             self._exchanges.append(link)
         self._lead_links = (after if len(self._memories) == 1 else self._lead_links[0], back)
 

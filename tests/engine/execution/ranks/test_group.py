@@ -280,10 +280,16 @@ def test_a_rank_that_says_nothing_does_not_come(folder: Path, monkeypatch: pytes
     assert all(each.process is not None and gone(each.process.pid) for each in ranks._followers)
 
 
-def test_the_error_by_which_the_lead_has_failed_is_the_reason_of_the_loss(folder: Path) -> None:
+def test_the_error_by_which_the_lead_has_failed_is_the_reason_of_the_loss(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_REASON_S", 0.0)
+    monkeypatch.setattr(group, "_CAUSE_S", 0.0)
     with closing(Group(folder, config(2), 1, torch.device("cpu"))) as ranks:
         ranks.check(MemoryError("of a step that ends nobody"))
         assert ranks.exchange is not None
         ranks.exchange.fail()
+        with pytest.raises(DeviceLostError, match="the others wait for it no more"):  # who says so knows no more
+            ranks.exchange.check()
         with pytest.raises(DeviceLostError, match=r"^rank 0 of 2 \(the lead\): MemoryError: no room$"):
             ranks.check(MemoryError("no room"))
