@@ -16,7 +16,7 @@ from producers import Client
 from producers.contract.stream import Token
 from tests.limits import bound_memory
 from tests.processes import ROOT, Worker, free_port, guarded, ranks_below, valkey
-from tests.waiting import gone, until
+from tests.waiting import PATIENCE_S, gone, until
 from tests.workers.rig import Rig
 from workers.processes import PENSTOCK
 
@@ -50,7 +50,7 @@ def machine(port: int, secret: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("divided", "kernels"), [*((divided, "auto") for divided in DIVIDED), *((divided, "ragged") for divided in DIVIDED)]
 )
@@ -63,19 +63,19 @@ def test_a_worker_of_two_machines_answers_and_ends_both(divided: str, kernels: s
     with valkey() as (url, redis), Client(url) as client:
         rig = Rig(url, redis)
         with machine(port, secret) as other, Worker(url, name="first", **options) as first:
-            first.wait_ready(120)
+            first.wait_ready()
             other.terminate()  # which is the worker's to answer
             task = client.submit(model="tiny", prompt="def f(n):", max_tokens=20, temperature=0.0)
-            rig.until_settled([task.id], 120)
+            rig.until_settled([task.id])
             assert rig.record(task.id)["status"] == "completed"
             first.process.terminate()
-            first.process.wait(120)
-            assert other.wait(60) == 0
+            first.process.wait(PATIENCE_S)
+            assert other.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kernels", ["auto", "ragged"])
 def test_a_machine_that_is_lost_and_comes_again_is_of_the_group_again(kernels: str, tmp_path: Path) -> None:
     secret, port = tmp_path / "secret", free_port()
@@ -85,20 +85,20 @@ def test_a_machine_that_is_lost_and_comes_again_is_of_the_group_again(kernels: s
     with valkey() as (url, redis), Client(url) as client:
         rig = Rig(url, redis)
         with machine(port, secret) as other, Worker(url, name="first", **options) as first:
-            first.wait_ready(120)
-            ids = [client.submit(model="tiny", prompt="a", max_tokens=600, ignore_eos=True).id for _ in range(COUNT)]
-            first.wait_until(lambda: any(rig.tokens(task_id) > 5 for task_id in ids), 120)
+            first.wait_ready()
+            ids = [client.submit(model="tiny", prompt="a", max_tokens=40, ignore_eos=True).id for _ in range(COUNT)]
+            first.wait_until(lambda: any(rig.tokens(task_id) > 5 for task_id in ids))
             other.kill()
-            assert first.process.wait(120) == os.EX_SOFTWARE
+            assert first.process.wait(PATIENCE_S) == os.EX_SOFTWARE
         with machine(port, secret) as other, Worker(url, name="first", **options) as first:
-            first.wait_ready(120)
-            rig.until_settled(ids, 120)
+            first.wait_ready()
+            rig.until_settled(ids)
             assert [rig.record(task_id)["status"] for task_id in ids] == ["completed"] * len(ids)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("how", "divided", "process", "kernels"),
     [
@@ -118,7 +118,10 @@ def test_a_rank_that_is_lost_costs_no_token(
             first.wait_ready(120)
             (rank,) = ranks_below(first.process.pid)
             common: dict[str, Any] = {"model": "tiny", "temperature": 0.8, "ignore_eos": True}
-            asked = [common | {"prompt": "def f(n):", "max_tokens": 600, "seed": seed} for seed in range(COUNT)]
+            asked = [
+                common | {"prompt": "def f(n):", "max_tokens": 600 if kernels == "auto" else 100, "seed": seed}
+                for seed in range(COUNT)
+            ]
             (lease,) = rig.leases()
             assert (lease["kind"], lease[divided], lease.get("engine_process", False)) == ("generate", 2, process)
             ids = [client.submit(**each).id for each in asked]
