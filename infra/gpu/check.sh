@@ -106,12 +106,14 @@ parity() { tests parity parity tests/parity; }
 engine() { tests engine engine tests/engine --ignore tests/engine/kernels --ignore tests/engine/execution/device; }
 
 # The ranks' messages pass through the native library, which is built where it is missing: with a C++ compiler. Each
-# process of a test has a GPU, so that tests run one after another.
+# process of a test has a GPU, so that tests run one after another. Without a GPU those of processes on the CPU run.
 ranks() {
+    local chosen=("${only[@]}")
+    [ ${#only[@]} -gt 0 ] || chosen=(-k "cpu and not interpreted")
     "$python" -c 'import sys; from engine.kernels.native import load_library; sys.exit(load_library() is None)' ||
         limited 60 "$python" setup.py -q build_ext --inplace || return
     local status=0
-    limited 270 "$python" -m pytest tests/engine/execution/ranks/test_device.py "${only[@]}" \
+    limited 270 "$python" -m pytest tests/engine/execution/ranks/test_device.py "${chosen[@]}" \
         --confcutdir tests/engine -p no:cacheprovider -o addopts= -o timeout=200 --session-timeout 260 -v || status=$?
     limited 230 "$python" infra/gpu/ranks.py "$out/ranks.json" "${tiny[@]}" || status=$?
     return $status

@@ -3,8 +3,9 @@
 python infra/gpu/ranks.py OUT.json
 
 Each shape is written to disk with few of its layers, twice, with random weights, and served by 1, 2, 4 and 8 ranks, as
-many as there are GPUs. What a layer takes is the difference of the two over that of their layers, and a step of the
-whole shape is estimated from it. On a single GPU two ranks share it, with sums through the host, to see that they work.
+many as there are GPUs, also in two stages. What a layer takes is the difference of the two over that of their layers,
+and a step of the whole shape is estimated from it. On a single GPU two ranks share it, with sums through the host, to
+see that they work.
 With `--tiny` ranks are processes on the CPU, with a tiny model, to test this file.
 """
 
@@ -75,14 +76,18 @@ def configs(gpus: int, heads: int) -> Iterator[tuple[str, EngineConfig]]:
     """The engines to measure, by name. `gpus`: 0 is a CPU."""
     common: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": 64, "seed": 1}
     if not gpus:
-        for ranks in (1, 2):
+        for ranks, stages in ((1, 1), (2, 1), (1, 2), (2, 2)):
+            grid: dict[str, Any] = {"tensor_parallel": ranks, "pipeline_parallel": stages}
             yield (
-                f"{ranks} ranks, CPU",
-                EngineConfig(**common, tensor_parallel=ranks, kernels="ragged", kv_cache_bytes=1 << 24),
+                f"{ranks} by {stages} ranks, CPU",
+                EngineConfig(**common, **grid, kernels="ragged", kv_cache_bytes=1 << 24),
             )
         return
     for ranks in (count for count in RANKS if count <= gpus and heads % count == 0):
         yield f"{ranks} of {gpus} GPUs", EngineConfig(**common, tensor_parallel=ranks, max_model_len=2304)
+        if 2 * ranks <= gpus:
+            grid = {"tensor_parallel": ranks, "pipeline_parallel": 2}
+            yield f"{ranks} by 2 of {gpus} GPUs", EngineConfig(**common, **grid, max_model_len=2304)
     if gpus == 1:
         settings = common | {"graphs": False, "kv_cache_bytes": 8 << 30, "max_model_len": 2304}
         yield "2 ranks on one GPU", EngineConfig(**settings, tensor_parallel=2)
@@ -101,7 +106,7 @@ def measured(folder: Path, config: EngineConfig, *, tiny: bool) -> dict[str, flo
     with Engine.load(folder, config) as engine:
         for batch in (2,) if tiny else BATCHES:
             run_jobs(engine, jobs(batch, context, 8))
-            steps = Steps(engine, batch, output)
+            steps = Steps(engine, batch, output, config.pipeline_parallel)
             steps.run(jobs(batch, context, output))
             figures[f"decode {batch}"] = statistics.median(steps.whole()[0]) * 1e3
         count = 2 if tiny else 16
@@ -118,7 +123,7 @@ def main() -> int:
     gpus = 0 if args.tiny else torch.cuda.device_count()
     found: dict[str, Any] = {"gpus": [torch.cuda.get_device_name(i) for i in range(gpus)], "shapes": {}}
     failed = False
-    for shape, layers in {"tiny": (1, 2)}.items() if args.tiny else MEASURED.items():
+    for shape, layers in {"tiny": (2, 4)}.items() if args.tiny else MEASURED.items():
         figures = found["shapes"][shape] = {}
         with tempfile.TemporaryDirectory() as temporary:
             few, more = (write_random(Path(temporary) / str(count), shape, count) for count in layers)

@@ -13,8 +13,9 @@ from engine.bench.offline import Job
 class Steps:
     """Runs requests at once, and records the end of each step in which all of them decode."""
 
-    def __init__(self, engine: Engine, batch: int, output: int) -> None:
-        self._engine, self._batch, self._output = engine, batch, output
+    def __init__(self, engine: Engine, batch: int, output: int, stages: int = 1) -> None:
+        """`stages`: of the model, each of which has a part of the requests in a step of its own."""
+        self._engine, self._batch, self._output, self._stages = engine, batch, output, stages
         self._made = [0] * batch
         self._ends: list[tuple[float, int, int]] = []
         self.on_step: Any = None
@@ -41,10 +42,10 @@ class Steps:
             self.on_step()
 
     def whole(self) -> tuple[list[float], list[float]]:
-        """For each step in which every request made a token: its seconds, and the mean number of tokens made by
-        then."""
+        """For each step, or as many as there are stages, in which every request made a token: its seconds, and the mean
+        number of tokens made by then."""
         spans, made = [], []
-        for (began, before, whole), (ended, after, _) in zip(self._ends, self._ends[1:], strict=False):
+        for (began, before, whole), (ended, after, _) in zip(self._ends, self._ends[self._stages :], strict=False):
             if whole and after - before == self._batch:
                 spans.append(ended - began)
                 made.append(after / self._batch)

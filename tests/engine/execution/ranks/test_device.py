@@ -183,6 +183,25 @@ def test_stages_on_devices_compute_what_one_device_computes(name: str, ranks: in
         assert run(driver(lead, tokens=40), prompts) == expected
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (1, 2)])
+def test_ranks_on_devices_have_the_data_types_of_one(dtype: str, ranks: int, stages: int, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", seed=5, tokenizer=False, **SHAPES["gqa"])
+    prompts = prompts_of([1, 17, 58], 320)
+    alone = load_model(folder, dtype, CPU, "ragged")
+    logits = recorded(alone)
+    expected = run(Driver(alone, tokens=40, overlap=1), prompts)
+    with ranks_of(folder, ranks, dtype, stages=stages) as (lead, _):
+        assert (lead.dtype, lead.kernels.compute_dtype) == (alone.dtype, alone.kernels.compute_dtype)
+        if stages > 1:  # of which no sum is in another order
+            assert run(driver(lead, tokens=40), prompts) == expected
+            return
+        seen = recorded(lead)
+        run(driver(lead, tokens=40), prompts)
+    torch.testing.assert_close(seen[0], logits[0], rtol=0, atol=0.1)
+
+
 def test_ordered_sums_are_the_same_beside_any_rows() -> None:
     """In bf16, three parts whose sum depends on their order."""
     parts = [torch.randn(64, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(3)]
@@ -207,7 +226,7 @@ DEVICES: dict[str, tuple[dict[str, Any], int]] = {
     "cpu": ({"device": "cpu", "kernels": "ragged", "tensor_parallel": 2}, 0),
     "cpu, stages": ({"device": "cpu", "kernels": "ragged", "pipeline_parallel": 2}, 0),
     # In Triton's interpreter, with adapters in recorded steps.
-    "cpu, interpreted": ({"device": "cpu", "kernels": "triton", "tensor_parallel": 2, "max_model_len": 128}, 0),
+    "cpu, interpreted": ({"device": "cpu", "kernels": "triton", "tensor_parallel": 2, "kv_cache_dtype": "int8"}, 0),
     "cpu, 2 by 2": ({"device": "cpu", "kernels": "ragged", "tensor_parallel": 2, "pipeline_parallel": 2}, 0),
     "cuda, shared": ({"tensor_parallel": 4, "graphs": False}, 1),
     "cuda, shared stages": ({"tensor_parallel": 2, "pipeline_parallel": 2, "graphs": False}, 1),
