@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final
 
 from producers.connection.script import Call, script, text
@@ -62,7 +63,7 @@ def admit(
     version, 0 where there was none; where the routing has changed since, and leads to that version no more, the answer
     is `rerouted`. None: any version is taken.
     """
-    pairs = [part for item in record.items() for part in item]
+    pairs = chain.from_iterable(record.items())
     return Call(
         script(PACKAGE, "admit"),
         (keys.task(task_id), keys.SUBMITTING, keys.DEADLINES, *map(keys.account, accounts)),

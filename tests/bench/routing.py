@@ -34,10 +34,10 @@ TASK = {"model": "stub", "prompt": [1, 2, 3], "max_tokens": 1, "ttl": 60}
 TENANTS = 100
 CONNECTIONS = 4
 SHARE = 20.0
-#: Models with equal cards: two without a routing, and one with a split; submits of a block, and first blocks that are
-#: not counted.
+#: Models with equal cards: two without a routing, and one with a split.
 PLAIN, SAME, SPLIT = "plain", "again", "split"
-BLOCK, SLOWER = 16, 32
+#: Submits of a block, of some 0.2 s, since a gateway looks at a queue's pressure each 0.05 s; and blocks not counted.
+BLOCK, SLOWER = 240, 2
 #: Samples of a bootstrap.
 RESAMPLED = 1000
 

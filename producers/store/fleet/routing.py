@@ -88,6 +88,7 @@ STICKY: Final = ("caller", "tenant")
 RULED: Final = ("tenant", "tier", "header")
 
 
+_END: Final = itemgetter(1)
 NO_HEADERS: Final[Mapping[str, str]] = {}
 
 
@@ -220,8 +221,7 @@ class Routing:
                 return rule.to, False
         if not self.split:
             return DEFAULT, True
-        key = _key(selection, self.sticky)
-        return _alone(self.split) if key is None else drawn(self.ranges, key), True
+        return drawn(self.ranges, _key(selection, self.sticky)), True
 
 
 def draw_of(selection: Selection, sticky: str) -> str:
@@ -234,20 +234,14 @@ def _key(selection: Selection, sticky: str) -> str | None:
     return selection.sticky if sticky == "caller" or not selection.tenant else f"tenant {selection.tenant}"
 
 
-def _alone(split: Mapping[str, float]) -> str:
-    """The target of a task without a key."""
-    remaining = random.random() * 100  # noqa: S311 - nothing secret
-    for target, percent in split.items():
-        if (remaining := remaining - percent) < 0:
-            return target
-    return DEFAULT
-
-
-def drawn(ranges: Sequence[tuple[str, int]], key: str) -> str:
-    """The target that a key goes to. `_routing.lua` says the same."""
-    digest = hashlib.sha1(f"{key}\0split".encode(), usedforsecurity=False).digest()
-    point = ((int.from_bytes(digest[:7]) >> 4) + 0.5) / 2**52 * WHOLE
-    return ranges[bisect_right(ranges, point, key=itemgetter(1))][0]
+def drawn(ranges: Sequence[tuple[str, int]], key: str | None) -> str:
+    """The target that a key goes to; without one a random one. Each submit calls it. `_routing.lua` says the same."""
+    if key is None:
+        point = random.random() * WHOLE  # noqa: S311 - nothing secret
+    else:
+        digest = hashlib.sha1(f"{key}\0split".encode(), usedforsecurity=False).digest()
+        point = ((int.from_bytes(digest[:7]) >> 4) + 0.5) / 2**52 * WHOLE
+    return ranges[bisect_right(ranges, point, key=_END)][0]
 
 
 def ranges_of(split: Mapping[str, float], before: Sequence[tuple[str, int]] = ()) -> tuple[tuple[str, int], ...]:
