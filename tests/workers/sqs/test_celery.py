@@ -105,7 +105,7 @@ def test_a_link_that_sqs_does_not_take_is_sent_later(faults: tuple[SqsRig, Fault
 
 def test_remote_control_goes_by_the_store(sqs: SqsRig) -> None:
     worker = sqs.worker(STUB_STEP_S=0.01, events=True)
-    inspect = sqs.monitor().control.inspect(timeout=5, limit=1)
+    inspect = sqs.monitor().control.inspect(timeout=60, limit=1)
     assert inspect.ping() == {f"penstock@{worker.name}": {"ok": "pong"}}
     app = sqs.sender()
     sent = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1], "max_tokens": 4000})
