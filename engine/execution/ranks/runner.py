@@ -163,9 +163,12 @@ class LeadModel:
 
 
 def types_of(share: Decoder) -> str:
-    """A description of a rank's data types and kernels, which must be equal on all ranks of a model."""
+    """A description of a rank's data types, kernels and kind of GPU, which must be equal on all ranks of a model."""
     weights, computed = (str(dtype).removeprefix("torch.") for dtype in (share.dtype, share.kernels.compute_dtype))
-    return f"{weights}, computed in {computed} by {share.kernels.identity}"
+    described = f"{weights}, computed in {computed} by {share.kernels.identity}"
+    if share.device.type == "cuda":
+        described += " for sm_{}{}".format(*torch.cuda.get_device_capability(share.device))
+    return described
 
 
 def _share_logits(share: Decoder, hidden: Tensor) -> Tensor:

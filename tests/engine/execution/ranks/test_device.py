@@ -23,6 +23,7 @@ from engine.errors import DeviceLostError, EngineError
 from engine.execution.placement import device_runner_of, plan_capacity
 from engine.execution.ranks.device import DeviceLead, backend_of, follow_on_device
 from engine.execution.ranks.nodes import Node
+from engine.execution.ranks.runner import types_of
 from engine.kernels.collectives import Collectives, Communicators, RanksStore
 from engine.kernels.native import load_library
 from engine.kernels.native.exchange import Share
@@ -281,6 +282,13 @@ def test_processes_compute_what_one_computes_until_one_is_killed(family: str, wh
         process = engine.stats().rank_processes[0]
         os.kill(process, signal.SIGKILL)
         assert f"rank 1 of {ranks} (process {process}): it was killed by SIGKILL" in lost.get(timeout=60)
+
+
+def test_ranks_on_gpus_of_other_kinds_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share = load_model(write_model(tmp_path / "m", tokenizer=False, **VARIANTS["gqa"]), "float32", CPU, "ragged")
+    monkeypatch.setattr(share, "device", torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", {torch.device("cuda", 1): (9, 0)}.__getitem__)
+    assert types_of(share).endswith(" for sm_90")
 
 
 def listened_at(process: int) -> set[str]:
