@@ -50,6 +50,8 @@ class WorkerView(BaseModel):
     device: str | None = Field(description="the GPU's name, or the device's: cpu, cuda:0")
     kind: str | None = Field(description="what its model makes: generate, embed, rerank, classify, token_classify")
     ranks: int | None = Field(description="processes that compute its model together; null: one does")
+    tensor_parallel: int | None = Field(description="ranks that each layer is divided among; null: it is not")
+    pipeline_parallel: int | None = Field(description="stages that the layers are divided among; null: they are not")
     share: float | None = Field(description="its share of a device that several models share; null if it shares none")
     state: Literal["ready", "draining", "unready"]
     unready: list[str] = Field(description="why it takes no tasks")
@@ -68,6 +70,7 @@ class WorkerView(BaseModel):
     @classmethod
     def of(cls, pool: Pool, lease: Mapping[str, Any], lease_s: float | None) -> Self:
         running, waiting, capacity = (count(lease.get(name)) for name in ("running", "waiting", "capacity"))
+        tensor, pipeline = (count(lease.get(name)) for name in ("tensor_parallel", "pipeline_parallel"))
         used, blocks = sane(lease.get("kv_blocks_used")), sane(lease.get("kv_blocks_total"))
         reasons, gpu = lease.get("unready"), lease.get("gpu")
         unready = reasons if isinstance(reasons, list) else [reasons] if reasons else []
@@ -81,7 +84,9 @@ class WorkerView(BaseModel):
             release=_optional(lease.get("release")),
             device=_optional(device or lease.get("device")),
             kind=_optional(lease.get("kind")),
-            ranks=_ranks(lease),
+            ranks=_ranks(tensor, pipeline),
+            tensor_parallel=tensor,
+            pipeline_parallel=pipeline,
             share=sane(lease.get("share")),
             state="draining" if lease.get("draining") else "unready" if unready else "ready",
             unready=[text(reason) for reason in unready[:MAX_REASONS]],
@@ -118,8 +123,6 @@ class WorkerDetail(WorkerView):
     prompt_tokens: int | None
     cached_tokens: int | None = Field(description="of the prompts' tokens, those that were in the cache")
     engine_process: bool = Field(description="whether its engine has a process of its own")
-    tensor_parallel: int | None = Field(description="ranks that each layer is divided among; null: it is not")
-    pipeline_parallel: int | None = Field(description="stages that the layers are divided among; null: they are not")
     slow_rank: str | None = Field(description="the rank that the others wait for most of the time, in words")
     adapters: list[str] = Field(description="versions of LoRA adapters that it has loaded, at most 64")
     gpu: dict[str, float] = Field(description="what its driver says, such as temperature_c; empty without a GPU")
@@ -139,8 +142,6 @@ class WorkerDetail(WorkerView):
             prompt_tokens=count(lease.get("prompt_tokens")),
             cached_tokens=count(lease.get("cached_tokens")),
             engine_process=lease.get("engine_process") is True,
-            tensor_parallel=count(lease.get("tensor_parallel")),
-            pipeline_parallel=count(lease.get("pipeline_parallel")),
             slow_rank=_optional(lease.get("slow_rank")),
             adapters=[text(name) for name in loaded[:MAX_ADAPTERS]] if isinstance(loaded, list) else [],
             gpu={name: value for name, value in facts.items() if value is not None},
@@ -148,9 +149,7 @@ class WorkerDetail(WorkerView):
         )
 
 
-def _ranks(lease: Mapping[str, Any]) -> int | None:
-    """The ranks of a lease; None where it tells of none."""
-    tensor, pipeline = (count(lease.get(name)) for name in ("tensor_parallel", "pipeline_parallel"))
+def _ranks(tensor: int | None, pipeline: int | None) -> int | None:
     return None if tensor is None and pipeline is None else (tensor or 1) * (pipeline or 1)
 
 

@@ -165,10 +165,16 @@ def _workers(workers: list[dict[str, Any]], now: float, rows: int) -> Table:
         kv = "-" if worker["kv_used_ratio"] is None else f"{worker['kv_used_ratio']:.0%}"
         since = None if worker["since"] is None else now - worker["since"]
         share = worker.get("share")  # an earlier gateway does not tell it
-        device = f"{worker['device'] or '-'}{'' if share is None else f' ({share:.0%})'}"
+        device = f"{worker['device'] or '-'}{'' if share is None else f' ({share:.0%})'}{_ranks(worker)}"
         cells = (running, _number(worker["waiting"]), kv, _age(since), device, worker["model"])
         _row(table, worker["name"], state, *cells, (worker["version"] or "-")[:12])
     return _cut(table, len(workers), rows)
+
+
+def _ranks(worker: Mapping[str, Any]) -> str:
+    """The ranks of a worker, with those of each stage by the stages; empty if one process computes its model."""
+    ranks, tensor, pipeline = (worker.get(name) or 1 for name in ("ranks", "tensor_parallel", "pipeline_parallel"))
+    return "" if ranks == 1 else f", {ranks} ranks: {tensor}x{pipeline}"
 
 
 def _queues(queues: list[dict[str, Any]], rows: int) -> Table:

@@ -57,6 +57,8 @@ def test_workers_pools_and_queues_are_told(http: httpx.Client, submit: Submit, v
         "device": "cpu",
         "kind": None,
         "ranks": None,
+        "tensor_parallel": None,
+        "pipeline_parallel": None,
         "share": None,
         "state": "ready",
         "unready": [],

@@ -31,14 +31,14 @@ WAIT_S = 60.0
 
 def test_one_screen_of_workers_queues_models_and_tasks(penstock: Run, valkey: Redis) -> None:
     announce(valkey)
-    announce(valkey, "w2.x", worker="w2", unready=["a step hangs"], share=0.3)
+    announce(valkey, "w2.x", worker="w2", unready=["a step hangs"], share=0.3, tensor_parallel=2, pipeline_parallel=3)
     task_id = penstock("submit", "tiny", "def f", "--tier", "priority").out.strip()
     ran = penstock("top")  # standard output is no terminal
     assert (ran.status, ran.err) == (0, "")
     assert "1 of 2 workers ready" in ran.out
     assert re.search(r"^w2 +unready: a step hangs", ran.out, re.MULTILINE), "those that need somebody come first"
     assert ran.out.index("w2 ") < ran.out.index("w1 ")
-    assert ran.out.count("cpu (30%)") == 1, "it shares its device"
+    assert ran.out.count("cpu (30%), 6 ranks: 2x3") == 1, "it shares its device"
     assert re.search(r"^tiny@\S+ +1 +0 +0 +priority 1 \(", ran.out, re.MULTILINE)
     assert task_id[:8] in ran.out
     assert task_id not in penstock("top", "--no-tasks").out
