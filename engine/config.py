@@ -211,12 +211,12 @@ class EngineConfig:
             checked(self)
         except RequestError as error:  # a setting is the operator's, not a request's
             raise EngineError(error.message) from None
-        divided = self.tensor_parallel if self.pipeline_parallel == 1 else self.pipeline_parallel
-        if divided % self.nodes:
+        spanned, uneven = divmod(self.nodes, self.pipeline_parallel)  # machines of each stage
+        if self.pipeline_parallel % self.nodes and (uneven or self.tensor_parallel % spanned):
             raise EngineError(
                 ErrorText.of(
                     "{pipeline_parallel}={} with {tensor_parallel}={} cannot be divided among {nodes}={} machines: "
-                    "each has as many whole stages, or as many ranks of a single stage",
+                    "each has as many whole stages, or as many ranks of one stage",
                     *(self.pipeline_parallel, self.tensor_parallel, self.nodes),
                 )
             )

@@ -164,9 +164,8 @@ class Group:
             self._exchanges.append(self.communicators)
         self._rounds: list[list[int]] = []
         #: By rank: the moving average of the share of samples at which others waited for it.
-        self._waits = dict.fromkeys(range(1, self._local_ranks if stages > 1 else self._ranks), 0.0)
-        if stages > 1:  # of another machine's stages, their first ranks
-            self._waits |= dict.fromkeys(range(self._local_ranks, self._ranks, self._stage_ranks), 0.0)
+        visible = max(self._local_ranks, self._stage_ranks)  # of other stages on other machines, the first ranks alone
+        self._waits = dict.fromkeys([*range(1, visible), *range(visible, self._ranks, self._stage_ranks)], 0.0)
         self._mirrors: list[Mirror] = []
         #: The first report at second hand that ranks are lost, and when it came, by time.monotonic.
         self._second_hand: tuple[str, float] | None = None
@@ -271,7 +270,8 @@ class Group:
                 # The receiver, which waits for a message, is one round ahead of the sender.
                 waited_for[stage * self._stage_ranks] = 1.0
         if lead_waits:
-            waited_for |= {each.rank: self._busy(each) for each in list(self._followers) if each.process is None}
+            remote = (each for each in list(self._followers) if each.process is None)
+            waited_for |= {each.rank: self._busy(each) for each in remote if not each.rank % self._stage_ranks}
         if moved or waited_for:
             for rank in self._waits:
                 self._waits[rank] += _SAMPLE_WEIGHT * (waited_for.get(rank, 0.0) - self._waits[rank])
@@ -396,20 +396,26 @@ class Group:
     def _gather(self, meeting: Meeting) -> None:
         """Connect to the other machines. Raises EngineError naming the node that has not come, or differs."""
         part = {**self._setup, "nodes": self._nodes}
-        staged = self._stages > 1
         joined = gather(
-            meeting, self._nodes, self._local_ranks, traits_of(self._folder), part, lambda: self._closing, staged=staged
+            meeting,
+            self._nodes,
+            self._local_ranks,
+            traits_of(self._folder),
+            part,
+            lambda: self._closing,
+            stages=self._stages,
         )
         self._joined = joined
         if self.communicators is not None:
             self._address = joined.nodes[1].getsockname()[0]
-        if not staged:
+        if joined.sums:
             assert self.exchange is not None
             self._mirrors = [
                 Mirror(self.exchange, i, node * self._local_ranks + i, end)
                 for node, ends in joined.sums.items()
                 for i, end in ends.items()
             ]
+        if self._stages == 1:
             return
         assert joined.after is not None
         assert joined.back is not None

@@ -3,11 +3,12 @@
     node K -> lead: authenticates (meeting.py) with its release, files and clock; the lead checks these (`differing`)
                     and sends its part: numbers of ranks, stages and nodes, and where the nodes before it listen
            -> lead: one connection for each of its ranks; from the last node, also the link back from the last stage
-           -> node K - 1, or the lead: the link into its first stage
-           -> with one stage: to each node before it, and the lead, one connection for the sums of each of its ranks
+           -> the first node of the stage before, or the lead: the link into its first stage
+           -> of a stage that spans several nodes: to each earlier node of it one connection for the sums of each rank
 
-A node has whole stages; or all nodes have parts of a single stage, and each has a copy of the memory of its sums. Node
-0 is the lead's machine (`gather`, called by Group); on each other machine a `Node` starts the ranks and watches them.
+A node has whole stages; or a stage spans several nodes, each with as many of its ranks, and with a copy of the memory
+of its sums (Mirror); the first of them has the stage's links. Node 0 is the lead's machine (`gather`, called by Group);
+on each other machine a `Node` starts the ranks and watches them.
 """
 
 from __future__ import annotations
@@ -211,13 +212,12 @@ def gather(
     part: Mapping[str, Any],
     ended: Callable[[], bool],
     *,
-    staged: bool = True,
+    stages: int,
 ) -> Joined:
     """Wait for the other nodes, of `ranks` ranks each, and accept all their connections.
 
-    `traits`: of the lead. `part`: the settings that each is sent. `ended`: whether to give up. `staged`: nodes have
-    whole stages; otherwise all have ranks of a single stage. Raises EngineError naming the node that has not come, or
-    how it differs from the lead.
+    `traits`: of the lead. `part`: the settings that each is sent. `ended`: whether to give up. Raises
+    EngineError naming the node that has not come, or how it differs from the lead.
     """
     joined, ports = Joined(), dict[int, int]()
     deadline = time.monotonic() + JOIN_S
@@ -254,14 +254,16 @@ def gather(
             address = _peer(connection)
             _refuse(connection, reason)
             raise EngineError(f"node {node!r} of {nodes} ({address}) does not fit: {reason}")
+        span = max(1, nodes // stages)
         for node, connection in joined.nodes.items():
-            link = None if node == 1 else (_peer(joined.nodes[node - 1]), ports[node - 1])
-            peers = [(_peer(joined.nodes[other]), ports[other]) for other in range(1, node)]
+            first = node // span * span  # of the node's stage
+            link = None if first <= span else (_peer(joined.nodes[first - span]), ports[first - span])
+            peers = [(_peer(joined.nodes[other]), ports[other]) for other in range(max(1, first), node)]
             connection.sendall(json.dumps({**part, "link": link, "peers": peers}).encode() + b"\n")
         deadline = time.monotonic() + CONNECT_S + GREET_S
         missing = set(range(ranks, nodes * ranks))
-        sums: set[tuple[Any, Any]] = set() if staged else {(node, i) for node in joined.nodes for i in range(ranks)}
-        while missing or sums or (staged and (joined.after is None or joined.back is None)):
+        sums: set[tuple[Any, Any]] = {(node, i) for node in range(1, span) for i in range(ranks)}
+        while missing or sums or (stages > 1 and (joined.after is None or joined.back is None)):
             _look_for_errors(joined)
             if (arrived := _next(meeting, deadline, ended)) is None:
                 lacks = [f"rank {rank}" for rank in sorted(missing)] or ["a link"]
@@ -457,22 +459,16 @@ class Node:
         if gpus < (count if part["backend"] == "nccl" else 1):
             raise EngineError(f"node {self._node} has {gpus} GPUs, and {count} ranks of the model, which need one each")
         ranks_here = range(self._node * count, (self._node + 1) * count)
-        controls = {rank: self._join("rank", self._lead, "the lead", rank=rank) for rank in ranks_here}
+        controls = {rank: self._join("rank", self._lead, rank=rank) for rank in ranks_here}
         memories = [shared_memory(ranks) for _ in range(stages_here)]
         inner = [shared_memory(2) for _ in range(stages_here - 1)]
-        connections: list[socket.socket] = []
+        ends, sums = self._connect(part, count)
         links: list[tuple[str, int]] = []
-        if stages > 1:
-            if part["link"] is None:
-                before = self._join("link", self._lead, "the lead")
-            else:
-                host, port = part["link"]
-                before = self._join("link", (host, port), f"node {self._node - 1}")
-            after = self._join("back", self._lead, "the lead") if self._node + 1 == nodes else self._following()
-            connections = [before, after]
+        if ends:
+            before, after = ends
             links = [("socket", before.fileno()), *(("memory", each) for each in inner), ("socket", after.fileno())]
-        else:
-            self._mirror(memories[0], ranks, nodes, part["peers"])
+        if sums:
+            self._mirror(memories[0], ranks, count, sums)
         threads = max(1, (self._threads or threads_of_each(1)) // len(ranks_here))
         local = {"folder": str(absolute(self._folder)), "files": files_of(self._folder), "threads": threads}
         local |= {"address": self._control.getsockname()[0], "tells": True}
@@ -482,52 +478,64 @@ class Node:
             mine = {**local, "index": i, "processes": len(ranks_here), "memory": memories[stage], "links": used}
             descriptors = [memories[stage], *(number for _, number in used)]
             self._processes[rank] = start_follower(controls[rank], mine, descriptors)
-        for connection in (*controls.values(), *connections):
+        for connection in (*controls.values(), *ends):
             connection.close()
         for descriptor in memories + inner:
             os.close(descriptor)
         logger.info("Ranks %d to %d of %d compute", ranks_here[0], ranks_here[-1], ranks * stages)
 
-    def _mirror(self, memory: int, ranks: int, nodes: int, peers: list[tuple[str, int]]) -> None:
-        """Connect this machine's copy of the memory of sums with those of all others."""
-        library = load_library()
-        if library is None:
-            raise EngineError("native kernels are not built on this machine")
-        count = ranks // nodes
-        self._exchange = Exchange(library, memory, Share(self._node * count, ranks), count)
-        addresses = [
-            (self._lead, "the lead"),
-            *(((host, port), f"node {i}") for i, (host, port) in enumerate(peers, 1)),
-        ]
-        connections = {
-            (node, i): self._join("sums", address, peer, rank=i)
-            for node, (address, peer) in enumerate(addresses)
+    def _connect(self, part: Mapping[str, Any], count: int) -> tuple[list[socket.socket], dict[int, socket.socket]]:
+        """Connect this node, of `count` ranks, to others. Returns its links, into its first stage and from its last
+        one, none where an earlier node of the stage has them; and of a stage that spans several nodes, the connections
+        for sums, by the other node's rank in the stage."""
+        stages, nodes = part["stages"], part["nodes"]
+        span = max(1, nodes // stages)
+        first = self._node // span * span  # the first node of this one's stage
+        addresses: dict[int, tuple[str, int]] = {} if first else {0: self._lead}
+        addresses |= {node: (host, port) for node, (host, port) in enumerate(part["peers"], max(1, first))}
+        sums = {
+            (node - first) * count + i: self._join("sums", address, node, rank=i)
+            for node, address in addresses.items()
             for i in range(count)
         }
-        later = {(node, i) for node in range(self._node + 1, nodes) for i in range(count)}
-        while later:
-            connection, hello = self._arrival("another machine")
-            if (source := (hello.get("node"), hello.get("rank"))) in later:
-                later.discard(source)
-                connections[source] = connection
+        links: list[socket.socket] = []
+        following = False
+        if stages > 1 and self._node == first:
+            host, port = part["link"] or self._lead
+            links.append(self._join("link", (host, port), first - span))
+            following = first + span < nodes
+            if not following:
+                links.append(self._join("back", self._lead))
+        later = {(node, i) for node in range(self._node + 1, first + span) for i in range(count)}
+        while later or following:
+            connection, hello = self._arrival("another machine" if later else f"node {first + span}")
+            purpose, node, i = hello.get("purpose"), hello.get("node"), hello.get("rank")
+            if purpose == "link" and following:
+                following = False
+                links.append(connection)
+            elif purpose == "sums" and isinstance(node, int) and isinstance(i, int) and (node, i) in later:
+                later.discard((node, i))
+                sums[(node - first) * count + i] = connection
             else:
                 connection.close()
         if self._meeting is not None:
             self._meeting.close()
-        first = self._node * count
-        self._mirrors = [
-            Mirror(self._exchange, first + i, node * count + i, connection)
-            for (node, i), connection in connections.items()
-        ]
+        return links, sums
 
-    def _join(self, purpose: str, address: tuple[str, int], peer: str, **more: Any) -> socket.socket:
+    def _mirror(self, memory: int, ranks: int, count: int, sums: Mapping[int, socket.socket]) -> None:
+        """Keep this machine's copy of the memory of a stage's sums like those of the stage's other machines. `ranks`:
+        of the stage. `count`: of each machine. `sums`: see _connect."""
+        library = load_library()
+        if library is None:
+            raise EngineError("native kernels are not built on this machine")
+        first = self._node * count % ranks
+        self._exchange = Exchange(library, memory, Share(first, ranks), count)
+        self._mirrors = [Mirror(self._exchange, first + rank % count, rank, end) for rank, end in sums.items()]
+
+    def _join(self, purpose: str, address: tuple[str, int], node: int = 0, **more: Any) -> socket.socket:
+        """Connect to `node`, at `address`."""
+        peer = f"node {node}" if node else "the lead"
         return join(address, self._secret, {"purpose": purpose, "node": self._node, **more}, CONNECT_S, peer)
-
-    def _following(self) -> socket.socket:
-        connection, _ = self._arrival(f"node {self._node + 1}")
-        assert self._meeting is not None
-        self._meeting.close()
-        return connection
 
     def _arrival(self, peer: str) -> tuple[socket.socket, dict[str, Any]]:
         """The next connection to this node, and its hello. Raises EngineError naming `peer` if there is none in

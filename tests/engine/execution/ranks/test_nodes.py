@@ -129,6 +129,21 @@ def test_two_machines_are_one_engine_and_a_lost_rank_is_named(
 
 
 @pytest.mark.exhaustive
+def test_two_stages_of_two_machines_each(folder: Path, secret: str) -> None:
+    ports = [free_port() for _ in range(4)]
+    parts = [
+        Node(folder, ("127.0.0.1", ports[0]), node, SECRET, listen=f"127.0.0.1:{ports[node]}", threads=1)
+        for node in (1, 2, 3)
+    ]
+    with ThreadPoolExecutor(3) as pool:
+        running = [started(pool, part) for part in parts]
+        settings = config(secret, ports[0], nodes=4, tensor_parallel=2, pipeline_parallel=2)
+        with Engine.load(folder, settings) as engine:
+            assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == alone(folder)
+        assert [each.result(timeout=60) for each in running] == [True] * 3
+
+
+@pytest.mark.exhaustive
 def test_the_rank_that_is_lost_is_named_and_not_who_says_that_one_is(
     folder: Path, secret: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +231,7 @@ def test_a_machine_whose_lead_is_gone_ends_its_ranks(folder: Path, port_of_lead:
     with ThreadPoolExecutor(1) as pool:
         running = started(pool, part)
         told = {"ranks": 1, "stages": 2, "nodes": 2, "device": "cpu", "backend": None}
-        joined = gather(port_of_lead, 2, 1, traits_of(folder), told, lambda: False)
+        joined = gather(port_of_lead, 2, 1, traits_of(folder), told, lambda: False, stages=2)
         assert until(lambda: bool(part._processes))
         (process,) = part._processes.values()
         os.kill(process.pid, signal.SIGSTOP)
@@ -250,7 +265,7 @@ def test_a_machine_that_differs_is_refused_by_name(
         node = Node(folder, ("127.0.0.1", port_of_lead.port), 1, SECRET, clock=clock)
         running = started(pool, node)
         with pytest.raises(EngineError, match=rf"node 1 of 2 \(127.0.0.1\) does not fit: {why}"):
-            gather(port_of_lead, 2, 1, own, {}, lambda: False)
+            gather(port_of_lead, 2, 1, own, {}, lambda: False, stages=2)
         with pytest.raises(EngineError, match=f"the lead refuses this machine: {why}"):
             running.result(timeout=60)
 
@@ -268,7 +283,7 @@ def test_until_all_have_come_a_machine_may_go_and_come_again(
         return join(address, SECRET, said, 5.0, "the lead")
 
     with ThreadPoolExecutor(1) as pool, ExitStack() as ends:
-        waiting = pool.submit(gather, port_of_lead, 3, 1, {}, {}, lambda: False)
+        waiting = pool.submit(gather, port_of_lead, 3, 1, {}, {}, lambda: False, stages=2)
         for _ in range(2):
             come("node", 1).close()
         early = ends.enter_context(come("rank", 1))
@@ -315,7 +330,7 @@ def test_a_machine_whose_number_is_still_held_calls_again_until_it_is_free(
         return join(address, SECRET, said, 5.0, "the lead")
 
     with ThreadPoolExecutor(2) as pool, ExitStack() as ends:
-        waiting = pool.submit(gather, port_of_lead, 3, 1, {}, {"dtype": "float32"}, lambda: False)
+        waiting = pool.submit(gather, port_of_lead, 3, 1, {}, {"dtype": "float32"}, lambda: False, stages=2)
         before = come(1)
         coming = pool.submit(Node(folder, address, 1, SECRET)._call)
         assert until(lambda: caplog.text.count("which calls again in 0 s: another machine, 127.0.0.1, is node 1") > 1)
@@ -418,7 +433,7 @@ def test_who_does_not_come_or_is_not_reached_is_named_in_bounded_time(
     monkeypatch.setattr(nodes, "JOIN_S", 0.0)
     port = free_port()
     with pytest.raises(EngineError, match=rf"node 1 and 2 of 3 has not come to port {port} in 0 s: .*firewall"):
-        gather(Meeting(f"127.0.0.1:{port}", SECRET), 3, 1, {}, {}, lambda: False)
+        gather(Meeting(f"127.0.0.1:{port}", SECRET), 3, 1, {}, {}, lambda: False, stages=2)
     with pytest.raises(EngineError, match=r"the lead at 127.0.0.1:\d+ is not reached in 0 s .*firewall"):
         Node(folder, ("127.0.0.1", free_port()), 1, SECRET).run()
 
@@ -439,7 +454,7 @@ def test_behind_a_firewall_that_drops_packets_both_sides_say_who_is_missing(
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(join, ("127.0.0.1", port_of_lead.port), SECRET, {}, 0.5, "the lead")
         with pytest.raises(EngineError, match=r"node 1 of 2 has not come to port \d+ in 0 s: .*firewall"):
-            gather(port_of_lead, 2, 1, {}, {}, lambda: False)
+            gather(port_of_lead, 2, 1, {}, {}, lambda: False, stages=2)
         with pytest.raises(
             EngineError, match=r"the lead at 127.0.0.1:\d+ is not reached in 0 s \(timed out\).*firewall"
         ):
@@ -471,7 +486,7 @@ def test_a_machine_that_comes_but_not_its_ranks_is_named(
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(join, ("127.0.0.1", port_of_lead.port), SECRET, said, 5.0, "the lead")
         with pytest.raises(EngineError, match="rank 2, rank 3: not connected in 1 s though its machine has come"):
-            gather(port_of_lead, 2, 2, {}, {}, lambda: False)
+            gather(port_of_lead, 2, 2, {}, {}, lambda: False, stages=2)
         coming.result().close()
 
 
@@ -519,6 +534,9 @@ def test_settings_of_several_machines_are_refused_by_name(tmp_path: Path) -> Non
         EngineError, match=r"pipeline_parallel=3 with tensor_parallel=1 cannot be divided among nodes=2"
     ):
         EngineConfig(pipeline_parallel=3, nodes=2, ranks_secret="s")
+    EngineConfig(tensor_parallel=2, pipeline_parallel=2, nodes=4, ranks_secret="s")
+    with pytest.raises(EngineError, match=r"cannot be divided among nodes=4"):
+        EngineConfig(tensor_parallel=3, pipeline_parallel=2, nodes=4, ranks_secret="s")
     with pytest.raises(EngineError, match=r"tensor_parallel=4 by pipeline_parallel=8 is more than the 16"):
         EngineConfig(tensor_parallel=4, pipeline_parallel=8)
     (tmp_path / "short").write_bytes(b"short")
