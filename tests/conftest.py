@@ -73,6 +73,12 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """A process of pytest-xdist may take five seconds to end: pytest would walk all that is left."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Those that are run together before all, then FIRST, then the others with slow tests; whole files."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
