@@ -37,7 +37,7 @@ SHARE = 20.0
 #: Models with equal cards: two without a routing, and one with a split.
 PLAIN, SAME, SPLIT = "plain", "again", "split"
 #: Submits of a block, of some 0.2 s, since a gateway looks at a queue's pressure each 0.05 s; and blocks not counted.
-BLOCK, SLOWER = 240, 2
+BLOCK, SLOWER = 240, 1
 #: Samples of a bootstrap.
 RESAMPLED = 1000
 
