@@ -121,6 +121,7 @@ _INSTEAD: Final = {
         ("thinking_budget", "thinking_token_budget", "include_reasoning"),
         "which is not offered here: /v1/chat/completions tells reasoning from the answer, and bounds it",
     ),
+    "return_token_ids": "which is not offered here: /v1/chat/completions and /v1/completions answer token ids",
     "return_tokens_as_token_ids": "which is not offered here: return_token_ids answers token ids beside the text",
     "documents": "which is not offered here: put their text into a message",
     "logprob_token_ids": "which is not offered here: allowed_token_ids leaves the output these tokens, and logprobs "

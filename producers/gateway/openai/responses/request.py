@@ -156,6 +156,7 @@ PARAMETERS: Final = Parameters(
         "access_programs": (),
         "image": (),
         "cache_salt": (),
+        "return_token_ids": (False,),
     },
     stream_options=("include_obfuscation",),
 )
