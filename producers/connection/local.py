@@ -89,9 +89,9 @@ def _server_in(data_dir: Path) -> str:
         raise ValueError(f"cannot read {file}: {error.strerror}; run this as the user of its `penstock up`") from error
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"no server is given, and `penstock up` has not run in this directory ({file} holds no port): give a URL, "
-            "or set BROKER_URL; `penstock url`, where a `penstock up` runs, prints its own (and commands take its data "
-            "directory: --data-dir)"
+            f"no server is given, and `penstock up` has not run in this directory ({file} holds no port): go to the "
+            "directory of one, name its data directory (commands: --data-dir), or give a server's URL, such as in "
+            "BROKER_URL; `penstock url` prints that of a `penstock up`"
         ) from error
 
 

@@ -194,7 +194,9 @@ def _changed(store: Redis, model: str, phases: tuple[str, ...], decision: Any, b
             hint = ""
             if state.phase == "promoted":
                 hint = f": `penstock models alias {model} default={state.before}` moves new tasks back"
-            raise RolloutError(f"the rollout of {model} is {state.phase}{hint}")
+            raise RolloutError(
+                f"the rollout of {model} is {state.phase}; this needs one that is {' or '.join(phases)}{hint}"
+            )
         if (new := decide(store, state, decision(state), by or operator())) is not None:
             return act(store, new)
 

@@ -52,7 +52,9 @@ def key(
         if there:
             with refusing(EngineError):
                 if name in read_watermarks(keys).keys:
-                    raise Failure(f"{keys} has a key {name}; texts are found by it: choose another name")
+                    raise Failure(
+                        f"{keys} has a key {name} already, by which marked texts are found: choose another name"
+                    )
         # At the end, so that the file is never without the keys that it has.
         with open(os.open(keys, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "a") as file:
             file.write(f"\n{text}" if there else text)

@@ -69,7 +69,9 @@ class Prices:
                 if path.suffix == ".json"
                 else tomllib.loads(raw, parse_float=Decimal)
             )
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise BadPrices(f"the prices in {path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
             raise BadPrices(f"the prices in {path} cannot be read: {error}") from error
         if (
             not isinstance(content, dict)

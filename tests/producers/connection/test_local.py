@@ -95,5 +95,5 @@ def test_where_there_is_none_it_says_what_to_do(elsewhere: Path, written: str | 
     if written is not None:
         (elsewhere / ".penstock").mkdir()
         (elsewhere / ".penstock" / "port").write_text(written)
-    with pytest.raises(ValueError, match=r"penstock up.*give a URL, or set BROKER_URL"):
+    with pytest.raises(ValueError, match=r"penstock up.*give a server.s URL, such as in BROKER_URL"):
         Client()
