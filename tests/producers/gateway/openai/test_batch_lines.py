@@ -15,6 +15,7 @@ from producers import AsyncClient
 from producers.contract import keys
 from producers.contract.record import Record
 from producers.errors import InvalidTask
+from producers.gateway import batch_endpoints
 from producers.gateway.batch_endpoints import LineEndpoints
 from producers.gateway.http.errors import Problem
 from producers.gateway.openai.batch_lines import CHATS, COMPLETIONS, RESPONSES, answer_line, read_line
@@ -114,9 +115,17 @@ WITH_TOOLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("url", WITH_TOOLS)
 async def test_a_line_with_tools_is_queued_and_answered_as_by_its_endpoint(
-    url: str, door: Door, http: httpx.Client, model: str, answering: Answering, valkey: Redis, valkey_url: str
+    url: str,
+    door: Door,
+    http: httpx.Client,
+    model: str,
+    answering: Answering,
+    valkey: Redis,
+    valkey_url: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its prompt is made before it is queued: a worker knows no tools."""
+    monkeypatch.setattr(batch_endpoints, "READ_S", 600.0)  # on a busy machine, too, one call takes all lines
     body = {"model": model, **WITH_TOOLS[url]}
     answering.scripts = [says(*PIECES, n=body.get("n", 1))]
     answer = await asyncio.to_thread(lambda: http.post(url, json=body).json())
