@@ -5,8 +5,8 @@ python infra/gpu/ranks.py OUT.json
 Each shape is written to disk with few of its layers, twice, with random weights, and served by 1, 2, 4 and 8 ranks, as
 many as there are GPUs, also in two stages. What a layer takes is the difference of the two over that of their layers,
 and a step of the whole shape is estimated from it. On a single GPU two ranks share it, with sums through the host, to
-see that they work.
-With `--tiny` ranks are processes on the CPU, with a tiny model, to test this file.
+see that they work. Sums of a few rows are then measured alone (sums.py). With `--tiny` ranks are processes on the CPU,
+with a tiny model, to test this file.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from engine.kernels import select
 from engine.models.decoder import Decoder
 from engine.models.families import FAMILIES
 from engine.text.config import Config
+from infra.gpu import sums
 from infra.gpu.shapes import SHAPES
 from infra.gpu.steps import Steps
 
@@ -143,6 +144,13 @@ def main() -> int:
                     failed, figures[name] = True, {"error": f"{type(error).__name__}: {error}"}
                 print(shape, name, json.dumps(figures[name]), flush=True)
                 args.out.write_text(json.dumps(found, indent=1) + "\n")
+    for ranks in (2,) if args.tiny else [count for count in RANKS if 1 < count <= gpus]:
+        try:
+            found.setdefault("sums", {})[f"{ranks} ranks"] = sums.measured(ranks, gpus=not args.tiny)
+        except Exception as error:  # noqa: BLE001  # the other figures must not be lost
+            failed, found["sums"] = True, {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(found["sums"]), flush=True)
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
     return int(failed)
 
 
