@@ -332,7 +332,8 @@ def test_a_machine_whose_number_is_still_held_calls_again_until_it_is_free(
     with ThreadPoolExecutor(2) as pool, ExitStack() as ends:
         waiting = pool.submit(gather, port_of_lead, 3, 1, {}, {"dtype": "float32"}, lambda: False, stages=2)
         before = come(1)
-        coming = pool.submit(Node(folder, address, 1, SECRET)._call)
+        again = Node(folder, address, 1, SECRET)  # its connection lasts as long
+        coming = pool.submit(again._call)
         assert until(lambda: caplog.text.count("which calls again in 0 s: another machine, 127.0.0.1, is node 1") > 1)
         before.close()
         assert until(lambda: caplog.text.count("Node 1 of 3 (127.0.0.1) has come; to come: 2") == 2)
