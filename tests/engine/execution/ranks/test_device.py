@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import queue
+import random
 import signal
 import socket
 import threading
@@ -182,6 +183,38 @@ def test_stages_on_devices_compute_what_one_device_computes(name: str, ranks: in
     expected = run(Driver(load_model(folder, "float32", CPU, "ragged"), tokens=40, overlap=1), prompts)
     with ranks_of(folder, ranks, stages=stages) as (lead, _):
         assert run(driver(lead, tokens=40), prompts) == expected
+
+
+@pytest.mark.exhaustive
+def test_slots_that_pass_on_while_a_step_is_in_flight_lose_no_token(tmp_path: Path) -> None:
+    """Sampled when it is collected, a step's sequence may have lost its slot to another, with other penalties."""
+    folder = write_model(tmp_path / "m", seed=5, tokenizer=False, **SHAPES["gemma3"])
+    drawn = random.Random(3)
+    requests = []
+    for i, prompt in enumerate(prompts_of([drawn.randrange(1, 50) for _ in range(14)], 320)):
+        params = SamplingParams(
+            max_tokens=drawn.randrange(1, 12),
+            temperature=drawn.choice([0.0, 0.9]),
+            seed=i,
+            repetition_penalty=drawn.choice([1.0, 1.5]),
+            presence_penalty=drawn.choice([0.0, 0.7]),
+            prompt_logprobs=drawn.choice([None, 1]),
+            ignore_eos=True,
+        )
+        requests.append((prompt, params))
+
+    def answers(stepped: Driver) -> Any:
+        for i, (prompt, params) in enumerate(requests):
+            stepped.add(str(i), prompt, params)
+        stepped.add("beams", [5, 6, 7], SamplingParams(max_tokens=5, beam_width=2, temperature=0.0))
+        stepped.run(preempt_every=3)
+        return stepped.found
+
+    few_places: dict[str, Any] = {"tokens": 30, "sequences": 4, "blocks": 24}
+    expected = answers(Driver(load_model(folder, "float32", CPU, "ragged"), overlap=1, **few_places))
+    for stages in (2, 3):
+        with ranks_of(folder, 1, stages=stages) as (lead, _):
+            assert answers(driver(lead, **few_places)) == expected
 
 
 @pytest.mark.exhaustive
