@@ -152,42 +152,43 @@ def known_groups(store: Redis, observed: Observation) -> KnownGroups:
     if len(observed.workers) < MANY:
         return {}
     now = time.monotonic()
-    at, known = _kept.get(store, (float("-inf"), {}))
+    at, groups_by_key = _kept.get(store, (float("-inf"), {}))
     if now - at > KEPT_S:
-        _kept[store] = now, (known := {})
-    return known
+        _kept[store] = now, (groups_by_key := {})
+    return groups_by_key
 
 
-def forecast(observed: Observation, known: KnownGroups | None = None) -> Forecast:
-    """When the task starts and ends. `known`: what earlier forecasts by the same reading of the fleet have added up."""
+def forecast(observed: Observation, groups_by_key: KnownGroups | None = None) -> Forecast:
+    """When the task starts and ends. `groups_by_key`: what earlier forecasts by the same reading of the fleet have
+    added up."""
     try:
-        return _forecast(observed, {} if known is None else known)
+        return _forecast(observed, {} if groups_by_key is None else groups_by_key)
     except ArithmeticError:  # a worker's figures are beyond all floats
         return UNKNOWN
 
 
-def _forecast(observed: Observation, known: KnownGroups) -> Forecast:
+def _forecast(observed: Observation, groups_by_key: KnownGroups) -> Forecast:
     record = observed.record
     if record.final or record.chunks or record.fields.get("status") == "submitting":
         return UNKNOWN
     running = record.status == "in_progress" and not observed.orphaned
     key = observed.pool.name, record.tier
-    groups = known.get(key)
+    groups = groups_by_key.get(key)
     if groups is None:
-        groups = known[key] = _groups(observed)
+        groups = groups_by_key[key] = _groups(observed)
     likely = groups.likely
     if not likely:
         return UNKNOWN
     times = _own_times(observed) if running else likely[0].times
-    own = None if times is None else _own(observed, times, running=running)
+    own_eta = None if times is None else _run_time(observed, times, running=running)
     if running:
-        return Forecast(Eta(0.0, 0.0), _displaced(observed, likely, own))
+        return Forecast(Eta(0.0, 0.0), _displaced(observed, likely, own_eta))
     start = _start(observed, groups)
-    if start is None or own is None:
+    if start is None or own_eta is None:
         return Forecast(start)
     slower = max(1.0, min(group.pace for group in likely))
-    middle = start.p50_s + own.p50_s * slower
-    spread = ((start.p90_s - start.p50_s) ** 2 + (slower * (own.p90_s - own.p50_s)) ** 2) ** 0.5
+    middle = start.p50_s + own_eta.p50_s * slower
+    spread = ((start.p90_s - start.p50_s) ** 2 + (slower * (own_eta.p90_s - own_eta.p50_s)) ** 2) ** 0.5
     return Forecast(start, _eta(middle, middle + spread))
 
 
@@ -213,24 +214,24 @@ def _groups(observed: Observation) -> Groups:
 
 def _ready(observed: Observation) -> Iterator[_Worker]:
     """Those that take tasks."""
-    known = observed.profile
+    profile = observed.profile
     for lease in observed.ready:
         measured = Profile.of(lease.get("profile"))
-        if (worker := _worker(observed, lease, measured if measured.task_times else known, known)) is not None:
+        if (worker := _worker(observed, lease, measured if measured.task_times else profile, profile)) is not None:
             yield worker
 
 
 def _starting(observed: Observation) -> tuple[_Group, _Group] | None:
     """Those that start: as they go on, and if they take their whole start from now on. None without any."""
-    known, state = observed.profile, observed.scaling or {}
+    profile, state = observed.profile, observed.scaling or {}
     starting = int(sane(state.get("wanted")) or 0) - len(observed.workers)
-    cold, times = known.cold_start.get("total"), known.task_times
+    cold, times = profile.cold_start.get("total"), profile.task_times
     if starting <= 0 or cold is None or times is None or not times.per_need or state.get("trouble"):
         return None
     memory = state.get("memory")
     ordered = sane(memory.get("changed_at")) if isinstance(memory, dict) else None
     elapsed = 0.0 if ordered is None else max(0.0, observed.now_ms / 1000 - ordered)
-    slots = _slots_of_others(observed, known)
+    slots = _slots_of_others(observed, profile)
     if not slots:
         return None
     slots *= starting
@@ -238,18 +239,18 @@ def _starting(observed: Observation) -> tuple[_Group, _Group] | None:
     return _Group.of(max(0.0, cold - elapsed), [together]), _Group.of(cold, [together])
 
 
-def _slots_of_others(observed: Observation, known: Profile) -> float:
+def _slots_of_others(observed: Observation, profile: Profile) -> float:
     """Slots of a worker that starts: those of a worker that is up, or the version's knee."""
     capacities = [capacity for worker in observed.workers if (capacity := sane(worker.get("capacity")))]
-    return max(capacities, default=known.knee or 0.0)
+    return max(capacities, default=profile.knee or 0.0)
 
 
-def _worker(observed: Observation, lease: Lease, measured: Profile, known: Profile) -> _Worker | None:
+def _worker(observed: Observation, lease: Lease, measured: Profile, profile: Profile) -> _Worker | None:
     times, capacity = measured.task_times, sane(lease.get("capacity"))
     if times is None or not times.per_need or not times.task or not capacity:
         return None
     need = times.task / times.per_need
-    tokens = measured.kv_capacity or known.kv_capacity
+    tokens = measured.kv_capacity or profile.kv_capacity
     slots = min(capacity, max(1.0, tokens / need)) if tokens else capacity
     rate = slots / times.per_need
     if times.running < LOADED * slots and measured.tokens_per_s and measured.tokens_per_task:
@@ -318,14 +319,14 @@ class _Later:
 def _wait(groups: Sequence[_Group], count: int, tokens: float, later: _Later) -> float:
     """Seconds until so many tasks have begun, and those that go before while they wait."""
     least = _cleared(groups, count, tokens)
-    most = _cleared(groups, count, tokens + later.tokens(later.for_s)) if least else least
-    for _ in range(HALVINGS if most > least else 0):
-        middle = (least + most) / 2
+    upper = _cleared(groups, count, tokens + later.tokens(later.for_s)) if least else least
+    for _ in range(HALVINGS if upper > least else 0):
+        middle = (least + upper) / 2
         if _cleared(groups, count, tokens + later.tokens(middle)) > middle:
             least = middle
         else:
-            most = middle
-    return most
+            upper = middle
+    return upper
 
 
 def _cleared(groups: Sequence[_Group], count: int, tokens: float) -> float:
@@ -341,14 +342,14 @@ def _cleared(groups: Sequence[_Group], count: int, tokens: float) -> float:
     return at + max(0.0, tokens) / rate
 
 
-def _displaced(observed: Observation, groups: Sequence[_Group], own: Eta | None) -> Eta | None:
+def _displaced(observed: Observation, groups: Sequence[_Group], own_eta: Eta | None) -> Eta | None:
     """The end of a running task: later by the better tiers' tasks that take the room of flex and batch."""
-    if own is None or _rank(observed) < keys.TIERS["flex"][0] or not observed.better:
-        return own
+    if own_eta is None or _rank(observed) < keys.TIERS["flex"][0] or not observed.better:
+        return own_eta
     times = groups[0].times
     tokens = observed.tokens_before(times.task / times.per_need)
     more = tokens / sum(group.rate for group in groups)
-    return _eta(own.p50_s + more, own.p90_s + more * (1 + TO_P90 * times.need_error))
+    return _eta(own_eta.p50_s + more, own_eta.p90_s + more * (1 + TO_P90 * times.need_error))
 
 
 # ---- itself ---------------------------------------------------------------------------------------------------------
@@ -361,7 +362,7 @@ def _own_times(observed: Observation) -> TaskTimes | None:
     return Profile.of(lease.get("profile")).task_times or observed.profile.task_times
 
 
-def _own(observed: Observation, times: TaskTimes, *, running: bool) -> Eta | None:
+def _run_time(observed: Observation, times: TaskTimes, *, running: bool) -> Eta | None:
     """How long it takes from its claim, or from now on; None if no such output was measured."""
     record = observed.record
     task: Any = record.task
@@ -378,15 +379,15 @@ def _own(observed: Observation, times: TaskTimes, *, running: bool) -> Eta | Non
         outputs = _outputs(times.shares, done, allowed, limit)
         if outputs is None:
             return None
-        middle, most = (per_token * max(0.0, tokens - done) for tokens in outputs)
+        middle, p90 = (per_token * max(0.0, tokens - done) for tokens in outputs)
     else:
-        middle = most = 0.0
+        middle = p90 = 0.0
     if first is None:
         began = record.time("began") or record.time("started") if running else None
         elapsed = 0.0 if began is None else max(0.0, now - began) / 1000
         prefill = max(0.0, times.per_prompt_token * prompt - elapsed)
-        middle, most = middle + prefill, most + prefill
-    return _eta(middle, middle + ((most - middle) ** 2 + (TO_P90 * times.error * middle) ** 2) ** 0.5)
+        middle, p90 = middle + prefill, p90 + prefill
+    return _eta(middle, middle + ((p90 - middle) ** 2 + (TO_P90 * times.error * middle) ** 2) ** 0.5)
 
 
 def _allowed(task: dict[str, Any], fields: Any) -> tuple[float, float]:
@@ -405,8 +406,8 @@ def _outputs(shares: tuple[float, ...], done: float, allowed: float, limit: floa
     if not shares or done > shares[-1] * allowed:
         return None
     past = _past(shares, done / allowed) if allowed else 0.0
-    middle, most = (min(limit, max(done, _quantile(shares, past + q * (1 - past)) * allowed)) for q in (0.5, 0.9))
-    return middle, most
+    middle, p90 = (min(limit, max(done, _quantile(shares, past + q * (1 - past)) * allowed)) for q in (0.5, 0.9))
+    return middle, p90
 
 
 def _past(shares: tuple[float, ...], share: float) -> float:
@@ -421,6 +422,6 @@ def _past(shares: tuple[float, ...], share: float) -> float:
 
 
 def _quantile(shares: tuple[float, ...], part: float) -> float:
-    place = min(1.0, max(0.0, part)) * (len(shares) - 1)
-    low = min(int(place), len(shares) - 2)
-    return shares[low] + (place - low) * (shares[low + 1] - shares[low])
+    position = min(1.0, max(0.0, part)) * (len(shares) - 1)
+    low = min(int(position), len(shares) - 2)
+    return shares[low] + (position - low) * (shares[low + 1] - shares[low])

@@ -154,7 +154,7 @@ def reasons(observed: Observation) -> list[Reason]:
     if observed.fetched:
         text = "its message is in no queue: a worker has fetched it and not begun, or is giving it back"
         return [*_adapter(observed), Reason("fetched", text), *_workers(observed)]
-    waits = (_adapter, _workers, _left, _tasks_ahead, _room, _held_back)
+    waits = (_adapter, _workers, _left_to_holder, _tasks_ahead, _room, _held_back)
     return [reason for each in waits for reason in each(observed)]
 
 
@@ -209,11 +209,11 @@ def _listed(parts: Sequence[str]) -> str:
     return "; ".join(parts[:NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _left(observed: Observation) -> Iterator[Reason]:
+def _left_to_holder(observed: Observation) -> Iterator[Reason]:
     """The worker that it is left to (docs/how/placement.md)."""
     if observed.queue_position is not None and (holder := observed.queue_position.left_to):
-        held = "has a longer part of its prompt cached, or its adapter loaded, and has room"
-        yield Reason("left_to_holder", f"it is left to worker {holder} for at most 50 ms, which {held}")
+        advantage = "has a longer part of its prompt cached, or its adapter loaded, and has room"
+        yield Reason("left_to_holder", f"it is left to worker {holder} for at most 50 ms, which {advantage}")
 
 
 def output_at_end(record: Record) -> str | None:
@@ -337,8 +337,8 @@ def _full(worker: Lease) -> bool:
 
 
 def _load(worker: Lease) -> str:
-    does, what = ("generates", "sequences") if _generates(worker) else ("computes", "texts")
-    return f"{worker.get('worker')} {does} {worker.get('running')} of {worker.get('capacity')} {what}"
+    does, unit = ("generates", "sequences") if _generates(worker) else ("computes", "texts")
+    return f"{worker.get('worker')} {does} {worker.get('running')} of {worker.get('capacity')} {unit}"
 
 
 def _free_tokens(observed: Observation, worker: Lease) -> int | None:
@@ -410,21 +410,21 @@ async def _of_chunks(store: Redis, broker: Broker, parent: Record) -> Explanatio
     name = chunk_id(parent.id, number)
     record = Record.parse(name, await store.hgetall(keys.task(name)) or {"status": "submitting", "task": "{}"})
     observed = await look(store, broker, record)
-    told = explanation(observed, known_groups(store, observed))
+    explained = explanation(observed, known_groups(store, observed))
     return replace(
-        told,
+        explained,
         id=parent.id,
         status=parent.status,
-        summary=f"Of {parent.chunks} parts, {number} are done. Of the next one: {told.summary}",
+        summary=f"Of {parent.chunks} parts, {number} are done. Of the next one: {explained.summary}",
         phases=phases(parent, observed.now_ms),
         output_at_end=output_at_end(parent),
     )
 
 
-def explanation(observed: Observation, known: KnownGroups | None = None) -> Explanation:
-    """`known`: see `forecast`."""
+def explanation(observed: Observation, groups_by_key: KnownGroups | None = None) -> Explanation:
+    """`groups_by_key`: see `forecast`."""
     record, why = observed.record, reasons(observed)
-    times = forecast(observed, known)
+    times = forecast(observed, groups_by_key)
     estimate = Estimate.of(times)
     return Explanation(
         record.id,

@@ -89,8 +89,8 @@ class ResolvedModel:
     def of(self, selection: Selection) -> ResolvedModel:
         """The same for another task. Each submit calls it, and `replace` takes three times as long."""
         card, queue, encoding, fingerprint = self.card, self.queue, self.encoding, self.fingerprint
-        known = (card, queue, encoding, fingerprint, self.clock_ms, self.read_at, self.alias, self.generation)
-        return ResolvedModel(*known, selection, self.shadow, self.drawn)
+        resolution = (card, queue, encoding, fingerprint, self.clock_ms, self.read_at, self.alias, self.generation)
+        return ResolvedModel(*resolution, selection, self.shadow, self.drawn)
 
     @property
     def named(self) -> bool:
@@ -167,16 +167,16 @@ class Directory:
             selection = replace(selection or ANY, version=version or DEFAULT)
         look = self._models.get(name)
         if look is None or time.monotonic() - look.at >= FRESH_S:
-            found = yield from self._look(name, patience_s, withdrawn=withdrawn)
-            if not isinstance(found, _Look):
-                base = yield from self.find(found.base, patience_s, selection, withdrawn=withdrawn)
-                return replace(base, card=found.card(base.card))
-            look = found
+            located = yield from self._look(name, patience_s, withdrawn=withdrawn)
+            if not isinstance(located, _Look):
+                base = yield from self.find(located.base, patience_s, selection, withdrawn=withdrawn)
+                return replace(base, card=located.card(base.card))
+            look = located
         routing = look.routing
         target, drawn = (selection.version or DEFAULT, False) if routing is None else routing.route(selection)
         of_target = target, selection.version is not None, withdrawn, drawn
-        if (known := look.targets.get(of_target)) is not None:
-            return known.of(selection)
+        if (resolution := look.targets.get(of_target)) is not None:
+            return resolution.of(selection)
         version = look.default if target == DEFAULT else target if routing is None else routing.version_at(target)
         resolved = look.versions.get(version)
         if resolved is None:
@@ -512,12 +512,12 @@ def _submit_chunks(
     unsent: Exception | None = None
     while number < len(texts):
         portion: list[dict[str, str | int]] = []
-        while number + len(portion) < len(texts) and sum(len(str(own["task"])) for own in portion) < PORTION:
+        while number + len(portion) < len(texts) and sum(len(str(chunk["task"])) for chunk in portion) < PORTION:
             portion.append(_chunk_fields(task, texts[number + len(portion)], model))
         ids = [chunks.chunk_id(task_id, number + k) for k in range(len(portion))]
         call = chunks.write(task_id, number, shared, portion)
         try:
-            status, made = yield from persistently(call, patience_s)
+            status, count = yield from persistently(call, patience_s)
         except FAILURES as error:
             if not lost(error) and (yield from _withdrawn(task_id, patience_s)):
                 raise failed(f"The store refused a part of task {task_id}, which was withdrawn", error) from error
@@ -526,7 +526,7 @@ def _submit_chunks(
             ) from error
         if text(status) == "gone" or text(status) in FINAL:  # cancelled meanwhile, or late
             return
-        first, number = number, int(made)
+        first, number = number, int(count)
         if number <= first:
             raise SubmitFailed(f"The store has lost a part of task {task_id}, which fails; submit it again")
         if number != first + len(portion):  # an equal call goes on with the task, too, and sends these
@@ -576,8 +576,8 @@ def _chunk_fields(task: Task, texts: range, model: ResolvedModel) -> dict[str, s
     }
     chunk = task.model_copy(update=update)
     fields = record_fields(chunk, model)
-    own: dict[str, str | int] = {name: fields[name] for name in chunks.OWN_FIELDS if name in fields}
-    return own | {"offset": texts.start, "texts": len(texts)}
+    chunk_fields: dict[str, str | int] = {name: fields[name] for name in chunks.OWN_FIELDS if name in fields}
+    return chunk_fields | {"offset": texts.start, "texts": len(texts)}
 
 
 def _send_chunks(
@@ -588,8 +588,8 @@ def _send_chunks(
     patience_s: float,
 ) -> Steps[None]:
     queue, tier, tenant, order = (str(shared.get(name, "")) for name in ("queue", "tier", "tenant", "order_key"))
-    for name, own in zip(ids, portion, strict=True):
-        message = Message(name, queue, tier, 1, int(own["tokens"]), tenant, model.now_ms(), order)
+    for name, chunk_fields in zip(ids, portion, strict=True):
+        message = Message(name, queue, tier, 1, int(chunk_fields["tokens"]), tenant, model.now_ms(), order)
         yield from persistently(Send(message), patience_s)
     yield batches.queued(ids)
 

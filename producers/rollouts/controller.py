@@ -128,13 +128,13 @@ class Controller:
             return self._prepared(state, fleet)
         if state.step < 0:  # paused before the first one: there is nothing to judge
             return None
-        found, compared = self._observe(state)
-        if worse := [finding for finding in found if finding.worse]:
+        outcomes, compared = self._observe(state)
+        if worse := [finding for finding in outcomes if finding.worse]:
             also = ", ".join(finding.settings.metric.name for finding in worse[1:])
             return Decision("roll_back", "rolled_back", worse[0].text() + (f"; also worse: {also}" if also else ""))
         if (lost := self._lost_for(state, fleet)) is not None and lost >= state.plan.lost_s:
             return Decision("roll_back", "rolled_back", f"no worker of {state.version} has been ready for {lost:.0f} s")
-        return None if state.phase == "paused" else raised(state, found, compared, canaries.now_ms(self._store))
+        return None if state.phase == "paused" else raised(state, outcomes, compared, canaries.now_ms(self._store))
 
     def _prepared(self, state: Canary, fleet: Fleet) -> Decision | None:
         """The first step, once enough workers of the candidate are ready; the end, if that takes too long."""
@@ -166,7 +166,7 @@ class Controller:
         rows_of_copies = [value for _, fields in copies for value in fields.values()]
         pairs = (Pair.parse(value) or Score.parse(value) for value in rows_of_copies)
         matcher.enter_pairs((pair for pair in pairs if pair is not None), evidence, state.step)
-        found = findings(state, evidence)
+        outcomes = findings(state, evidence)
         if entries or scores or copies:
             evidence.cursor = text(entries[-1][0]) if entries else evidence.cursor
             evidence.scores = text(scores[-1][0]) if scores else evidence.scores
@@ -174,12 +174,12 @@ class Controller:
             total = sum(evidence.compared(step, copies=True) for step in range(len(evidence.steps)))
             row = None
             if total > evidence.noted * NOTED:
-                evidence.noted, row = total, seen(state, evidence, found)
+                evidence.noted, row = total, seen(state, evidence, outcomes)
             del self._matchers[state.id]  # unless it is written, these rows are read again
             if not canaries.write_evidence(self._store, state.model, raw, evidence.to_json(), row):
                 return [], 0  # another controller was faster: go on from what it wrote
             self._matchers[state.id] = matcher
-        return found, evidence.samples(state)
+        return outcomes, evidence.samples(state)
 
     def _rows(self, state: Canary, matcher: Matcher, entries: Any) -> list[dict[str, str]]:
         """The rows that are compared, with the time of their end and, while their record is there, finish reasons, form
@@ -244,12 +244,12 @@ def workers_of(fleet: Fleet, model: str, version: str) -> tuple[int, int]:
     return sum(taking), len(taking) - sum(taking)
 
 
-def raised(state: Canary, found: list[Finding], compared: int, now: int) -> Decision | None:
+def raised(state: Canary, outcomes: list[Finding], compared: int, now: int) -> Decision | None:
     """The next step, or the candidate as the default, once this one has lasted and nothing looks worse."""
-    held = (now - state.since) / 1000
-    if held < state.plan.hold_s or compared < state.plan.min_samples or any(finding.suspect for finding in found):
+    held_s = (now - state.since) / 1000
+    if held_s < state.plan.hold_s or compared < state.plan.min_samples or any(finding.suspect for finding in outcomes):
         return None
-    return next_step(state, f"held {held:.0f} s at {state.percent:g}%; nothing looks worse in {compared} comparisons")
+    return next_step(state, f"held {held_s:.0f} s at {state.percent:g}%; nothing looks worse in {compared} comparisons")
 
 
 def next_step(state: Canary, reason: str) -> Decision:
@@ -275,24 +275,26 @@ def _start_trouble(scaling: Mapping[str, Any], state: Canary, now: int) -> str:
     return f"no autoscaler has a pool of it: start them, by `penstock worker --model {state.model}=FOLDER`"
 
 
-def waits_for(state: Canary, found: list[Finding], compared: int, now: int, trouble: str = "") -> str:
+def waits_for(state: Canary, outcomes: list[Finding], compared: int, now: int, trouble: str = "") -> str:
     """The reason why a rollout stays at its step, for a person. `trouble`: as of `start_trouble`."""
     if state.phase == "preparing":
         return f"for {state.plan.workers} ready workers of {state.version}" + (f"; {trouble}" if trouble else "")
     if state.phase == "paused":
         return "for `resume`, `promote` or `abort`"
-    suspects = [finding.text() for finding in found if finding.suspect]
-    held = (now - state.since) / 1000
-    reasons = [f"for {state.plan.hold_s - held:.0f} s of {state.plan.hold_s:g} s"] if held < state.plan.hold_s else []
+    suspects = [finding.text() for finding in outcomes if finding.suspect]
+    held_s = (now - state.since) / 1000
+    reasons = (
+        [f"for {state.plan.hold_s - held_s:.0f} s of {state.plan.hold_s:g} s"] if held_s < state.plan.hold_s else []
+    )
     if compared < state.plan.min_samples:
         which = "" if state.percent else " of copies by each of their metrics"
         reasons.append(f"for comparisons{which}: {compared} of {state.plan.min_samples}")
     return "; ".join([*reasons, *(f"it looks worse: {text_}" for text_ in suspects)])
 
 
-def seen(state: Canary, evidence: Evidence, found: list[Finding]) -> dict[str, Any]:
+def seen(state: Canary, evidence: Evidence, outcomes: list[Finding]) -> dict[str, Any]:
     """The row of a look: what was compared so far."""
-    figures = {finding.settings.metric.name: finding.figures() for finding in found if finding.count}
+    figures = {finding.settings.metric.name: finding.figures() for finding in outcomes if finding.count}
     tasks = {"candidate": evidence.candidate.tasks, "baseline": evidence.baseline.tasks}
     return {
         "rollout": state.id,
@@ -310,8 +312,8 @@ def _interference(state: Canary, current: Routing) -> Decision | None:
         return Decision("promote", "promoted", f"somebody else made it the default (generation {current.generation})")
     if current.default != state.before:
         return Decision("abort", "aborted", f"somebody made {current.default} the default: it has no baseline any more")
-    wanted = routed(current, state)
-    if wanted == current or state.phase == "paused":
+    target = routed(current, state)
+    if target == current or state.phase == "paused":
         return None
     return Decision(
         "pause",
@@ -357,8 +359,8 @@ def act(store: Redis, state: Canary) -> Canary:
     May be done any number of times, by any number of processes. Returns the state that stands. Raises redis errors.
     """
     try:
-        what = f"rollout {state.phase} {state.percent:g}%"
-        routes.update(store, state.model, what, lambda now: _ours(store, now, state), by=BY)
+        label = f"rollout {state.phase} {state.percent:g}%"
+        routes.update(store, state.model, label, lambda now: _ours(store, now, state), by=BY)
     except RoutingError as error:
         if state.phase in (*canaries.UNDER_WAY, "promoted"):  # such as parts of others that leave too little
             return _refused(store, state, str(error))
@@ -378,14 +380,14 @@ def _ours(store: Redis, current: Routing, state: Canary) -> Routing:
     """`routed`, unless the rollout was decided otherwise meanwhile: a controller that was stopped for a while must not
     bring back what an operator has ended. What it reads before that, ROUTE's generation covers. A paused rollout
     leaves the routing as it is: perhaps somebody else wants it so."""
-    if (standing := canaries.read(store, state.model)) is None or standing.revision != state.revision:
+    if (stored_state := canaries.read(store, state.model)) is None or stored_state.revision != state.revision:
         raise _Stale
     return current if state.phase == "paused" else routed(current, state)
 
 
 def _refused(store: Redis, state: Canary, reason: str) -> Canary:
-    what = "it could not become the default" if state.phase == "promoted" else "its part could not be set"
-    ended = state.decided("aborted", f"{what}: {reason}")
+    label = "it could not become the default" if state.phase == "promoted" else "its part could not be set"
+    ended = state.decided("aborted", f"{label}: {reason}")
     if canaries.change(store, state, ended, "abort", BY):
         return act(store, ended)
     return canaries.read(store, state.model) or state

@@ -190,7 +190,7 @@ class Gateway:
         """The answer to `messages` as it comes, from /v1/chat/completions. Closing the generator cancels it.
 
         `end`: gets the answer's `usage` and `finish_reason`, once they are known. `waits`: as of `events`."""
-        about = {} if end is None else end
+        detail = {} if end is None else end
         body = {**request, "stream": True, "stream_options": {"include_usage": True}}
         with self._request("POST", "/v1/chat/completions", body) as response:
             for event in _events(response, waits):
@@ -199,9 +199,9 @@ class Gateway:
                 chunk: dict[str, Any] = json.loads(event.data)
                 if chunk.get("error"):
                     raise Refused(500, chunk["error"])
-                about |= {"usage": chunk["usage"]} if chunk.get("usage") else {}
+                detail |= {"usage": chunk["usage"]} if chunk.get("usage") else {}
                 for choice in chunk["choices"]:
-                    about |= {"finish_reason": choice["finish_reason"]} if choice.get("finish_reason") else {}
+                    detail |= {"finish_reason": choice["finish_reason"]} if choice.get("finish_reason") else {}
                     yield choice["delta"].get("content") or ""
         raise Failure(f"the answer from {self.url} broke off", Exit.UNREACHABLE)
 

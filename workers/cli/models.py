@@ -50,7 +50,7 @@ app = Commands(
 @app.shown("penstock models ls --json", "ls")
 def listed(
     context: typer.Context,
-    place: Annotated[
+    bucket_url: Annotated[
         str | None, typer.Argument(metavar="s3://BUCKET/PREFIX", help="List the versions in a bucket instead.")
     ] = None,
     as_json: JsonOutput = False,
@@ -60,8 +60,8 @@ def listed(
 
     Or the versions in a bucket: one without its manifest is incomplete, and nobody pulls it.
     """
-    if place is not None:
-        _list_bucket(place, as_json)
+    if bucket_url is not None:
+        _list_bucket(bucket_url, as_json)
         return
     rows = [*_here(), *_served(url, named=is_set(context, "url"))]
     if as_json:
@@ -78,13 +78,13 @@ def listed(
         typer.echo(line)
 
 
-def _list_bucket(place: str, as_json: bool) -> None:
+def _list_bucket(bucket_url: str, as_json: bool) -> None:
     from workers.library import bucket
 
     table = [("name", "version", "files", "size", "written", "")]
-    versions = bucket.stored(bucket_at(place))
+    versions = bucket.stored(bucket_at(bucket_url))
     if not versions:
-        note(f"there are no versions of models in {place.partition('?')[0]}")
+        note(f"there are no versions of models in {bucket_url.partition('?')[0]}")
         return
     for stored in versions:
         when = datetime.fromtimestamp(stored.at, UTC).isoformat(timespec="seconds")
@@ -99,12 +99,12 @@ def _list_bucket(place: str, as_json: bool) -> None:
         typer.echo(line)
 
 
-def bucket_at(place: str) -> Bucket:
+def bucket_at(bucket_url: str) -> Bucket:
     """The bucket that a URL names. Raises Failure."""
     from producers.store.blobs.bucket import read
 
     with refusing(ValueError):
-        return read(place)
+        return read(bucket_url)
 
 
 def _shown(path: Path) -> bool:

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A model in the store.")]
 
 
-def _parted(given: Sequence[str], what: str) -> dict[str, str]:
+def _parted(items: Sequence[str], expected: str) -> dict[str, str]:
     """`NAME=VALUE` of each. Raises Failure for another form, and for a name that is given twice."""
     parted: dict[str, str] = {}
-    for item in given:
+    for item in items:
         name, equals, value = item.partition("=")
         if not (name and equals and value):
-            raise Failure(f"{item!r} is not {what}")
+            raise Failure(f"{item!r} is not {expected}")
         if parted.setdefault(name, value) != value:
             raise Failure(f"{name} is given twice")
     return parted
@@ -229,8 +229,8 @@ def _show_pairs(state: Routing, report: Report, limit: int, as_json: bool) -> No
         if each.completed:
             say(f"    tokens before the first difference: {each.same:.1%}; equal outputs: {each.equal:.1%}")
             length = "" if each.length is None else f"; tokens: {each.length:.2f} times as many"
-            took = "" if each.time is None else f"; time: {each.time:.2f} times as long"
-            say(f"    same finish reasons: {each.same_reason:.1%}{length}{took}")
+            duration = "" if each.time is None else f"; time: {each.time:.2f} times as long"
+            say(f"    same finish reasons: {each.same_reason:.1%}{length}{duration}")
     if report.drops:
         say("  dropped: " + ", ".join(f"{count} {reason}" for reason, count in report.drops.items()))
     for row in report.pairs[:limit]:
@@ -272,8 +272,8 @@ def versions(
 
     with open_store(broker, store, data_dir) as records:
         state = routes.current(records, name)
-        found = cards.versions_of(records.hgetall(keys.VERSIONS), name)
-    for version, card in found.items():
+        versions = cards.versions_of(records.hgetall(keys.VERSIONS), name)
+    for version, card in versions.items():
         aliases = sorted(at for at, named in {"default": state.default, **state.aliases}.items() if named == version)
         if as_json:
             row = {"name": name, "version": version, "aliases": aliases, "stage": state.stage(version)}
@@ -295,7 +295,7 @@ def _show(state: Routing, as_json: bool) -> None:
         return
     by = f", {_when(state.at)} by {state.by}" if state.generation else ": new tasks go to the model's default"
     say(f"{state.model}: generation {state.generation}{by}")
-    rows: list[tuple[str, ...]] = [("  default", state.default, _rest(state.split))]
+    rows: list[tuple[str, ...]] = [("  default", state.default, _default_share(state.split))]
     rows += [(f"  {name}", version, _part(state.split, name)) for name, version in sorted(state.aliases.items())]
     rows += [
         ("  (version)", target, _part(state.split, target)) for target in state.split if target not in state.aliases
@@ -318,7 +318,7 @@ def _part(split: Mapping[str, float], target: str) -> str:
     return f"{split[target]:g}%" if target in split else ""
 
 
-def _rest(split: Mapping[str, float]) -> str:
+def _default_share(split: Mapping[str, float]) -> str:
     return f"{100 - sum(split.values()):g}%"
 
 

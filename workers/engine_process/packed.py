@@ -59,12 +59,12 @@ def pack(
     events: Iterable[tuple[int, Event]], work: StepWork | None, courses: Sequence[tuple[int, Course]] = ()
 ) -> bytes:
     """`events`: with the numbers of their requests, in order."""
-    told = json.dumps([(number, _course(course)) for number, course in courses]).encode() if courses else b""
+    courses_json = json.dumps([(number, _course(course)) for number, course in courses]).encode() if courses else b""
     parts = [b""]
     if work is not None:
         counts = work.prompt_tokens, work.generated, work.tokens, work.context, work.prompts
         parts.append(_WORK.pack(work.ended, work.seconds, work.decodes, *counts))
-    parts.append(told)
+    parts.append(courses_json)
     segments = 0
     columns: list[int] = []
     texts: list[str] = []
@@ -89,20 +89,20 @@ def pack(
     if columns:
         parts += _run(columns, texts)
         segments += 1
-    parts[0] = _HEAD.pack(segments, len(told), work is not None)
+    parts[0] = _HEAD.pack(segments, len(courses_json), work is not None)
     return b"".join(parts)
 
 
 def unpack(record: bytes | memoryview) -> Step:
     """The reverse of `pack`. Events lack their `request_id`."""
-    segments, told, worked = _HEAD.unpack_from(record)
+    segments, courses_length, worked = _HEAD.unpack_from(record)
     at, work = _HEAD.size, None
     if worked:
         work = StepWork(*_WORK.unpack_from(record, at))
         at += _WORK.size
     view = memoryview(record)
-    courses = json.loads(bytes(view[at : at + told])) if told else []
-    at += told
+    courses = json.loads(bytes(view[at : at + courses_length])) if courses_length else []
+    at += courses_length
     events: list[Run | tuple[int, Event]] = []
     for _ in range(segments):
         kind, count, text_bytes = _SEGMENT.unpack_from(record, at)
@@ -131,7 +131,7 @@ def _other(number: int, event: Event) -> tuple[bytes, bytes, bytes]:
     text = "".join(event.texts).encode("utf-8", "surrogatepass")
     flags = _DONE * event.done | _REFUSED * event.refused
     lists = [array("q", event.token_ids).tobytes(), array("q", map(len, event.texts)).tobytes()]
-    rest: dict[str, Any] = {}
+    extras: dict[str, Any] = {}
     if event.logprobs is not None:
         flags |= _LOGPROBS
         lists.append(_logprobs(event.logprobs))
@@ -143,20 +143,27 @@ def _other(number: int, event: Event) -> tuple[bytes, bytes, bytes]:
         lists.append(_rows(event.rows))
         others = {at: _row(row) for at, row in enumerate(event.rows) if not isinstance(row, list)}
         if others:
-            rest["rows"] = others
+            extras["rows"] = others
     if event.stop_match is not None:
-        rest["stop_match"] = event.stop_match
+        extras["stop_match"] = event.stop_match
     if event.error is not None:
-        rest |= {"error": event.error, "fields": fields_of(event.error), "param": event.param, "code": event.code}
-    said = json.dumps(rest).encode() if rest else b""
-    counts = event.prompt_tokens, event.cached_tokens, event.discarded, flags, _CODES[event.finish_reason], len(said)
+        extras |= {"error": event.error, "fields": fields_of(event.error), "param": event.param, "code": event.code}
+    extras_json = json.dumps(extras).encode() if extras else b""
+    counts = (
+        event.prompt_tokens,
+        event.cached_tokens,
+        event.discarded,
+        flags,
+        _CODES[event.finish_reason],
+        len(extras_json),
+    )
     head = _EVENT.pack(number, event.choice, event.index, len(event.token_ids), *counts)
-    body = b"".join((head, *lists, said))
+    body = b"".join((head, *lists, extras_json))
     return _SEGMENT.pack(_OTHER, len(body), len(text)), body, text
 
 
 def _read_other(body: memoryview, text: str) -> tuple[int, Event]:
-    number, choice, index, count, prompt, cached, discarded, flags, finish, said = _EVENT.unpack_from(body)
+    number, choice, index, count, prompt, cached, discarded, flags, finish, extras_length = _EVENT.unpack_from(body)
     reader = _Reader(body[_EVENT.size :])
     event = Event("", choice, index, reader.integers(count))
     start = 0
@@ -172,16 +179,16 @@ def _read_other(body: memoryview, text: str) -> tuple[int, Event]:
         event.prompt_logprobs = reader.logprobs()
     if flags & _ROWS:
         event.rows = [*reader.rows()]
-    if said:
-        rest = json.loads(reader.rest())
-        event.stop_match = rest.get("stop_match")
-        for at, (kind, values) in rest.get("rows", {}).items():
+    if extras_length:
+        extras = json.loads(reader.remainder())
+        event.stop_match = extras.get("stop_match")
+        for at, (kind, values) in extras.get("rows", {}).items():
             assert event.rows is not None
             event.rows[int(at)] = TextError(*values) if kind == "error" else tuple(Entity(*part) for part in values)
-        if "error" in rest:
-            fields = rest["fields"]
-            event.error = ErrorText.read(rest["error"], fields) if fields else rest["error"]
-            event.param, event.code = rest["param"], rest["code"]
+        if "error" in extras:
+            fields = extras["fields"]
+            event.error = ErrorText.read(extras["error"], fields) if fields else extras["error"]
+            event.param, event.code = extras["param"], extras["code"]
     return number, event
 
 
@@ -247,7 +254,7 @@ class _Reader:
             yield values[start : start + length]
             start += length
 
-    def rest(self) -> bytes:
+    def remainder(self) -> bytes:
         return bytes(self._data[self._at :])
 
 

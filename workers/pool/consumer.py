@@ -83,8 +83,8 @@ class Consumer(Stock):
     def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:
         name = message.headers["task"]
         if not name.startswith(KINDS):
-            what = "Message %.200r is of task %.200r, and Penstock has no task of that name: dead-lettered"
-            logger.error(what, message.headers.get("id"), name)
+            message_format = "Message %.200r is of task %.200r, and Penstock has no task of that name: dead-lettered"
+            logger.error(message_format, message.headers.get("id"), name)
             with _stock_is_quiet():
                 super().on_unknown_task(UNSHOWN, message, exc)
             return
@@ -199,29 +199,29 @@ def _shown(payload: dict[str, Any], hostname: str) -> dict[str, Any]:
 
 def stats(state: Any, **_: Any) -> dict[str, Any]:
     """Stock's, whose count of tasks lacks those that pass Celery by."""
-    found: dict[str, Any] = state.consumer.controller.stats()
+    statistics: dict[str, Any] = state.consumer.controller.stats()
     if begun := batch_of(state.app).monitors.begun_count:
-        found["total"] = {**found["total"], TASK_NAME: found["total"].get(TASK_NAME, 0) + begun}
-    return found
+        statistics["total"] = {**statistics["total"], TASK_NAME: statistics["total"].get(TASK_NAME, 0) + begun}
+    return statistics
 
 
-def _seen(command: Callable[..., Any], ids: str | None) -> Callable[..., Any]:
+def _with_native_tasks(command: Callable[..., Any], ids: str | None) -> Callable[..., Any]:
     """A command that looks at Celery's books: first they get what passes Celery by. `ids`: the argument that names the
     tasks it is about, if it is not about all."""
 
     @wraps(command)
-    def seen(state: Any, **arguments: Any) -> Any:
+    def shown(state: Any, **arguments: Any) -> Any:
         named = None if ids is None else frozenset(map(str, maybe_list(arguments.get(ids)) or ()))
         batch_of(state.app).monitors.show(named)
         return command(state, **arguments)
 
-    return seen
+    return shown
 
 
 for name in ("active", "dump_active", "reserved", "dump_reserved"):
-    Panel.data[name] = _seen(Panel.data[name], None)
+    Panel.data[name] = _with_native_tasks(Panel.data[name], None)
 for name, ids in {"query_task": "ids", "revoke": "task_id", "terminate": "task_id"}.items():
-    Panel.data[name] = _seen(Panel.data[name], ids)
+    Panel.data[name] = _with_native_tasks(Panel.data[name], ids)
 inspect_command()(stats)
 inspect_command(alias="dump_schedule")(scheduled)
 inspect_command()(breaker)

@@ -124,8 +124,8 @@ def ranks_needed(gpu: Gpu, need: Need, load: Load, margins: Margins) -> int | No
     return next((ranks for ranks in need.possible if need.room(gpu, load, margins, ranks)), None)
 
 
-def divided(gpu: Gpu, need: Need, load: Load, margins: Margins, most: int = 8) -> list[Divided]:
-    """The model on each possible number of GPUs that holds it, from two to `most`."""
+def divided(gpu: Gpu, need: Need, load: Load, margins: Margins, max_gpus: int = 8) -> list[Divided]:
+    """The model on each possible number of GPUs that holds it, from two to `max_gpus`."""
     share, fp8, context = SHARES[need.form], need.form == "fp8", load.prompt + load.output / 2
     return [
         Divided(
@@ -140,7 +140,7 @@ def divided(gpu: Gpu, need: Need, load: Load, margins: Margins, most: int = 8) -
             },
         )
         for ranks in need.possible
-        if 1 < ranks <= most and (room := need.room(gpu, load, margins, ranks))
+        if 1 < ranks <= max_gpus and (room := need.room(gpu, load, margins, ranks))
     ]
 
 
@@ -238,11 +238,11 @@ def needed(
     arrivals: Sequence[Arrival],
     model: WorkerModel,
     max_wait: float,
-    most: int,
+    max_workers: int,
     note: Callable[[int], None] = lambda workers: None,
 ) -> tuple[Fleet, bool]:
     """The fewest workers, up at all times, with which 95% of the tasks wait at most `max_wait` seconds; and whether
-    `most` workers suffice for that. `note` gets each number that is tried."""
+    `max_workers` workers suffice for that. `note` gets each number that is tried."""
     tried: dict[int, Fleet] = {}
 
     def holds(workers: int) -> bool:
@@ -253,20 +253,20 @@ def needed(
         return wait is not None and wait <= max_wait
 
     work = sum(model.work(arrival.prompt, arrival.output) for arrival in arrivals) / model.tokens_per_s
-    low, high = 1, min(most, max(1, int(work / max(arrivals[-1].at, 1.0))))
+    low, high = 1, min(max_workers, max(1, int(work / max(arrivals[-1].at, 1.0))))
     while not holds(high):
-        if high == most:
-            return tried[most], False
-        low, high = high + 1, min(most, 2 * high)
+        if high == max_workers:
+            return tried[max_workers], False
+        low, high = high + 1, min(max_workers, 2 * high)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)
     return tried[high], True
 
 
-def scaled(arrivals: Sequence[Arrival], model: WorkerModel, most: int, cool_down: float) -> Fleet:
+def scaled(arrivals: Sequence[Arrival], model: WorkerModel, max_workers: int, cool_down: float) -> Fleet:
     """The same load with workers that the autoscaler's policy starts and ends, down to none."""
-    scaler: Scaler = Policy(Rules(min=0, max=most, cool_down=cool_down))
+    scaler: Scaler = Policy(Rules(min=0, max=max_workers, cool_down=cool_down))
     out = Simulation(arrivals, model, scaler).run()
     return _fleet(out, out.max_workers, out.worker_s)
 
@@ -317,12 +317,12 @@ def break_even(start_s: float, task_s: float, cool_down: float, price_ratio: flo
     return BreakEven(cheaper, _rate_with(share_warm, QUANTILE) * 3600)
 
 
-def _rate_with(share: Callable[[float], float], wanted: float) -> float:
-    """The rate (1/s) from which on a share that grows with it is at least `wanted`."""
+def _rate_with(share: Callable[[float], float], target: float) -> float:
+    """The rate (1/s) from which on a share that grows with it is at least `target`."""
     low, high = 1 / _YEAR_S, 1e6
     for _ in range(100):
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if share(middle) < wanted else (low, middle)
+        low, high = (middle, high) if share(middle) < target else (low, middle)
     return high
 
 

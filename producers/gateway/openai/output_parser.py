@@ -106,7 +106,7 @@ class OutputParser:
         #: Whether the token of the next mark has come, whose text is still to come whole.
         self._marked = False
         self._begun = False
-        self._held = 0
+        self._held_tokens = 0
         self.reasoning_tokens = 0
 
     @property
@@ -149,7 +149,7 @@ class OutputParser:
         syntax = self._syntax
         assert syntax is not None, "an output without reasoning is its answer"
         begin = syntax.marks.begin
-        self._held += 1
+        self._held_tokens += 1
         self._pending += token.text
         text = self._first = self._first + token.text if self._first else token.text.lstrip()
         if self._call is not None and token.token_id == self._call:  # it calls without reasoning
@@ -170,7 +170,7 @@ class OutputParser:
             return
         if begin in text:
             self._state, self._marked, self._pending = _REASONING, False, ""
-            self.reasoning_tokens += self._held
+            self.reasoning_tokens += self._held_tokens
             self._find_end(replace(token, token_id=-1, text=text.partition(begin)[2] if begin else text), parts)
 
     def _find_answer(self, token: Token, parts: list[OutputPart]) -> None:
@@ -197,12 +197,12 @@ class OutputParser:
             before, _, behind = text.partition(end)
             self._close(before, behind, token, parts)
             return
-        held = 0
+        withheld = 0
         if self._marked:
-            held = len(text)
+            withheld = len(text)
         elif syntax.end is None:
-            held = next((size for size in range(len(end) - 1, 0, -1) if text.endswith(end[:size])), 0)
-        certain = text[: len(text) - held].rstrip()
+            withheld = next((size for size in range(len(end) - 1, 0, -1) if text.endswith(end[:size])), 0)
+        certain = text[: len(text) - withheld].rstrip()
         self._pending = text[len(certain) :]
         self._think(certain, parts)
 
