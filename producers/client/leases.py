@@ -32,7 +32,7 @@ from producers.client.steps import FAILURES, Steps, once, persistently
 from producers.connection.connect import SILENT_S
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, arun, script, text
-from producers.connection.trouble import error_text, fault
+from producers.connection.trouble import error_text, fault, sleep_unless_cancelled
 from producers.contract import keys
 from producers.store import epoch, protocol
 from producers.store.protocol import PACKAGE, READER_LEASE_S
@@ -110,13 +110,13 @@ class Leadership:
             if remaining_ms is not None and not announced:
                 log.info("another %s leads; %s waits", self._role, self.name)
                 announced = True
-            pause = self.lease_s / RENEWALS
-            await asyncio.sleep(pause if remaining_ms is None else min(pause, remaining_ms / 1000 + 0.01))
+            longest = self.lease_s / RENEWALS
+            await sleep_unless_cancelled(longest if remaining_ms is None else min(longest, remaining_ms / 1000 + 0.01))
 
     async def keep(self) -> None:
         """Renew the lease. Returns when this process no longer leads, or cannot know."""
         while True:
-            await asyncio.sleep(self.lease_s / RENEWALS)
+            await sleep_unless_cancelled(self.lease_s / RENEWALS)
             remaining_ms = await self._renew()
             if remaining_ms:
                 self._until = 0.0
@@ -225,7 +225,7 @@ class ReaderLeases:
         """Renew all leases until cancelled."""
         pause = self._every_s
         while True:
-            await asyncio.sleep(pause)
+            await sleep_unless_cancelled(pause)
             task_ids = list(self._readers)
             try:
                 for start in range(0, len(task_ids), MANY):

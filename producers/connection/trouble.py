@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from enum import Enum
 from typing import Final
@@ -28,6 +29,15 @@ CODES: Final[dict[Trouble | None, str]] = {
     Trouble.DENIED: "access_denied",
     Trouble.UNUSABLE: "unusable_server",
 }
+
+
+async def sleep_unless_cancelled(seconds: float) -> None:
+    """`asyncio.sleep` for a loop that goes on after a server's trouble. Raises CancelledError also where its task was
+    cancelled before: redis-py makes an error of its own of that while it ends a WATCH, and the loop would go on."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+    await asyncio.sleep(seconds)
 
 
 class UnusableServer(redis.RedisError):

@@ -25,6 +25,7 @@ from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES, backoff, persistently
 from producers.connection.connect import SILENT_S, connect_async
 from producers.connection.log_throttle import warn_throttled
+from producers.connection.trouble import sleep_unless_cancelled
 from producers.contract.message import id_of
 from producers.store import protocol
 
@@ -55,7 +56,7 @@ async def hear(client: AsyncClient, control_url: str) -> None:
         finally:
             with suppress(*FAILURES):
                 await server.aclose()
-        await asyncio.sleep(backoff(attempt))
+        await sleep_unless_cancelled(backoff(attempt))
         attempt += 1
 
 

@@ -41,7 +41,7 @@ from producers.connection.local import FILES_DIR
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import aexecute_many, arun
 from producers.connection.storage import PRESSED, read_storage
-from producers.connection.trouble import error_text
+from producers.connection.trouble import error_text, sleep_unless_cancelled
 from producers.contract import keys
 from producers.contract.sealing import Keyring
 from producers.errors import PenstockError
@@ -447,7 +447,8 @@ async def _repeat(client: AsyncClient, work: Duty, every_s: float, condition: Co
         except Exception as error:  # one bad record must not stop the sweeps for all others
             condition.failed(work, error)
             log.exception("a sweep failed, going on")
-        await asyncio.sleep(every_s * random.uniform(0.8, 1.2))  # noqa: S311 - keeps several sweepers apart
+        apart = random.uniform(0.8, 1.2)  # noqa: S311 - keeps several sweepers apart
+        await sleep_unless_cancelled(every_s * apart)
 
 
 async def _count(client: AsyncClient, done: Counts) -> None:

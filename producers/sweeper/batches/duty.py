@@ -24,6 +24,7 @@ from producers.client.steps import FAILURES
 from producers.client.submission import listed
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun
+from producers.connection.trouble import sleep_unless_cancelled
 from producers.contract import keys, levels
 from producers.store import batches, files
 from producers.store.batches import Batch
@@ -116,7 +117,7 @@ class Batches:
                     await batches.trim(self._store, int(time.time() * 1000))
                 except FAILURES as error:
                     warn_throttled(log, "cannot ask the store for batches, trying again: %s", error)
-                await asyncio.sleep(every_s)
+                await sleep_unless_cancelled(every_s)
         finally:
             steps = list(running.values())
             for task in steps:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from redis import Redis
+from redis.exceptions import WatchError
 
 from producers import AsyncClient
 from producers.connection import log_throttle as complaints
@@ -124,3 +125,28 @@ async def test_a_store_that_is_away_is_complained_of_once_in_a_while(
         await tried.wait()
         sweeping.cancel()
     assert caplog.messages == ["sweep broken off, trying again: TimeoutError"]
+
+
+async def test_a_sweeper_that_leads_no_more_stops_though_a_sweep_makes_another_error_of_that(
+    aclient: AsyncClient,
+) -> None:
+    """As redis-py does while it ends a WATCH: the sweeper would wait for that sweep for ever, and lead never again."""
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def work() -> dict[str, int]:
+        if begun.is_set():
+            goes_on.set()
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise WatchError("A ConnectionError occurred while watching one or more keys") from None
+        return {}
+
+    sweeping = asyncio.create_task(sweeper._repeat(aclient, work, 0.0))
+    await begun.wait()
+    sweeping.cancel()
+    again = asyncio.create_task(goes_on.wait())
+    await asyncio.wait((sweeping, again), return_when="FIRST_COMPLETED")
+    assert sweeping.cancelled()
+    again.cancel()
