@@ -33,7 +33,7 @@ class Holdings:
         #: Marks that the broker has of this life, as far as is known.
         self.held: set[str] = set()
         self._life: Incarnation | None = None
-        self._anew = True
+        self._enter_all = True
         self._due = 0.0
 
     def tell(self, life: Incarnation) -> None:
@@ -41,19 +41,19 @@ class Holdings:
         if not self._served.places or not life.begun:
             return
         if life is not self._life:
-            self._life, self._anew = life, True
+            self._life, self._enter_all = life, True
         marks = self._served.engine.marks() if self._deliveries.serves else []
-        self._anew = self._anew or bool(self.held and not marks)  # all of it goes at once, in no portions
-        known = set() if self._anew else self.held
-        enter = [mark for mark in dict.fromkeys(marks) if mark not in known][-PORTION:]
-        drop = [*known.difference(marks)][:PORTION]
-        if not (enter or drop or self._anew) and time.monotonic() < self._due:
+        self._enter_all = self._enter_all or bool(self.held and not marks)  # all of it goes at once, in no portions
+        entered_marks = set() if self._enter_all else self.held
+        enter = [mark for mark in dict.fromkeys(marks) if mark not in entered_marks][-PORTION:]
+        drop = [*entered_marks.difference(marks)][:PORTION]
+        if not (enter or drop or self._enter_all) and time.monotonic() < self._due:
             return
-        anew, self._anew = self._anew, True  # until it has answered
-        entered = self._broker.hold(life.id, enter, drop, anew=anew)
+        enter_all, self._enter_all = self._enter_all, True  # until it has answered
+        entered = self._broker.hold(life.id, enter, drop, anew=enter_all)
         if entered >= 0:
-            self.held = (known | set(enter)).difference(drop)
-            self._anew, self._due = entered != len(self.held), time.monotonic() + AGAIN_S
+            self.held = (entered_marks | set(enter)).difference(drop)
+            self._enter_all, self._due = entered != len(self.held), time.monotonic() + AGAIN_S
 
     def has_part(self, headers: dict[str, Any]) -> bool | None:
         """Whether it holds a part of what a message's task needs; None if the message does not say."""
