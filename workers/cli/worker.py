@@ -318,8 +318,8 @@ def _gpus(context: typer.Context, selection: str) -> tuple[Chosen, ...]:
 
     if context.params["device"] == "cpu":
         raise Failure("--gpus goes with --device cuda, not with cpu")
-    of_stage, stages = (context.params[name] or 1 for name in ("tensor_parallel", "pipeline_parallel"))
-    return choose(selection, gpus_here(), of_stage * stages)
+    of_stage, stages, nodes = (context.params[name] or 1 for name in ("tensor_parallel", "pipeline_parallel", "nodes"))
+    return choose(selection, gpus_here(), max(1, of_stage * stages // nodes))
 
 
 def _on_gpus(context: typer.Context, gpus: Sequence[Chosen]) -> list[str]:
