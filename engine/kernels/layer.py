@@ -151,8 +151,10 @@ class PreparedLayers(Protocol):
         caches: Sequence[Tensor],
         output_rows: Tensor,
         adapters: PreparedStepAdapters | None = None,
+        partial: bool = False,
     ) -> Tensor:
-        """`residual`: [tokens, width], which may be overwritten. `rotations`: (cos, sin) of each rope. `attention`,
+        """`residual`: [tokens, width], which may be overwritten; `partial`: it is to be summed over the ranks, if there
+        are several. `rotations`: (cos, sin) of each rope. `attention`,
         `caches`: one for each KV group. `output_rows`: the wanted tokens, int64 [rows]. Returns their last hidden
         states [rows, width], normed; without a norm, what enters the next stage, [tokens, width]."""
 

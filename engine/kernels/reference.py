@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Sequence
-from ctypes import c_char
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -34,8 +32,6 @@ if TYPE_CHECKING:
 
 #: The numbers dequantised at one time, few enough to stay in a processor's cache until they are multiplied.
 _DEQUANTISED = 1 << 20
-#: The bytes of a row's place, logit and flag, in `peak_values`.
-PEAK_BYTES: Final = 13
 #: The bytes of the scale after each key and each value, for KV caches of "int8".
 SCALE_BYTES: Final = 4
 
@@ -199,17 +195,14 @@ class Reference:
         shares, experts = logits.float().softmax(-1).topk(chosen, -1)
         return experts, shares / shares.sum(-1, keepdim=True) if normed else shares
 
-    def peaks(self, head: PreparedLinear, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+    def peaks(self, head: PreparedLinear, hidden: Tensor, first: int = 0) -> tuple[Tensor, Tensor] | None:
         """The greedy tokens of the logits that `head`, a prepared product, makes of `hidden`, [rows, width].
 
         Returns int64 [rows], the index of the largest logit, the first of equal ones; and bool [rows], whether all
-        logits are finite. None if the set cannot do this without storing the logits.
+        logits are finite. None if the set cannot do this without storing the logits. With an exchange all ranks call
+        it, each with its part of the vocabulary, which begins at `first`; the result is that of all, and on rank 0
+        alone.
         """
-        return None
-
-    def peak_values(self, head: PreparedLinear, hidden: Tensor) -> ctypes.Array[c_char] | None:
-        """What `peaks` gives, with the largest logits, as bytes: int64 [rows], fp32 [rows] with the logits, and bool
-        [rows], one after another."""
         return None
 
     def sum_ranks(self, x: Tensor) -> Tensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
-from ctypes import c_char
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -309,7 +307,9 @@ class Decoder:
         rotations = self.rotations(positions, long)
         residual = self._embedded(tokens, adapters) if entering is None else entering
         if self._together is not None:
-            return self._together(residual, rotations, attention, caches, output_rows, adapters)
+            return self._together(residual, rotations, attention, caches, output_rows, adapters, entering is None)
+        if entering is None:
+            residual = self.kernels.sum_ranks(residual)
         x = self._layers[0].input_norm(residual)
         for i in range(self.depth):
             last = output_rows if self.has_head and i + 1 == self.depth else None
@@ -330,14 +330,15 @@ class Decoder:
 
     def enter(self, tokens: Tensor, adapters: StepAdapters | None = None) -> tuple[Tensor, Tensor]:
         """The input of the first layer, as (x, residual)."""
-        residual = self._embedded(tokens, adapters)
+        residual = self.kernels.sum_ranks(self._embedded(tokens, adapters))
         return self._layers[0].input_norm(residual), residual
 
     def _embedded(self, tokens: Tensor, adapters: StepAdapters | None) -> Tensor:
+        """The embedding's rows [tokens, width]; a rank's are those of its own tokens, and zeros, to be summed."""
         if self.kernels.collectives is not None:
             own = tokens - self.own_tokens.start
             absent = (own < 0) | (own >= len(self.own_tokens))
-            return self.kernels.sum_ranks(self._embedding(own.masked_fill(absent, 0)).masked_fill(absent[:, None], 0.0))
+            return self._embedding(own.masked_fill(absent, 0)).masked_fill(absent[:, None], 0.0)
         if self.kernels.exchange is None:
             return self._embedding(tokens, None if adapters is None else adapters.tokens)
         # By numpy, whose small operations take a tenth of the time of torch's.
@@ -346,7 +347,7 @@ class Decoder:
         places[others] = 0
         rows = self._embedding(torch.from_numpy(places))
         rows.numpy()[others] = 0
-        return self.kernels.sum_ranks(rows)
+        return rows
 
     def layer(
         self,
@@ -389,11 +390,7 @@ class Decoder:
 
     def peaks(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         # A softcap can make different logits equal, so the argmax before the cap may differ from that after it.
-        return None if self._softcap is not None else self.kernels.peaks(self._logits_of, hidden)
-
-    def peak_values(self, hidden: Tensor) -> ctypes.Array[c_char] | None:
-        """See Kernels.peak_values; of the own tokens, which are counted from the first of them."""
-        return None if self._softcap is not None else self.kernels.peak_values(self._logits_of, hidden)
+        return None if self._softcap is not None else self.kernels.peaks(self._logits_of, hidden, self.own_tokens.start)
 
     @property
     def _logits_of(self) -> PreparedLinear:

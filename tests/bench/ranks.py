@@ -23,7 +23,7 @@ from engine.kernels.native import load_library
 #: Tokens of each prompt and of each output.
 PROMPT, OUTPUT = 128, 40
 #: The library's functions that compute or wait.
-NATIVE = ("layers", "layers_of_rank", "peaks", "peak_values", "sum", "send", "gather")
+NATIVE = ("layers", "layers_of_rank", "peaks", "peaks_of_ranks", "sum", "send", "gather")
 
 
 class Steps:

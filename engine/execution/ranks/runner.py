@@ -30,7 +30,6 @@ from torch import Tensor
 from engine.adapters import Adapter, AdapterRows
 from engine.execution.runner import BatchBuilder, Runner, StepBatch, copy_blocks, run_step
 from engine.kernels.native.exchange import Exchange, Share
-from engine.kernels.reference import PEAK_BYTES
 from engine.kv import KvSpace
 from engine.layers import AdaptedRows, StepAdapters
 from engine.models import Model
@@ -73,9 +72,6 @@ class LeadModel:
         self.linears, self.embedding, self.weights = share.linears, share.embedding, share.weights
         self.canonical, self.pack, self.forward = share.canonical, share.pack, share.forward
         self.cut, self.elsewhere = share.cut, share.elsewhere
-        width = share.embedding()[1].shape[1]
-        hidden = torch.zeros(1, width, dtype=share.kernels.compute_dtype)
-        self._finds_peaks = exchange is not None and share.has_head and share.peak_values(hidden) is not None
         self._peaks: tuple[Tensor, Tensor] | None = None
         # An adapter's number, by which the followers know it until it is freed here.
         self._numbers: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
@@ -127,20 +123,6 @@ class LeadModel:
         """See Model. Those of several ranks are found within the step."""
         return self.share.peaks(hidden) if self.exchange is None else self._peaks
 
-    def _overall_peaks(self, peaks: bytes, rows: int) -> tuple[Tensor, Tensor]:
-        """The peaks of the whole vocabulary (see Model.peaks) for `rows` rows, from `peaks`, the peak_values of each
-        rank one after another. In plain Python: numpy is slow after a native call that has emptied the caches."""
-        ranks = [
-            struct.unpack_from(f"={rows}q{rows}f{rows}?", peaks, at) for at in range(0, len(peaks), PEAK_BYTES * rows)
-        ]
-        token_ids = []
-        for row, values in enumerate(zip(*(rank[rows : 2 * rows] for rank in ranks), strict=True)):
-            # Of equal values the first rank's, which has the smaller token ids.
-            best = values.index(max(values))
-            token_ids.append(self._vocabularies[best].start + ranks[best][row])
-        finite = list(map(all, zip(*(rank[2 * rows :] for rank in ranks), strict=True)))
-        return torch.tensor(token_ids), torch.tensor(finite)
-
     def step(
         self, batch: StepBatch, greedy: int, caches: Sequence[Tensor], entering: NDArray[np.float32] | None = None
     ) -> Tensor:
@@ -151,14 +133,13 @@ class LeadModel:
         [tokens, width]. Raises DeviceLostError.
         """
         if self.exchange is not None:
-            greedy *= self._finds_peaks
             first = batch.attention[0]
             arrays = [*batch.arrays, *(() if entering is None else (entering,))]
             self.exchange.send(packed(Kind.STEP, (greedy, first.most_queries, first.most_places), arrays))
         hidden = run_step(self.share, caches, batch, None if entering is None else torch.from_numpy(entering))
         self._peaks = None
         if self.exchange is not None and greedy:
-            self._peaks = self._overall_peaks(_gathered_peaks(self.share, self.exchange, hidden, greedy), greedy)
+            self._peaks = self.share.peaks(hidden[:greedy])
         return hidden
 
 
@@ -178,13 +159,6 @@ def _share_logits(share: Decoder, hidden: Tensor) -> Tensor:
     logits = share.logits(hidden).float()
     width = -(-share.vocab_size // exchange.share.ranks)
     return torch.nn.functional.pad(logits, (0, width - logits.shape[1]))
-
-
-def _gathered_peaks(share: Decoder, exchange: Exchange, hidden: Tensor, rows: int) -> bytes:
-    """On the first rank, Kernels.peak_values of the first `rows` rows, of each rank; on the others, nothing."""
-    peaks = share.peak_values(hidden if rows == len(hidden) else hidden[:rows])
-    assert peaks is not None
-    return exchange.gather_bytes(peaks)
 
 
 class RanksRunner(Runner):
@@ -285,7 +259,7 @@ def follow(share: Decoder, exchange: Exchange, adapters: dict[int, Adapter]) -> 
             entering = None if share.is_first else torch.from_numpy(arrays.pop())
             hidden = run_step(share, replica.caches, replica.batch(arrays, *maxima), entering)
             if greedy:
-                _gathered_peaks(share, exchange, hidden, greedy)
+                share.peaks(hidden[:greedy])
         elif kind == Kind.LOGITS:
             exchange.gather(_share_logits(share, torch.from_numpy(arrays[0])))
         else:

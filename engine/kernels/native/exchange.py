@@ -150,11 +150,3 @@ class Exchange:
         )
         self.check()
         return by_rank
-
-    def gather_bytes(self, part: ctypes.Array[ctypes.c_char]) -> bytes:
-        """On rank 0, the `part` of each rank, one after another. Empty on the others, which do not wait."""
-        length = len(part)
-        by_rank = (ctypes.c_char * (length * self.share.ranks if self.share.rank == 0 else 0))()
-        self._library.gather(self.address, 0, ctypes.addressof(part), length, ctypes.addressof(by_rank))
-        self.check()
-        return by_rank.raw

@@ -3,10 +3,8 @@ bits."""
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Sequence
-from ctypes import c_char
 from functools import partial
 from typing import Final
 
@@ -151,11 +149,8 @@ class Native(Reference):
     def route(self, logits: Tensor, chosen: int, normed: bool) -> tuple[Tensor, Tensor]:
         return route(self._library, self._threads, logits.float(), chosen, normed)
 
-    def peaks(self, head: PreparedLinear, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-        return head.peaks(hidden) if isinstance(head, PackedProduct) else None
-
-    def peak_values(self, head: PreparedLinear, hidden: Tensor) -> ctypes.Array[c_char] | None:
-        return head.peak_values(hidden) if isinstance(head, PackedProduct) else None
+    def peaks(self, head: PreparedLinear, hidden: Tensor, first: int = 0) -> tuple[Tensor, Tensor] | None:
+        return head.peaks(hidden, first, self.exchange) if isinstance(head, PackedProduct) else None
 
     def sum_ranks(self, x: Tensor) -> Tensor:
         return x if self.exchange is None else self.exchange.sum(self._threads, x.contiguous())

@@ -53,6 +53,7 @@ class NativeLayers:
         caches: Sequence[Tensor],
         output_rows: Tensor,
         adapters: PreparedStepAdapters | None = None,
+        partial: bool = False,
     ) -> Tensor:
         residual, output_rows = residual.contiguous(), output_rows.contiguous()
         out = residual if self._norm is None else residual.new_empty(len(output_rows), residual.shape[1])
@@ -83,7 +84,7 @@ class NativeLayers:
         if self._exchange is None:
             self._library.layers(*arguments)
         else:
-            self._library.layers_of_rank(*arguments, self._exchange.address)
+            self._library.layers_of_rank(*arguments, self._exchange.address, int(partial))
             self._exchange.check()
         if self._report_time is not None and spent is not None:
             for name, nanoseconds in zip(_CLASSES, spent, strict=True):

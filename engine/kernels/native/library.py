@@ -23,7 +23,7 @@ logger = logging.getLogger("penstock.engine")
 
 _FOLDER = Path(__file__).parent
 #: The penstock_version() that this file expects.
-VERSION = 23
+VERSION = 24
 #: The kinds of numbers, by the name of their type.
 _KINDS: Final = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8": 3}
 _PAIRED: Final = 4
@@ -69,7 +69,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "penstock_experts": [_P, _P, _P, _P, _L, _P, _P],
     "penstock_low_rank": [_P, _P, _P, _L, _P, _L, _P, _L],
     "penstock_layers": [_P, _P, _L, _P],
-    "penstock_peak_values": [_P, _P, _P, _P, _I, _L, _L, _L, _P, _P, _P],
+    "penstock_peaks_of_ranks": [_P, _P, _P, _P, _I, _L, _L, _L, _P, _P, _L, _P],
     "penstock_free_exchange": [_P],
     "penstock_fail_ranks": [_P],
     "penstock_sum": [_P, _P, _P, _L],
@@ -78,7 +78,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "penstock_gather": [_P, _L, _P, _L, _P],
     "penstock_carry": [_P, _L, _I],
     "penstock_deliver": [_P, _L, _I],
-    "penstock_layers_of_rank": [_P, _P, _L, _P, _P],
+    "penstock_layers_of_rank": [_P, _P, _L, _P, _P, _I],
 }
 
 
@@ -136,7 +136,6 @@ class Library:
         self.experts = library.penstock_experts
         self.low_rank = library.penstock_low_rank
         self.layers = library.penstock_layers
-        self.peak_values = library.penstock_peak_values
         self._bind_ranks(library)
 
     def _bind_ranks(self, library: ctypes.CDLL) -> None:
@@ -155,6 +154,7 @@ class Library:
         self.carry = library.penstock_carry
         self.deliver = library.penstock_deliver
         self.layers_of_rank = library.penstock_layers_of_rank
+        self.peaks_of_ranks = library.penstock_peaks_of_ranks
 
 
 def _refuse_part(path: Path) -> None:

@@ -6,6 +6,7 @@
 
 #include "gemm.h"
 #include "quantised.h"
+#include "ranks.h"
 
 // For each row and lane, the largest number so far, its place, and whether any number was not finite.
 struct Peaks {
@@ -112,4 +113,28 @@ INLINE void find_peaks(Pool& pool, const Gemm& g, int kind, int64_t* places, uin
     if (kind == 2) quantised_peaks(pool, g, places, finite, values);
     else if (kind) peaks<bf16>(pool, g, places, finite, values);
     else peaks<float>(pool, g, places, finite, values);
+}
+
+// A rank's peak of a row. `place` counts from the first rank's first column.
+struct RankPeak {
+    int64_t place;
+    float value;
+    uint32_t finite;
+};
+
+// On rank 0, the peaks of the columns of all ranks; on the others, arbitrary ones. This rank's columns begin at `first`.
+INLINE void peaks_of_ranks(Pool& pool, const Gemm& g, int kind, int64_t first, Exchange& exchange, int64_t* places,
+                           uint8_t* finite) {
+    std::vector<float> values(g.rows);
+    find_peaks(pool, g, kind, places, finite, values.data());
+    std::vector<RankPeak> own(g.rows), every(exchange.rank() ? 0 : exchange.ranks() * g.rows);
+    for (int64_t r = 0; r < g.rows; r++) own[r] = {first + places[r], values[r], finite[r]};
+    exchange.gather(0, (const char*)own.data(), g.rows * sizeof(RankPeak), (char*)every.data());
+    for (size_t i = 0; i < every.size(); i++) {
+        RankPeak& best = own[i % g.rows];  // at first rank 0's
+        bool whole = best.finite && every[i].finite;
+        if (every[i].value > best.value) best = every[i];  // of equal ones the earlier rank's has the smaller place
+        best.finite = whole;
+    }
+    for (int64_t r = 0; r < g.rows; r++) places[r] = own[r].place, finite[r] = own[r].finite;
 }

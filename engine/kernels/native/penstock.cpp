@@ -10,7 +10,7 @@
 extern "C" {
 
 // Increased with every change of the functions below.
-int penstock_version() { return 23; }
+int penstock_version() { return 24; }
 // Returns 0 if the system lets this process use the build's instructions, else errno.
 int penstock_refused() {
 #ifdef TILES
@@ -71,14 +71,16 @@ void penstock_linear(void* pool, const float* x, const void* weight, const float
 }
 
 // Finds the place of each row's largest number in the product, the first of equal ones, and whether all are finite.
-// The second function also gives the largest numbers.
+// Of ranks: see peaks.h.
 void penstock_peaks(void* pool, const float* x, const void* weight, const float* bias, int kind, int64_t rows,
                     int64_t inputs, int64_t outputs, int64_t* places, uint8_t* finite) {
     find_peaks(*(Pool*)pool, {x, weight, bias, nullptr, rows, inputs, outputs}, kind, places, finite, nullptr);
 }
-void penstock_peak_values(void* pool, const float* x, const void* weight, const float* bias, int kind, int64_t rows,
-                          int64_t inputs, int64_t outputs, int64_t* places, uint8_t* finite, float* values) {
-    find_peaks(*(Pool*)pool, {x, weight, bias, nullptr, rows, inputs, outputs}, kind, places, finite, values);
+void penstock_peaks_of_ranks(void* pool, const float* x, const void* weight, const float* bias, int kind, int64_t rows,
+                             int64_t inputs, int64_t outputs, int64_t* places, uint8_t* finite, int64_t first,
+                             void* ranks) {
+    peaks_of_ranks(*(Pool*)pool, {x, weight, bias, nullptr, rows, inputs, outputs}, kind, first, *(Exchange*)ranks,
+                   places, finite);
 }
 
 // See draws.h. `floors` may be null.
@@ -181,8 +183,12 @@ void penstock_gather(void* ranks, int64_t to, const char* own, int64_t length, c
 }
 void penstock_carry(void* ranks, int64_t rank, int end) { ((Exchange*)ranks)->carry(rank, end); }
 void penstock_deliver(void* ranks, int64_t rank, int end) { ((Exchange*)ranks)->deliver(rank, end); }
-void penstock_layers_of_rank(void* pool, const void* layers, int64_t count, const void* step, void* ranks) {
-    run_layers(*(Pool*)pool, (const Layer*)layers, count, *(const Step*)step, (Exchange*)ranks);
+// `partial`: what enters is the rank's part of a sum over all ranks.
+void penstock_layers_of_rank(void* pool, const void* layers, int64_t count, const void* step, void* ranks,
+                             int partial) {
+    const Step& s = *(const Step*)step;
+    if (partial) step_sum(*(Pool*)pool, s, (Exchange*)ranks, s.residual);
+    run_layers(*(Pool*)pool, (const Layer*)layers, count, s, (Exchange*)ranks);
 }
 
 }

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from ctypes import Structure, c_char, c_int64, c_void_p
+from ctypes import Structure, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
 from engine.kernels.layer import ExpertChanges, ExpertParts
 from engine.kernels.native.adapters import mixture_table
+from engine.kernels.native.exchange import Exchange
 from engine.kernels.native.library import Library, Pool
-from engine.kernels.reference import PEAK_BYTES
 
 #: The kinds of a product's weight, as in operations.h: numbers in fp32 or bf16, or the table of quantised.h.
 FP32, BF16, QUANTISED = 0, 1, 2
@@ -41,7 +41,7 @@ class PackedProduct:
         """`weight`: the address of numbers, or of a table. `kept`: the objects that own that memory."""
         self._kept = (kept, bias)
         self._sizes = (inputs, outputs)
-        self._library, self._run, self._find, self._pool = library, library.linear, library.peaks, pool
+        self._library, self._run, self._pool = library, library.linear, pool
         # The addresses are looked up once, because the tensors do not move.
         self._weight, self._added = weight, None if bias is None else bias.data_ptr()
         self._kind = kind
@@ -65,11 +65,11 @@ class PackedProduct:
         )
         return out
 
-    def peaks(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def peaks(self, x: Tensor, first: int = 0, exchange: Exchange | None = None) -> tuple[Tensor, Tensor]:
         """Reference.peaks of the product with `x`, without storing the product."""
         x = x.contiguous()
         places, finite = torch.empty(len(x), dtype=torch.int64), torch.empty(len(x), dtype=torch.bool)
-        self._find(
+        arguments = (
             self._pool.address,
             x.data_ptr(),
             self._weight,
@@ -80,26 +80,12 @@ class PackedProduct:
             places.data_ptr(),
             finite.data_ptr(),
         )
+        if exchange is None:
+            self._library.peaks(*arguments)
+        else:
+            self._library.peaks_of_ranks(*arguments, first, exchange.address)
+            exchange.check()
         return places, finite
-
-    def peak_values(self, x: Tensor) -> ctypes.Array[c_char]:
-        """Reference.peak_values of the product with `x`."""
-        x, rows = x.contiguous(), len(x)
-        peaks = (c_char * (PEAK_BYTES * rows))()
-        places = ctypes.addressof(peaks)
-        self._library.peak_values(
-            self._pool.address,
-            x.data_ptr(),
-            self._weight,
-            self._added,
-            self._kind,
-            rows,
-            *self._sizes,
-            places,
-            places + 12 * rows,
-            places + 8 * rows,
-        )
-        return peaks
 
     def entry(self) -> Product:
         return Product(self._weight, self._added, *self._sizes, self._kind)

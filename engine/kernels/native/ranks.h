@@ -48,6 +48,8 @@ class Exchange {
     Exchange(void* memory, int64_t rank, int64_t ranks, int64_t slot, int64_t spin_us)
         : memory_((char*)memory), rank_(rank), ranks_(ranks), slot_(slot), spin_(std::chrono::microseconds(spin_us)) {}
 
+    int64_t rank() const { return rank_; }
+    int64_t ranks() const { return ranks_; }
     bool failed() const { return head().failed.load(std::memory_order_acquire); }
 
     // Ends all waiting, of all ranks, for good.
