@@ -129,7 +129,8 @@ def test_two_machines_are_one_engine_and_a_lost_rank_is_named(
 
 
 @pytest.mark.exhaustive
-def test_two_stages_of_two_machines_each(folder: Path, secret: str) -> None:
+@pytest.mark.parametrize("kernels", ["native", "ragged"])
+def test_two_stages_of_two_machines_each(kernels: str, folder: Path, secret: str) -> None:
     ports = [free_port() for _ in range(4)]
     parts = [
         Node(folder, ("127.0.0.1", ports[0]), node, SECRET, listen=f"127.0.0.1:{ports[node]}", threads=1)
@@ -137,9 +138,9 @@ def test_two_stages_of_two_machines_each(folder: Path, secret: str) -> None:
     ]
     with ThreadPoolExecutor(3) as pool:
         running = [started(pool, part) for part in parts]
-        settings = config(secret, ports[0], nodes=4, tensor_parallel=2, pipeline_parallel=2)
+        settings = config(secret, ports[0], nodes=4, tensor_parallel=2, pipeline_parallel=2, kernels=kernels)
         with Engine.load(folder, settings) as engine:
-            assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == alone(folder)
+            assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == alone(folder, kernels)
         assert [each.result(timeout=60) for each in running] == [True] * 3
 
 
