@@ -40,7 +40,7 @@ from producers.connection.aws import AwsError, refusal
 from producers.connection.connect import SILENT_S
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, arun, script
-from producers.connection.trouble import Trouble, error_text, trouble
+from producers.connection.trouble import Trouble, error_text, sleep_unless_cancelled, trouble
 from producers.errors import SubmitFailed, shown
 from producers.sources.aws import Service, last_part, region_of, too_large
 from producers.sources.source import ended
@@ -353,7 +353,7 @@ class Consumer:
                 raise
             self._receives = error_text(error)
             warn_throttled(log, "cannot receive, trying again: %s", error)
-            await asyncio.sleep(1.0)
+            await sleep_unless_cancelled(1.0)
             return []
         self._receives = ""
         return messages
@@ -403,7 +403,7 @@ class Consumer:
                     self._stalled[message_id] = error_text(error)
                     self._flows.clear()
                     warn_throttled(log, "a message is held until this is over: %s", error)
-                await asyncio.sleep(backoff(attempt))
+                await sleep_unless_cancelled(backoff(attempt))
                 attempt += 1
         finally:
             self._stalled.pop(message_id, None)
@@ -412,7 +412,7 @@ class Consumer:
 
     async def _keep_hidden(self, messages: dict[str, Received]) -> None:
         while True:
-            await asyncio.sleep(self._inbox.hidden_s / 2)
+            await sleep_unless_cancelled(self._inbox.hidden_s / 2)
             try:
                 await self._inbox.hide(list(messages.values()), self._inbox.hidden_s)
             except FAILURES as error:  # others may receive them, too: what they make is the same

@@ -25,7 +25,7 @@ from producers.client.steps import FAILURES
 from producers.connection.connect import SILENT_S
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun
-from producers.connection.trouble import error_text
+from producers.connection.trouble import error_text, sleep_unless_cancelled
 from producers.errors import PenstockError, shown
 from producers.store.measurements import SOURCE_OUTCOMES, measure_items
 
@@ -65,7 +65,7 @@ class Outcomes:
         try:
             while True:
                 await self.send(store, process)
-                await asyncio.sleep(SEND_S)
+                await sleep_unless_cancelled(SEND_S)
         finally:
             await self.send(store, process)
 
@@ -190,7 +190,7 @@ class _Kept:
             await self._once()
             pause = FIRST_PAUSE_S if time.monotonic() > self._well_at else min(2 * pause, LONGEST_PAUSE_S)
             self._well_at = math.inf
-            await asyncio.sleep(pause * random.uniform(0.8, 1.2))  # noqa: S311 - keeps several processes apart
+            await sleep_unless_cancelled(pause * random.uniform(0.8, 1.2))  # noqa: S311 - keeps processes apart
 
     async def _once(self) -> None:
         """Run the source until it fails."""

@@ -35,7 +35,7 @@ from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun
-from producers.connection.trouble import error_text, trouble
+from producers.connection.trouble import error_text, sleep_unless_cancelled, trouble
 from producers.contract.fields import MAX_TENANT
 from producers.errors import InvalidTask, shown
 from producers.sources.files import vectors
@@ -344,7 +344,7 @@ class Work:
 
     async def _keep(self, entry: Entry) -> None:
         while True:
-            await asyncio.sleep(LEASE_S / RENEWALS)
+            await sleep_unless_cancelled(LEASE_S / RENEWALS)
             with suppress(*FAILURES):
                 await self._hold(entry)
 
