@@ -150,7 +150,7 @@ class Meter:
             self.around(runner, "collect", "collect")
         if isinstance(runner, DeviceRunner):
             self.around(runner._inputs, "numbers", "upload")
-            self.around(runner._inputs, "enter", "upload")
+            self.around(runner._inputs, "send", "upload")
             self.around(runner._inputs, "make", "inputs")
             for name in ("admit", "launch", "fetch"):
                 self.around(runner._sampler, name, "sample")

@@ -64,7 +64,7 @@ def test_without_a_broker_it_is_that_of_up_in_this_directory(
     monkeypatch.delenv("BROKER_URL", raising=False)
     nowhere = run("tenants", "ls")
     assert nowhere.status == 2
-    assert "set BROKER_URL" in nowhere.err
+    assert "such as in BROKER_URL" in nowhere.err
     (tmp_path / ".penstock").mkdir()
     (tmp_path / ".penstock" / "port").write_text(str(valkey.connection_pool.connection_kwargs["port"]))
     assert run("tenants", "ls").out == "No tenant has waiting tasks.\n"
