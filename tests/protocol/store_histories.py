@@ -392,12 +392,12 @@ def keep_the_links(kind: type[StoreMachine]) -> None:
 
 
 def be_buried(kind: type[StoreMachine]) -> None:
-    """A task whose message becomes a dead letter ends with it."""
-    machine = kind()
-    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
-    machine.claim("p", "i1", False, False, False)
-    machine.release("p", True, True)
-    machine.teardown()
+    """A task whose message becomes a dead letter ends with it, also one that nobody could claim."""
+    for claimed in (True, False):
+        machine = kind()
+        machine.begin(begun=(3 * claimed, 0, 2), alive=(True, True, True))
+        machine.release("p" if claimed else "t2", claimed, True)
+        machine.teardown()
 
 
 def live_after_all(kind: type[StoreMachine]) -> None:

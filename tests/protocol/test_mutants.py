@@ -134,6 +134,11 @@ STORE = {
     "RELEASE settles nothing that is buried": ("release", "  settle(KEYS[1], KEYS[2], id, ARGV[6])\n", ""),
     "RELEASE notes no dead letter": ("release", "'letter', ARGV[5]", "'end', 'failed'"),
     "RELEASE asks for no claim": ("release", "r[2] ~= ARGV[1]", "false"),
+    "RELEASE leaves what nobody could claim to wait": (
+        "release",
+        "(r[2] or FINAL[r[1]] or ARGV[3] == '')",
+        "true",
+    ),
     "ADMIT counts what waits nowhere": ("admit", "add('penstock:waiting', kind .. ' ' .. queue, by)", ""),
     "CLAIM counts what it ends": ("claim", "  wait_ends(task)\n", ""),
     "CANCEL counts what it ends": ("cancel", "  wait_ends(task)\n", ""),

@@ -307,7 +307,7 @@ class Finisher(threading.Thread):
                 time.sleep(RETRY_S)
                 continue
             broken = [end for end, answer in zip(ends, answers, strict=True) if not self._put_down(end, answer)]
-            return self._settle(broken)
+            return self._settle([end for end in broken if self._trace(end)])
 
     def _put_down(self, end: _Ending, answer: Any) -> bool:
         """Puts a message down according to the store's answer. False if it is to be released as a dead letter."""
@@ -316,6 +316,7 @@ class Finisher(threading.Thread):
             self._deliveries.done(delivery, end.reason)
         elif isinstance(answer, Exception):
             logger.error("Cannot settle or release task %s: %s", delivery.task_id, answer, extra=delivery.subject)
+            end.traced = end.status != BACK  # of which Celery was told nothing
             end.status, end.reason = DEAD, f"its record cannot be used: {answer}"
             end.error = _unusable(end.reason)
             return False

@@ -2,8 +2,8 @@
 -- RELEASE(c) | claim = c: the claim is cleared, also of a final unsettled task; `queued` if not final: it waits again.
 -- Counts no death.
 -- A task whose message goes to the dead letters, as its record or stream is broken, ends: `failed`, or `cancelled` if a
--- cancel was accepted; as far as what is broken can be written. Celery has its part already, so it is settled. The
--- reason is noted, as by SETTLE.
+-- cancel was accepted, with all that an end has; so does one that nobody holds, as CLAIM failed. What keeps it from that
+-- is mended first, as far as it can be. Celery has its part already, so it is settled. The reason is noted, as by SETTLE.
 -- Whoever follows it (FOLLOW) is told: a worker of the release before, which may go on, knows the task's own channel alone.
 -- Why an unfinished task was given back is kept, for the first 32 times, with the number and time of its start.
 -- KEYS: task, stream
@@ -13,13 +13,39 @@
 -- include: _final.lua
 -- include: _run.lua
 -- include: _settle.lua
+-- Replaces that of which no end could be made: numbers that are none, as what the task waits, what was charged for it,
+-- and a stream that is none.
+local function mend(task, stream)
+  local names = { 'n', 'discarded', 'prompt_tokens', 'created', 'started', 'offset', 'texts' }
+  for choice = 0, 63 do
+    names[#names + 1] = 'next:' .. choice
+  end
+  for k, value in ipairs(redis.call('HMGET', task, unpack(names))) do
+    if value and not tonumber(value) then
+      redis.call('HSET', task, names[k], names[k] == 'n' and 1 or 0)
+    end
+  end
+  local counted = redis.call('HMGET', task, 'waits', 'reserved')
+  if counted[1] and not string.match(counted[1], '^%S+ %d+ .*$') then
+    redis.call('HDEL', task, 'waits')
+  end
+  local fine, charged = pcall(charged_for, task, counted[2])
+  if counted[2] and not (fine and type(charged) == 'table' and type(charged.accounts) == 'table'
+    and tonumber(charged.tokens) and tonumber(charged.estimate)) then
+    redis.call('HDEL', task, 'reserved')
+  end
+  if type(redis.pcall('XLEN', stream)) == 'table' then
+    redis.call('UNLINK', stream)
+  end
+end
 local r = redis.call('HMGET', KEYS[1], 'status', 'claim', 'owner', 'given_back', 'claims', 'began', 'cancel')
-if not r[1] or r[2] ~= ARGV[1] then
+if not r[1] or r[2] ~= ARGV[1] and (r[2] or FINAL[r[1]] or ARGV[3] == '') then
   return 0
 end
 local id = string.sub(KEYS[1], #'penstock:task:' + 1)
 if ARGV[3] ~= '' then
   note_run(KEYS[1], ARGV[4])
+  mend(KEYS[1], KEYS[2])
   local final, err = 'failed', ARGV[3]
   if r[7] then
     final, err = 'cancelled', 'null'

@@ -337,7 +337,8 @@ def compact(r: Rec | None, entries: int, rules: Rules) -> tuple[str, Rec | None]
 
 def release(r: Rec | None, c: Any, rules: Rules, *, buried: bool = False) -> tuple[int, Rec | None]:
     """`buried`: its message goes to the dead letters, and Celery has its part: it ends, and is settled."""
-    if r is None or (r.claim != c and "release_fence" in rules):
+    unheld = buried and r is not None and r.claim is None and r.status not in FINAL
+    if r is None or (r.claim != c and not unheld and "release_fence" in rules):
         return 0, r
     if buried and "bury_ends" in rules:
         if r.status not in FINAL:
