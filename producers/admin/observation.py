@@ -38,6 +38,8 @@ SAMPLE_OFFSETS, SAMPLE_SIZE = 16, 16
 #: Rows of the ledger by which arrivals are counted, and how long ago (s) the tasks came that count.
 ENDED_ROWS: Final = 200
 ARRIVED_S: Final = 6.0
+#: No worker runs more tasks, whatever its lease says.
+MOST_RUNNING: Final = 1e6
 #: A worker's lease, as `workers.runtime.assembly` writes it, with its incarnation under `worker`.
 Lease = Mapping[str, Any]
 
@@ -212,7 +214,8 @@ class Observation:
                 if since is not None:
                     counts[tier] += round(waiting * min(1.0, window / max(since, 1e-3)))
         # Of those that run nobody tells the tiers: they are taken to be as the others'.
-        times, running = self.profile.task_times, sum(sane(worker.get("running")) or 0.0 for worker in self.workers)
+        times = self.profile.task_times
+        running = sum(min(sane(worker.get("running")) or 0.0, MOST_RUNNING) for worker in self.workers)
         if times is not None and times.task > window:
             running *= window / times.task
         seconds = window / (1 + running / max(1, counts.total()))

@@ -104,6 +104,8 @@ def test_arrivals_are_what_ended_and_what_waits_of_the_last_seconds() -> None:
     # Tasks wait for 2 s alone.
     young = replace_pool(queued={"flex": 20}, oldest_s={"flex": 2.0})
     assert replace(still, pool=young).arriving(rows, {}).better == pytest.approx((2 + 20) / 2)
+    beyond = replace(WAITS, workers=[{"running": 1e308}] * 2)
+    assert beyond.arriving([], {}).better == 0
 
 
 def replace_pool(**fields: dict[str, float]) -> Pool:
