@@ -42,7 +42,6 @@ from producers.gateway.openai.answer import (
     REASONS,
     Chunks,
     ChunkStream,
-    Output,
     OutputBatch,
     fingerprint,
     head,
@@ -419,25 +418,28 @@ async def create(request: Request) -> Response:
 
     async def answer() -> Response:
         first.update(system_fingerprint=fingerprint(foreground.resolved or resolved), **foreground.shortened)
+        ids: list[str] = []
+        if completion.token_ids:
+            ids = await run_by_weight(
+                sum(len(task.prompt) for task in tasks), lambda: [json.dumps(task.prompt) for task in tasks]
+            )
         if text_request.stream:
             prompts = [len(task.prompt) for task in tasks for _ in range(completion.n)]
-            stream = _Stream(completion, Chunks(first, text_request, prompts), scorers, echoes, tasks)
+            stream = _Stream(completion, Chunks(first, text_request, prompts), scorers, echoes, ids)
             direct = Direct(stream.tokens)
             return ChunkStream(stream.chunks(foreground, direct), foreground, gateway, direct)
         choices = [Choice(scorer, COMPLETION) for scorer in scorers]
-        ids: list[bytes] = []
-        if completion.token_ids:
-            ids = [json.dumps(task.prompt).encode() for task in tasks]
-            for choice in choices:
-                choice.token_ids = bytearray()
+        for choice in choices if completion.token_ids else ():
+            choice.token_ids = bytearray()
+        encoded = [text.encode() for text in ids]
         if text_request.fields.get("prompt_logprobs") is None:
-            whole = Whole(choices, completion.n, partial(shape, completion.n, echoes, prompts=ids), echoes)
+            whole = Whole(choices, completion.n, partial(shape, completion.n, echoes, prompts=encoded), echoes)
         else:
             spelling = await gateway.prompts.tokenizer(resolved.card)
             scored = [ScoredChoices(spelling) for _ in tasks]
-            shaped = partial(shape, completion.n, (), scored=scored, prompts=ids)
+            shaped = partial(shape, completion.n, (), scored=scored, prompts=encoded)
             whole = Whole(choices, completion.n, shaped, scored)
-        whole.size += sum(map(len, ids)) * completion.n
+        whole.size += sum(map(len, encoded)) * completion.n
         return await whole_answer(request, gateway, foreground, whole, first)
 
     return await respond(text_request, foreground, answer)
@@ -502,7 +504,8 @@ def shape(
 
 class _Stream:
     """A stream's chunks: one for each choice's new output; its last one has the finish reason. Token ids, if the answer
-    has them, are as vLLM's: a prompt's in the first one of each of its choices."""
+    has them, are as vLLM's: a prompt's in the first one of each of its choices. `prompts`: those of each prompt as
+    JSON, which is made once for all of its choices; none if the answer has no token ids."""
 
     def __init__(
         self,
@@ -510,10 +513,10 @@ class _Stream:
         chunks: Chunks,
         scorers: Sequence[CompletionLogprobs | None],
         echoes: Sequence[Echo],
-        tasks: Sequence[Task],
+        prompts: Sequence[str],
     ) -> None:
         self._completion = completion
-        self._tasks = tasks
+        self._prompts = prompts
         self._begun: set[int] = set()
         self._chunks = chunks
         self._scorers = scorers
@@ -561,18 +564,17 @@ class _Stream:
                 self._ended.add(index)
             scorer = self._scorers[index]
             logprobs = None if scorer is None else scorer.of(output.tokens)
-            token_ids = self._token_ids(index, output)
-            if output.text or reason or (output.tokens and (logprobs or token_ids)):
+            listed = self._completion.token_ids
+            if output.text or reason or (output.tokens and (logprobs or listed)):
                 choice = {"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": reason}
-                chunks.append(self._chunks.of(choice | token_ids))
+                if listed:
+                    choice["token_ids"] = [token.token_id for token in output.tokens]
+                chunks.append(self._chunks.around(index, json.dumps(choice)[:-1] + self._prompt(index) + "}"))
         return b"".join(chunks)
 
-    def _token_ids(self, index: int, output: Output) -> dict[str, Any]:
-        """The members of a chunk that list tokens, if the answer has them."""
-        if not self._completion.token_ids:
-            return {}
-        members: dict[str, Any] = {"token_ids": [token.token_id for token in output.tokens]}
-        if index not in self._begun:
-            self._begun.add(index)
-            members["prompt_token_ids"] = self._tasks[index // self._completion.n].prompt
-        return members
+    def _prompt(self, index: int) -> str:
+        """The member of a choice's first chunk that lists its prompt, if the answer has token ids."""
+        if not self._prompts or index in self._begun:
+            return ""
+        self._begun.add(index)
+        return f', "prompt_token_ids": {self._prompts[index // self._completion.n]}'
