@@ -33,7 +33,10 @@ CODES: Final[dict[Trouble | None, str]] = {
 
 async def sleep_unless_cancelled(seconds: float) -> None:
     """`asyncio.sleep` for a loop that goes on after a server's trouble. Raises CancelledError also where its task was
-    cancelled before: redis-py makes an error of its own of that while it ends a WATCH, and the loop would go on."""
+    cancelled before: redis-py makes an error of its own of that while it ends a WATCH, and the loop would go on.
+
+    Not for a task in which an `asyncio.TaskGroup` may have failed: before Python 3.13 that counts as a cancellation.
+    """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError

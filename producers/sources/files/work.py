@@ -39,7 +39,7 @@ from producers.connection.trouble import error_text, sleep_unless_cancelled, tro
 from producers.contract.fields import MAX_TENANT
 from producers.errors import InvalidTask, shown
 from producers.sources.files import vectors
-from producers.sources.source import Context, Source, SourceSettings, ended, fitting
+from producers.sources.source import Context, Source, SourceSettings, ended, fitting, together
 from producers.store import batches, files, inbox
 from producers.store.batches import ENDPOINTS, METADATA_FORM, TEXT, WINDOW_FORM, Batch, is_metadata, window_s
 from producers.store.blobs import BlobNotFound, Blobs, Line, lines
@@ -206,12 +206,7 @@ class InboxSource(Source):
 
     async def run(self) -> None:
         await asyncio.to_thread(self._location.open)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for duty in (self._work.run(), *self._duties()):
-                    group.create_task(duty)
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        await together(self._work.run(), *self._duties())
 
     @abstractmethod
     def _duties(self) -> list[Coroutine[Any, Any, None]]:
