@@ -76,7 +76,10 @@ local function chunks_join(parent, id)
       failed = { c[1], c[4] or '[]', chunk_error(c[5] or 'null', tonumber(c[2]), tonumber(c[3])) }
     elseif c[6] then
       local entry = string.format('{"chunk":%d,"offset":%d,"texts":%d,"task":"%s"}', number, c[2], c[3], name)
-      redis.call('XADD', stream, (at + 1) .. '-0', 'e', entry)
+      if type(redis.pcall('XADD', stream, (at + 1) .. '-0', 'e', entry)) == 'table' then -- no script wrote what it has
+        failed = { 'failed', '[]', '{"code":"chunk_lost","message":"The stream of this task takes no more texts."}' }
+        return true
+      end
       tell(parent, id, string.format('[%d,%s]', at, entry))
       at = at + 1
       return false

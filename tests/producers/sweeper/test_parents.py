@@ -286,6 +286,19 @@ def test_chunks_are_of_a_workers_size() -> None:
         model_fit.check(Task(model="m", kind="embed", input=["x"] * 3073), wide)
 
 
+async def test_a_task_whose_stream_takes_no_more_chunks_fails(
+    aclient: AsyncClient, valkey: Redis, embedder: str, worker: FakeWorker
+) -> None:
+    """The chunk has completed: its end is none of the reasons."""
+    handle = await aclient.submit(kind="embed", model=embedder, input=TEXTS, task_id="p")
+    valkey.xadd(keys.stream("p"), {"e": "{}"}, id="1000000-0")
+    chunk = chunks.chunk_id("p", 1)
+    worker.claim(chunk)
+    assert worker.finish(chunk, [0], result=encode_rows([[0.0]] * 256)) == ["won", "completed"]
+    with pytest.raises(TaskFailed, match="takes no more texts"):
+        await handle.result(60)
+
+
 async def test_a_task_of_an_earlier_ones_id_has_chunks_of_its_own(
     aclient: AsyncClient, valkey: Redis, embedder: str, worker: FakeWorker
 ) -> None:
