@@ -46,6 +46,7 @@ NOTED: Final = 1.1
 KNOWN_S: Final = 3600.0
 #: Time (ms) in which an autoscaler has noticed a rollout.
 SOON_MS: Final = 5000
+_DELETED: Final = "the state of this rollout was deleted: the default has all tasks again"
 #: Who decides, in rows and in the audit log.
 BY: Final = "controller"
 
@@ -84,7 +85,9 @@ class Controller:
         ids = {state.id for state in states}
         self._matchers = {name: matcher for name, matcher in self._matchers.items() if name in ids}
         self._lost = {name: since for name, since in self._lost.items() if name in ids}
-        await asyncio.to_thread(self._end_deleted, {state.model for state in states})
+        # One that cannot be read is a later release's, which judges it.
+        unread = {text(model) for model, value in raw.items() if Canary.of(value) is None}
+        await asyncio.to_thread(self._end_deleted, unread | {state.model for state in states})
         if not states:
             return {}
         fleet = await read_fleet(self._client.store, self._client.broker)
@@ -415,19 +418,29 @@ def _bring_up(store: Redis, state: Canary) -> None:
 def end_deleted(store: Redis, record: Rollout) -> None:
     """Give the baseline all tasks again where a rollout's state was deleted, with the record that it left; nothing
     while there is one, or where the alias is not its own. Raises redis errors."""
+    noted = record
 
     def change(current: Routing) -> Routing:
-        state = canaries.read(store, record.model)
-        if (state is not None and state.under_way) or current.aliases.get(ALIAS) != record.version:
+        nonlocal noted
+        raw: Any = store.hget(keys.CANARIES, record.model)
+        state = Canary.of(raw)
+        under_way = raw is not None if state is None else state.under_way
+        ours = current.aliases.get(ALIAS) == record.version
+        if under_way or not (ours or noted.reason == _DELETED):
             raise _Stale
+        if not ours:  # whoever noted it died behind ROUTE
+            return current
+        if noted.reason != _DELETED:
+            noted = replace(record, reason=_DELETED)
+            if not rollouts.change(store, record, noted):
+                raise _Stale
         return _without(current)
 
     try:
         routes.update(store, record.model, "rollout deleted: its part ends", change, by=BY)
     except (RoutingError, _Stale):
         return
-    reason = "the state of this rollout was deleted: the default has all tasks again"
-    rollouts.change(store, record, record.to("failed", rollouts.now(store), reason))
+    rollouts.change(store, noted, noted.to("failed", rollouts.now(store), _DELETED))
     log.warning("rollout of %s to %s: its state was deleted, so its part ends", record.model, record.version)
 
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, TypeVar
 
@@ -322,11 +322,15 @@ class Evidence:
         return first
 
     def counts_tenant(self, key: str, most: int) -> bool:
-        """Count one more task of a tenant, unless `most` were. `key`: the tenant, with the step and arm."""
-        count = self.tenants.get(key, 0)
-        if count < most:
-            _remember(self.tenants, key, count + 1)
-        return count < most
+        """Count one more task of a tenant, unless `most` were; 0: no bound. `key`: the tenant, with step and arm."""
+        allowed = self.allows_tenant(key, most)
+        if most and allowed:
+            _remember(self.tenants, key, self.tenants.get(key, 0) + 1)
+        return allowed
+
+    def allows_tenant(self, key: str, most: int) -> bool:
+        """Whether `counts_tenant` would count one."""
+        return not most or self.tenants.get(key, 0) < most
 
     def of_metric(self, name: str) -> list[Counter[int]]:
         """Its differences, by step."""
@@ -364,6 +368,7 @@ def _counters(raw: Mapping[str, Mapping[str, int]]) -> dict[str, Counter[int]]:
 
 class _Task(NamedTuple):
     values: dict[str, float]
+    tenant: str
 
 
 @dataclass(slots=True)
@@ -439,32 +444,43 @@ class Matcher:
             return  # it began at another step
         matches = min(MATCHES, max(1, int((100 - percent) / percent))) if percent else 0
         arm = evidence.candidate if candidate else evidence.baseline
-        task = _Task(self._values(row))
+        kind = "s" if "score" in row else ""
+        task = _Task(self._values(row), f"{kind} {row.get('tenant', '')}")
         arm.tasks += "score" not in row
         for entry in self._settings:
             if entry.metric.name in task.values and entry.metric.kind != "tail":
                 arm.enter(entry.metric, task.values[entry.metric.name])
-        kind = "s" if "score" in row else ""
         if row["drawn"] != "1" and not evidence.is_first(kind + row["drawn"]):
             return
-        most = self._canary.plan.per_tenant * (1 if candidate else MATCHES)
-        if most and not evidence.counts_tenant(f"{step}{'bc'[candidate]}{kind} {row.get('tenant', '')}", most):
+        per_tenant = self._canary.plan.per_tenant
+        if candidate and not evidence.counts_tenant(f"{step}c{task.tenant}", per_tenant):
+            return
+        if not candidate and not evidence.allows_tenant(f"{step}b{task.tenant}", per_tenant * MATCHES):
             return
         stratum = self._stratum(row)
         free = self._baseline.setdefault(stratum, deque())
         waiting = self._waiting.setdefault(stratum, deque(maxlen=BUFFERED))
         now = _number(row, "ended") or 0.0
-        if candidate and free:
-            others = [free.pop() for _ in range(_power_of_two(min(matches, len(free))))]
+        if candidate and (others := self._taken(free, matches, evidence, step)):
             self._compare(task, others, evidence, step, now)
         elif candidate:
             waiting.append(task)
         elif waiting:
-            self._compare(waiting.popleft(), [task], evidence, step, now)
+            self._compare(waiting.popleft(), self._taken([task], 1, evidence, step), evidence, step, now)
         else:
             free.append(task)
             if len(free) > BUFFERED:
                 self._retire(free.popleft())
+
+    def _taken(self, free: MutableSequence[_Task], most: int, evidence: Evidence, step: int) -> list[_Task]:
+        """Take the last of the baseline's tasks for a comparison, as many as a power of two. Where tenants' parts are
+        bounded, they count when they are taken: most tasks of the baseline are in no comparison."""
+        wanted, taken = _power_of_two(min(most, len(free))), list[_Task]()
+        while free and len(taken) < wanted:
+            task = free.pop()
+            if evidence.counts_tenant(f"{step}b{task.tenant}", self._canary.plan.per_tenant * MATCHES):
+                taken.append(task)
+        return taken
 
     def _stratum(self, row: Row) -> tuple[str, int]:
         if "score" in row:

@@ -24,7 +24,7 @@ from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.stream import encode_token
 from producers.rollouts import operations
-from producers.rollouts.controller import Controller, act, start_trouble
+from producers.rollouts.controller import Controller, act, end_deleted, start_trouble
 from producers.rollouts.metrics import Evidence, defaults, usual
 from producers.rollouts.operations import RolloutError
 from producers.rollouts.report import report
@@ -332,11 +332,15 @@ async def test_a_rollout_whose_state_is_deleted_leaves_no_part_and_no_workers_be
     store: Redis, valkey_url: str
 ) -> None:
     started(store)
-    look(store)
+    state = look(store)
     routes.add_rule(store, "m", routing.Rule(ALIAS, tenant="t"))
-    canaries.forget(store, "m")
+    later = {**json.loads(state.to_json()), "of_a_later_release": 1}
+    store.hset(keys.CANARIES, "m", json.dumps(later))
     async with AsyncClient(valkey_url) as client:
         controller = Controller(client, valkey_url)
+        await controller.sweep()
+        assert part(store) == ("a", 10.0, "b"), "a later release judges it"
+        canaries.forget(store, "m")
         await controller.sweep()
         controller.close()
     record = rollouts.read(store, "m")
@@ -389,6 +393,30 @@ def test_whoever_dies_at_any_command_the_next_look_finishes_what_was_decided_onc
         assert record is not None
         assert record.phase == {"promoted": "draining", "aborted": "failed"}.get(phase, "starting")
     assert 0 < undecided < at - 1
+
+
+def test_whoever_dies_while_it_ends_what_a_deleted_state_left_the_next_look_finishes(
+    store: Redis, valkey_url: str
+) -> None:
+    """Else the record stays, and with it the candidate's workers."""
+    for at in itertools.count(1):
+        started(store)
+        look(store)
+        canaries.forget(store, "m")
+        (record,) = rollouts.all_of(store)
+        with Dying.from_url(valkey_url) as dying:
+            dying.remaining, dying.before = at, False
+            try:
+                end_deleted(dying, record)
+                break  # it needs fewer commands
+            except LostConnection:
+                pass
+        (record,) = rollouts.all_of(store)
+        if record.phase == "starting":
+            end_deleted(store, record)
+        (record,) = rollouts.all_of(store)
+        assert (record.phase, part(store)) == ("failed", ("a", None, None))
+    assert at > 5
 
 
 def test_a_row_counts_once_whoever_dies_and_however_many_look_at_once(store: Redis, valkey_url: str) -> None:

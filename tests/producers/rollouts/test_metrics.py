@@ -165,6 +165,9 @@ def test_a_tenants_part_of_the_comparisons_is_bounded_where_that_is_set() -> Non
     better = [row("baseline", status="failed", tenant="h")] * 90
     candidates = [row("candidate", tenant=f"t{k}") for k in range(9)]
     assert compared(*better, *candidates, state=state)["failed"] == {-16: 3}
+    busy = [row("baseline", tenant=f"t{k % 3}") for k in range(300)]
+    flood_of_baseline = [entry for k in range(20) for entry in (*busy, row("candidate", tenant=f"t{k % 3}"))]
+    assert compared(*flood_of_baseline, state=state)["failed"] == {0: 9}, "what is in no comparison does not count"
     evidence = Evidence.of("", state)
     for half in (flood[: len(flood) // 2], flood[len(flood) // 2 :]):
         Matcher(state).enter(half, evidence, 0)
