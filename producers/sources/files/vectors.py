@@ -53,7 +53,7 @@ class BadText(Exception):
 
 def is_embedding(value: Any) -> bool:
     """Whether this is a table of FORM."""
-    if not isinstance(value, Mapping) or value.get("format", "jsonl") not in SUFFIXES:
+    if not isinstance(value, Mapping) or value.get("format", "jsonl") not in tuple(SUFFIXES):
         return False
     try:
         task_of(value, ["x"])

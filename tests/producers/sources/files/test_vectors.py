@@ -71,6 +71,7 @@ def test_a_line_without_a_text_is_named(line: bytes, why: str) -> None:
         {},
         {"model": ""},
         {"model": "m", "format": "csv"},
+        {"model": "m", "format": ["npy"]},
         {"model": "m", "input": ["x"]},
         {"model": "m", "dimensions": 0},
     ],
