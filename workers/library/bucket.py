@@ -199,18 +199,19 @@ def _check_all_there(objects: Objects, files: list[_File]) -> None:
         raise Refused(f"{gone[0]} has gone from {objects.bucket} meanwhile: run this again")
 
 
-def _is_same(objects: Objects, file: _File) -> bool:
-    """Whether S3 keeps the file's SHA-256 beside what it has."""
+def _is_same(objects: Objects, file: _File, encryption: str = "") -> bool:
+    """Whether S3 keeps the file's SHA-256 beside what it has, and, unless that is empty, encrypts it so."""
     with suppress(BlobNotFound):
-        return _etag(objects, file.name, file) is not None
+        head = _head(objects, file.name, file)
+        return head is not None and encryption in ("", head.get("ServerSideEncryption", ""))
     return False
 
 
-def _etag(objects: Objects, name: str, file: _File) -> str | None:
-    """The ETag of an object beside which S3 keeps this file's SHA-256; None of another. Raises BlobNotFound."""
+def _head(objects: Objects, name: str, file: _File) -> dict[str, Any] | None:
+    """What S3 says of an object beside which it keeps this file's SHA-256; None of another. Raises BlobNotFound."""
     answer = objects.request("head_object", "s3:GetObject", name)
     same = answer["ContentLength"] == file.size and answer.get("Metadata", {}).get(_SHA256) == file.sha256
-    return str(answer["ETag"]) if same else None
+    return answer if same else None
 
 
 def _sources(place: Objects, files: list[_File], say: Callable[[str], None]) -> dict[str, str]:
@@ -255,7 +256,15 @@ class _Publish:
         return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 
     def bring(self, file: _File) -> None:
-        """Copy a file from another version, or send it. Raises Refused where somebody else keeps writing it."""
+        """Copy a file from another version, or send it; all others stop where it fails. Raises Refused where somebody
+        else keeps writing it."""
+        try:
+            self._bring(file)
+        except BaseException:
+            self.stopped.set()
+            raise
+
+    def _bring(self, file: _File) -> None:
         if self._copy(file):
             self.done[file.name] = file.size
             self.copied.append(file.name)
@@ -264,10 +273,12 @@ class _Publish:
             try:
                 self._send(file, resume)
             except AwsError as error:
-                # Another process has ended the upload, or sent a part again; or the answer to its end was lost.
-                if error.code not in ("NoSuchUpload", "InvalidPart"):
+                # Another process has ended the upload, or sent a part again; the answer to its end was lost; or it was
+                # begun by another program, for other checksums.
+                if error.code not in ("NoSuchUpload", "InvalidPart", *(["InvalidRequest"] if resume else [])):
                     raise
-            if self.stopped.is_set() or _is_same(self.objects, file):
+            # An upload is encrypted as whoever began it said.
+            if self.stopped.is_set() or _is_same(self.objects, file, self.objects.bucket.sse if resume else ""):
                 return
         raise Refused(f"{file.name} in {self.objects.bucket} is written by somebody else, too: run this again later")
 
@@ -275,11 +286,11 @@ class _Publish:
         """Let S3 copy a file. False where no version has it, has it any longer, or may be read."""
         if (source := self.sources.get(file.sha256)) is None:
             return False
-        with suppress(BlobNotFound, AwsError):
-            if (etag := _etag(self.place, source, file)) is None:
+        with suppress(BlobNotFound, AwsError, InterruptedError):
+            if (head := _head(self.place, source, file)) is None:
                 return False
             with S3Writer(self.objects, file.name, {_SHA256: file.sha256}) as writer:
-                writer.append(source, self.place, Content(etag=etag))
+                writer.append(source, self.place, Content(etag=head["ETag"]), self.stopped.is_set)
                 writer.commit()
             return True
         return False
@@ -425,14 +436,14 @@ def remove_abandoned(version: Stored) -> bool:
 
 
 def abandoned(place: urls.Bucket) -> list[Stored]:
-    """Versions under a place that `publish` began, that have no manifest, and got no file for a day. Others may have
-    folders with such names. Raises Refused."""
+    """Versions under a place that `publish` began, that have no manifest, and got no file or part of one for a day.
+    Others may have folders with such names. Raises Refused."""
     old = [version for version in stored(place) if not version.whole and time.time() - version.at > ABANDONED_S]
-    return [version for version in old if _is_published(version.model)]
+    return [version for version in old if _is_abandoned(version.model)]
 
 
-def _is_published(model: BucketModel) -> bool:
-    """Whether `publish` wrote all files: it leaves their SHA-256 beside them."""
+def _is_abandoned(model: BucketModel) -> bool:
+    """Whether `publish` wrote all files: it leaves their SHA-256 beside them. And whether none is being sent."""
 
     def is_ours(objects: Objects, name: str) -> bool:
         with suppress(BlobNotFound):
@@ -442,7 +453,10 @@ def _is_published(model: BucketModel) -> bool:
 
     with _refusals(model, "read"):
         objects = _Steady(model.bucket)
-        return all(is_ours(objects, name) for name in _sizes(objects))
+        since = datetime.now(UTC) - timedelta(seconds=ABANDONED_S)
+        return all(is_ours(objects, name) for name in _sizes(objects)) and not _again(
+            lambda: objects.is_uploading(since)
+        )
 
 
 def end_uploads(place: urls.Bucket) -> int:

@@ -214,12 +214,16 @@ class Objects:
 
     def abort_untouched(self, before: datetime, of: Callable[[str], object] = lambda key: True) -> int:
         """Abort uploads that nobody has written to since. `of`: whether those to a key are meant. Returns how many."""
-        aborted = 0
-        for upload in [upload for upload in self._uploads("") if of(upload["Key"])]:
-            begun: datetime = upload["Initiated"]
-            if begun < before and max((part["LastModified"] for part in self._parts(upload)), default=begun) < before:
-                aborted += self._abort(upload)
-        return aborted
+        uploads = [upload for upload in self._uploads("") if of(upload["Key"])]
+        return sum(self._abort(upload) for upload in uploads if not self._is_touched(upload, before))
+
+    def is_uploading(self, since: datetime) -> bool:
+        """Whether somebody has written to an upload since."""
+        return any(self._is_touched(upload, since) for upload in self._uploads(""))
+
+    def _is_touched(self, upload: dict[str, Any], since: datetime) -> bool:
+        times = (part["LastModified"] for part in self._parts(upload))
+        return upload["Initiated"] >= since or any(time >= since for time in times)
 
     def unfinished(self, name: str) -> tuple[str, dict[int, dict[str, Any]]]:
         """The id of the upload to an object that began last, and its parts by number; "" and none without one."""
@@ -318,8 +322,15 @@ class S3Writer(BlobWriter):
             if len(self._buffer) == self._grown(PART):
                 self._flush()
 
-    def append(self, name: str, source: Objects | None = None, content: Content = ANY) -> None:
-        """Append a blob, which stays; with `source`, an object from there. Raises BlobNotFound and AwsError."""
+    def append(
+        self,
+        name: str,
+        source: Objects | None = None,
+        content: Content = ANY,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Append a blob, which stays; with `source`, an object from there. Raises BlobNotFound and AwsError;
+        InterruptedError once it is `stopped`."""
         source = source or self._objects
         with source.opened(name, content) as (size, body):
             least = self._grown(MIN_PART)
@@ -331,7 +342,7 @@ class S3Writer(BlobWriter):
             self.write(body.read(missing))
         if self._buffer:
             self._flush()
-        self._copy(name, missing, size, source, content)
+        self._copy(name, missing, size, source, content, stopped)
 
     def commit(self, name: str = "") -> None:
         name = checked(name) if name else self._name
@@ -376,13 +387,17 @@ class S3Writer(BlobWriter):
             part = self._part("upload_part", Body=data, ChecksumCRC32=crc)
         self._parts.append({"PartNumber": number, "ETag": part["ETag"], "ChecksumCRC32": crc})
 
-    def _copy(self, name: str, start: int, end: int, source: Objects, content: Content) -> None:
+    def _copy(
+        self, name: str, start: int, end: int, source: Objects, content: Content, stopped: Callable[[], bool]
+    ) -> None:
         """Append bytes of another object, in as few equal parts as S3 takes."""
         copy_source = {"Bucket": source.bucket.name, "Key": source.bucket.key(name)}
         copy_source |= {"VersionId": content.version} if content.version else {}
         same = {"CopySourceIfMatch": content.etag} if content.etag else {}
         each = -(-(end - start) // min(MAX_PARTS, -(-(end - start) // MAX_COPY)))
         for first in range(start, end, each):
+            if stopped():
+                raise InterruptedError
             within = f"bytes={first}-{min(first + each, end) - 1}"
             copied = self._part("upload_part_copy", CopySource=copy_source, CopySourceRange=within, **same)[
                 "CopyPartResult"

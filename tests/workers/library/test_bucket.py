@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -235,6 +236,65 @@ class TestPublished:
             assert faults.asked["PUT"] == puts + 1, "the manifest"
             bucket.check(stored.model)
 
+    def test_where_a_file_is_refused_the_others_are_not_copied_to_their_end_first(
+        self, aws: Aws, place: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder, copied, publishes = large(tmp_path, 11 << 20), list[str](), list[Any]()
+        publish(folder, "one", place, note, quiet=True)
+        monkeypatch.setattr("producers.store.blobs.s3.MAX_COPY", 5 << 20)
+        request, begin = Objects.request, bucket._Publish
+
+        def begun(*args: Any) -> Any:
+            publishes.append(begin(*args))
+            return publishes[-1]
+
+        def refusing(objects: Objects, call: str, permission: str, name: str, **more: Any) -> dict[str, Any]:
+            if call == "upload_part_copy":
+                copied.append(name)
+                assert publishes[0].stopped.wait(60)
+            if (call, name) == ("put_object", "config.json"):
+                raise aws_refusal("put config.json", permission, "AccessDenied", "")
+            return request(objects, call, permission, name, **more)
+
+        monkeypatch.setattr(bucket, "_Publish", begun)
+        monkeypatch.setattr(Objects, "request", refusing)
+        with pytest.raises(Refused, match=r"cannot put config\.json.*s3:PutObject"):
+            publish(folder, "two", place, note, quiet=True)
+        assert copied == ["LICENSE"], "one part of three"
+        assert "Uploads" not in aws.client("s3").list_multipart_uploads(Bucket="models")
+
+    def test_an_upload_that_does_not_fit_is_not_gone_on_with(
+        self, aws: Aws, place: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Without the encryption that is asked for; or for other checksums, which S3 refuses."""
+        monkeypatch.setattr("producers.store.blobs.s3.PART", 5 << 20)
+        folder, s3, request, refused = large(tmp_path, 6 << 20), aws.client("s3"), Objects.request, list[str]()
+        version = sha256(write_manifest(folder)).hexdigest()[:12]
+        metadata = {"sha256": sha256_of(folder / "LICENSE")}
+
+        def begun(name: str) -> dict[str, str]:
+            upload = {"Bucket": "models", "Key": f"all/{name}/{version}/LICENSE"}
+            upload["UploadId"] = s3.create_multipart_upload(**upload, Metadata=metadata)["UploadId"]
+            s3.upload_part(**upload, PartNumber=1, Body=bytes(5 << 20))
+            return upload
+
+        begun("plain")
+        stored = publish(folder, "plain", replace(place, sse="AES256"), note, quiet=True)
+        head = s3.head_object(Bucket="models", Key=f"{stored.model.bucket.prefix}/LICENSE")
+        assert head.get("ServerSideEncryption") == "AES256"
+        bucket.remove(stored.model)
+        upload = begun("foreign")
+
+        def checking(objects: Objects, call: str, permission: str, name: str, **more: Any) -> dict[str, Any]:
+            if call == "upload_part" and more["UploadId"] == upload["UploadId"]:
+                refused.append(name)
+                raise aws_refusal("upload part", permission, "InvalidRequest", "Checksum Type mismatch occurred")
+            return request(objects, call, permission, name, **more)
+
+        monkeypatch.setattr(Objects, "request", checking)
+        bucket.check(publish(folder, "foreign", place, note, quiet=True).model)
+        assert refused == ["LICENSE"]
+
     def test_a_gguf_file_keeps_a_name_with_spaces_and_signs(self, place: Bucket, tmp_path: Path) -> None:
         path = tmp_path / "my model + v2 (Q4).gguf"
         write_gguf(write_model(tmp_path / "model"), path)
@@ -295,6 +355,22 @@ class TestPublished:
         bucket.remove(left.model)
         with pytest.raises(Refused, match="there is nothing in"):
             bucket.remove(left.model)
+
+    def test_what_is_still_being_sent_is_not_abandoned(
+        self, aws: Aws, place: Bucket, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Files that were sent a day ago stay, while a part of another one came lately."""
+        stored = publish(BUNDLED / "tiny", "mine", place, note, quiet=True)
+        key, s3 = stored.model.bucket.prefix, aws.client("s3")
+        s3.delete_object(Bucket="models", Key=f"{key}/{MANIFEST}")
+        old = [replace(version, at=0.0) for version in bucket.stored(place)]
+        monkeypatch.setattr(bucket, "stored", Mock(return_value=old))
+        upload = {"Bucket": "models", "Key": f"{key}/model.safetensors"}
+        upload["UploadId"] = s3.create_multipart_upload(**upload)["UploadId"]
+        s3.upload_part(**upload, PartNumber=1, Body=b"x")
+        assert bucket.abandoned(place) == []
+        s3.abort_multipart_upload(**upload)
+        assert bucket.abandoned(place) == old
 
     def test_a_version_that_a_route_takes_while_it_is_removed_stays(self, place: Bucket) -> None:
         stored = publish(BUNDLED / "tiny", "mine", place, note, quiet=True)
