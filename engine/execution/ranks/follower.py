@@ -47,7 +47,10 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != local["parent"]:
         return  # the parent ended before the call
-    setup = json.loads(lines.readline())
+    try:
+        setup = json.loads(lines.readline())
+    except (OSError, ValueError):
+        return  # the lead has ended, as below
     listener = _Listener(lead, lines)
     listener.start()
     _report(lead, started=True)

@@ -259,7 +259,10 @@ def gather(
             first = node // span * span  # of the node's stage
             link = None if first <= span else (_peer(joined.nodes[first - span]), ports[first - span])
             peers = [(_peer(joined.nodes[other]), ports[other]) for other in range(max(1, first), node)]
-            connection.sendall(json.dumps({**part, "link": link, "peers": peers}).encode() + b"\n")
+            try:
+                connection.sendall(json.dumps({**part, "link": link, "peers": peers}).encode() + b"\n")
+            except OSError as error:
+                raise EngineError(f"node {node} is lost: {error}") from error
         deadline = time.monotonic() + CONNECT_S + GREET_S
         missing = set(range(ranks, nodes * ranks))
         sums: set[tuple[Any, Any]] = {(node, i) for node in range(1, span) for i in range(ranks)}
@@ -432,8 +435,10 @@ class Node:
 
         while True:
             self._control = join(self._lead, self._secret, hello, max(0.0, deadline - time.monotonic()), "the lead")
-            with self._control.makefile("rb") as lines:
-                part: dict[str, Any] = json.loads(lines.readline(MAX_HELLO) or b"{}")
+            part: dict[str, Any] = {}
+            # Else the lead is gone, perhaps in the middle of the line.
+            with self._control.makefile("rb") as lines, suppress(OSError, ValueError):
+                part = json.loads(lines.readline(MAX_HELLO))
             if part and "refused" not in part:
                 return part
             self._control.close()

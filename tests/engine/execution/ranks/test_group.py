@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -254,6 +256,16 @@ def test_no_rank_outlives_a_lead_that_is_killed(folder: Path, stopped: bool) -> 
         finally:
             lead.kill()
     assert until(lambda: gone(follower))
+
+
+def test_a_rank_whose_lead_has_ended_before_it_sent_anything_ends_without_an_error() -> None:
+    lead, own = socket.socketpair()
+    lead.close()
+    with own:
+        local = json.dumps({"socket": own.fileno(), "parent": os.getpid()})
+        command = [sys.executable, "-P", "-m", "engine.execution.ranks.follower", local]
+        ended = subprocess.run(command, pass_fds=(own.fileno(),), capture_output=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 @pytest.mark.exhaustive

@@ -344,6 +344,40 @@ def test_a_machine_whose_number_is_still_held_calls_again_until_it_is_free(
             waiting.result(timeout=60)
 
 
+def reset() -> socket.socket:
+    """A connection whose other machine is cut off."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        end = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        other.close()
+    return end
+
+
+def test_a_machine_that_waits_for_its_part_calls_again_where_the_lead_is_cut_off(
+    folder: Path, port_of_lead: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the middle of a line."""
+    monkeypatch.setattr(nodes, "_AGAIN_S", 0.0)
+    pairs = [socket.socketpair() for _ in range(2)]
+    for (_, lead), line in zip(pairs, (b'{"dtype": "flo', b'{"dtype": "float32"}\n'), strict=True):
+        lead.sendall(line)
+        lead.close()
+    connections = iter([reset(), *(end for end, _ in pairs)])
+    monkeypatch.setattr(nodes, "join", lambda *how: next(connections))
+    node = Node(folder, ("127.0.0.1", port_of_lead.port), 1, SECRET)
+    assert node._call() == {"dtype": "float32"}
+
+
+def test_a_machine_that_is_cut_off_before_it_has_its_part_is_named(
+    port_of_lead: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hello = {"purpose": "node", "node": 1, "traits": {"clock": time.time()}}
+    monkeypatch.setattr(port_of_lead, "next", lambda: (reset(), hello))
+    with pytest.raises(EngineError, match="node 1 is lost: "):
+        gather(port_of_lead, 2, 1, {}, {}, lambda: False, stages=2)
+
+
 def test_the_same_traits_do_not_differ(folder: Path) -> None:
     assert differing(traits_of(folder), traits_of(folder)) == ""
 
