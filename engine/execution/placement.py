@@ -14,6 +14,7 @@ from engine.execution.ranks.device import DeviceLead, RanksDeviceRunner, StagesD
 from engine.execution.ranks.runner import LeadModel, RanksRunner
 from engine.execution.ranks.stages import StagedModel, StagesRunner
 from engine.execution.runner import Runner
+from engine.kernels.native.exchange import Share
 from engine.kv import Capacity, KvSpace
 from engine.memory import GIB, block_bytes, free_bytes, kv_spaces, release
 from engine.models import Model
@@ -65,23 +66,32 @@ def _spaces(model: Model, config: EngineConfig, capacity: Capacity, draft: Model
     whole = model.share.all_groups if isinstance(model, LeadModel) else model.kv_groups
     groups = [replace(group, head_dim=kernels.cache_width(group.head_dim)) for group in whole]
     layer_bytes = [block_bytes(replace(group, layers=1), size, kernels.cache_dtype.itemsize) for group in groups]
-    sizes = [each * group.layers for each, group in zip(layer_bytes, groups, strict=True)]
+    # Every rank has as many blocks, each of its own KV heads and layers. A GPU's are to fit into what it has left; on a
+    # CPU all ranks' together into the memory of one process.
+    within_each = config.kv_cache_bytes is None and model.device.type != "cpu"
+    layers = _most_layers(model) if within_each else [group.layers for group in groups]
+    sizes = [each * count for each, count in zip(layer_bytes, layers, strict=True)]
     if draft is not None:
         drafts = (block_bytes(group, size, draft.kernels.cache_dtype.itemsize) for group in draft.kv_groups)
         sizes[whole_group(model)] += sum(drafts)
     free = _free(model, config, capacity, draft) if config.kv_cache_bytes is None else 0
-    # Every rank has as many blocks, each of its own KV heads and layers, within the memory of one process; of a GPU of
-    # its own.
-    if model.device.type != "cpu":
-        layers = sum(group.layers for group in groups)
-        free = free * config.tensor_parallel * layers // -(-layers // config.pipeline_parallel)
-    sizes = [each * config.tensor_parallel for each in sizes]
+    if not within_each:
+        sizes = [each * config.tensor_parallel for each in sizes]
     spaces = kv_spaces(config.kv_cache_bytes, groups, sizes, capacity, free)
     if model.device.type != "cpu":
         return spaces
     return tuple(
         replace(space, run=_RUN if each < _LONG else 1) for space, each in zip(spaces, layer_bytes, strict=True)
     )
+
+
+def _most_layers(model: Model) -> list[int]:
+    """Of each KV group, the most layers that a rank has: those of a group may lie in few stages, or unevenly."""
+    if not isinstance(model, DeviceLead):
+        return [group.layers for group in model.kv_groups]
+    stages = model.ends.stage.ranks
+    groups = [model.share.groups_of(Share(stage, stages)) for stage in range(stages)]
+    return [max(group.layers for group in of_stages) for of_stages in zip(*groups, strict=True)]
 
 
 def _free(model: Model, config: EngineConfig, capacity: Capacity, draft: Model | None) -> int:

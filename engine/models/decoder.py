@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.kernels import Kernels, LayerParts, PreparedLayers, PreparedLinear, RaggedBatch
 from engine.kernels.native.exchange import WHOLE, Share
+from engine.kv import KvGroup
 from engine.layers import (
     AdaptedRows,
     Attention,
@@ -192,8 +193,9 @@ class Decoder:
         self._others = {f"{_LAYERS}{i}." for i in range(c.layers) if i not in self._own_layers}
         #: The KV groups of all stages' layers.
         self.all_groups, self.rope_switch = c.kv_groups, c.rope_switch
+        self._windows = c.windows
         own_windows = c.windows[self._own_layers.start : self._own_layers.stop]
-        self.kv_groups = tuple(replace(group, layers=own_windows.count(group.window)) for group in c.kv_groups)
+        self.kv_groups = self.groups_of(stage)
         self._embedding = Embedding(
             kernels,
             c.vocab_size,
@@ -219,6 +221,12 @@ class Decoder:
             for i, (window, rope) in enumerate(zip(own_windows, c.rope_of[self._own_layers.start :], strict=False))
         ]
         self._together: PreparedLayers | None = None
+
+    def groups_of(self, stage: Share) -> tuple[KvGroup, ...]:
+        """The KV groups with the layers of a stage, which may have none of some."""
+        layers = stage.of(len(self._windows))
+        windows = self._windows[layers.start : layers.stop]
+        return tuple(replace(group, layers=windows.count(group.window)) for group in self.all_groups)
 
     def linears(self) -> list[tuple[str, Linear]]:
         linears = [pair for i, layer in self._numbered() for pair in layer.linears(f"{_LAYERS}{i}.")]

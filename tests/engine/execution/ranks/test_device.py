@@ -21,6 +21,7 @@ import torch
 from engine import Engine, EngineConfig
 from engine.adapters import Adapter, load_adapter
 from engine.errors import DeviceLostError, EngineError
+from engine.execution import placement
 from engine.execution.placement import device_runner_of, plan_capacity
 from engine.execution.ranks.device import DeviceLead, backend_of, follow_on_device
 from engine.execution.ranks.nodes import Node
@@ -28,6 +29,7 @@ from engine.execution.ranks.runner import types_of
 from engine.kernels.collectives import Collectives, Communicators, RanksStore
 from engine.kernels.native import load_library
 from engine.kernels.native.exchange import Share
+from engine.memory import block_bytes
 from engine.models import load_model
 from engine.params import SamplingParams
 from engine.speculate import Lookup, Speculation
@@ -129,6 +131,32 @@ def test_the_cache_is_sized_by_the_rank_with_the_least_memory(tmp_path: Path, mo
         spaces = plan_capacity(lead, EngineConfig(**settings, memory_share=0.5, share=0.25)).spaces
         assert spaces == plan_capacity(lead, EngineConfig(**settings, kv_cache_bytes=5 << 20)).spaces
     assert given == [(CPU, 0.5, 0, 0.25)] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "least"),
+    [
+        ("gqa", {}, 0.95),
+        # The layers that see everything, of which there are far more blocks, are in the second stage.
+        ("gemma3", {"layer_types": ["sliding_attention"] * 3 + ["full_attention"] * 2}, 0.6),
+    ],
+)
+def test_each_stage_has_memory_for_its_layers(
+    name: str, changes: dict[str, Any], least: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = SHAPES[name] | {"num_hidden_layers": 5} | changes
+    folder = write_model(tmp_path / "m", seed=5, tokenizer=False, **shape)
+    free = 1 << 20
+    monkeypatch.setattr(placement, "_free", lambda *how: free)
+    with ranks_of(folder, 1, stages=2) as (lead, _):
+        lead.device = torch.device("cuda")
+        spaces = plan_capacity(lead, EngineConfig(pipeline_parallel=2, max_num_seqs=512)).spaces
+        groups = [lead.share.groups_of(Share(stage, 2)) for stage in range(2)]
+    taken = [
+        sum(space.num_blocks * block_bytes(group, 16, 4) for space, group in zip(spaces, of_stage, strict=True))
+        for of_stage in groups
+    ]
+    assert least * free < max(taken) <= free
 
 
 DRAWN = SamplingParams(max_tokens=7, temperature=0.9, seed=4, logprobs=1, prompt_logprobs=1, n=2, ignore_eos=True)
