@@ -71,8 +71,8 @@ def choose(selection: str, here: Sequence[Gpu], ranks: int = 1) -> tuple[Chosen,
     gpus = _chosen(selection, here)
     if len(gpus) % ranks:
         raise Failure(
-            f"--gpus names {len(gpus)} GPUs, which {ranks}, a worker's (--tensor-parallel by --pipeline-parallel), "
-            f"does not divide"
+            f"--gpus names {len(gpus)} GPUs, which {ranks}, a worker's here (--tensor-parallel by "
+            "--pipeline-parallel, over --nodes), does not divide"
         )
     groups = [gpus[i : i + ranks] for i in range(0, len(gpus), ranks)]
     return tuple(

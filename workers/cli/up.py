@@ -41,7 +41,7 @@ from workers.cli.options import (
     takes,
 )
 from workers.cli.terminal import relayed
-from workers.cli.worker import folder_of_turns
+from workers.cli.worker import check_nodes, folder_of_turns
 from workers.cli.worker import worker as worker_command
 
 if TYPE_CHECKING:
@@ -224,13 +224,14 @@ def up(
     set_up_logging(level, "autoscaler | ")  # nothing else in this process logs
     use_secrets_key(secrets_key)
 
-    ranks = engine.get("tensor_parallel", 1) * engine.get("pipeline_parallel", 1)
-    chosen = choose(gpus, gpus_here(), ranks) if gpus is not None else ()
+    ranks = engine.get("tensor_parallel", 1) * engine.get("pipeline_parallel", 1) // engine.get("nodes", 1)
+    chosen = choose(gpus, gpus_here(), max(1, ranks)) if gpus is not None else ()
     names = model or ["tiny"]
     if len(chosen) % len(names):
         raise Failure(f"{len(chosen)} GPUs cannot be shared evenly by {len(names)} models")
     scaling = {"cool_down": cool_down, "patience": patience, "worth": worth}
     rules = _rules(workers, min_workers, max_workers, scaling, len(chosen) // len(names))
+    check_nodes(engine.get("nodes"), rules.max * len(names))
     shares = shares_of(names, share)
     if share and (chosen or rules.max > 1):
         raise Failure(

@@ -186,6 +186,7 @@ def worker(
         check_meeting(EngineConfig(**engine))
     shares = shares_of(model, share)
     if len(model) > 1:
+        check_nodes(engine.get("nodes"), len(model))
         raise typer.Exit(_one_for_each_model(context, model, shares, gpus, name, drain_timeout))
     if share:
         engine["share"] = shares[0]
@@ -247,6 +248,7 @@ def _one_for_each_gpu(context: typer.Context, selection: str, name: str | None, 
     from workers.cli.supervised import supervise
 
     gpus = _gpus(context, selection)
+    check_nodes(context.params["nodes"], len(gpus))
     ports = health_ports(context.params["health_port"], len(gpus))
     argv = [
         *PENSTOCK,
@@ -310,6 +312,15 @@ def folder_of_turns() -> Iterator[Path]:
             yield Path(folder)
         finally:
             os.close(lock)
+
+
+def check_nodes(nodes: int | None, workers: int) -> None:
+    """Raise Failure if one command would start several `workers` that wait for other machines, at the same port."""
+    if (nodes or 1) > 1 and workers > 1:
+        raise Failure(
+            f"--nodes {nodes} goes with one worker, and this would start {workers}, which cannot all wait at one "
+            "--ranks-address: start each by a command of its own, with an address (and --gpus) of its own"
+        )
 
 
 def _gpus(context: typer.Context, selection: str) -> tuple[Chosen, ...]:

@@ -244,6 +244,20 @@ class TestWorkerCommand:
         assert [each.name for each in settings[:2]] == ["n.MIG-GPU-11111111/7/0.a", "n.MIG-GPU-11111111/7/0.b"]
         assert len({each.engine["turns"] for each in settings}) == 2
 
+    @pytest.mark.parametrize(
+        "said", [["--model", "tiny", "--gpus", "all"], ["--model", "a=folder", "--model", "b=folder"]]
+    )
+    def test_starts_one_worker_that_waits_for_other_machines(
+        self, said: list[str], run: Run, asked: list[Program], tmp_path: Path
+    ) -> None:
+        (tmp_path / "secret").write_bytes(b"of sixteen bytes")
+        nodes = ["--tensor-parallel", "2", "--nodes", "2", "--ranks-secret", str(tmp_path / "secret")]
+        ran = run("worker", "--broker", "redis://h:1/0", *said, *nodes)
+        assert (ran.status, ran.out) == (2, "")
+        assert "--nodes 2 goes with one worker, and this would start 2" in ran.err
+        assert not asked
+        assert run("worker", "--broker", "redis://h:1/0", "--model", "tiny", "--gpus", "0", *nodes).status == 3
+
     def test_is_not_for_a_cpu(self, run: Run, asked: list[Program]) -> None:
         ran = run("worker", "--broker", "redis://h:1/0", "--model", "tiny", "--gpus", "0", "--device", "cpu")
         assert (ran.status, ran.out) == (2, "")
@@ -259,6 +273,7 @@ class TestUpCommand:
             (["--gpus", "all", "--workers", "2"], "leave --workers out"),
             (["--gpus", "all", "--min", "0", "--max", "3"], "--max is 3, and each model has 2 of the GPUs"),
             (["--gpus", "0", "--model", "tiny", "--model", "two=tiny"], "1 GPUs cannot be shared evenly by 2 models"),
+            (["--gpus", "all", "--tensor-parallel", "2", "--nodes", "2"], "--nodes 2 goes with one worker, and this"),
         ],
     )
     def test_refuses_what_does_not_fit(self, run: Run, answering: Answering, said: list[str], why: str) -> None:
