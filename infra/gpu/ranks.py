@@ -144,12 +144,14 @@ def main() -> int:
                     failed, figures[name] = True, {"error": f"{type(error).__name__}: {error}"}
                 print(shape, name, json.dumps(figures[name]), flush=True)
                 args.out.write_text(json.dumps(found, indent=1) + "\n")
+    of_sums: dict[str, dict[str, Any]] = {}
+    found["sums"] = of_sums
     for ranks in (2,) if args.tiny else [count for count in RANKS if 1 < count <= gpus]:
         try:
-            found.setdefault("sums", {})[f"{ranks} ranks"] = sums.measured(ranks, gpus=not args.tiny)
+            of_sums[f"{ranks} ranks"] = sums.measured(ranks, gpus=not args.tiny)
         except Exception as error:  # noqa: BLE001  # the other figures must not be lost
-            failed, found["sums"] = True, {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(found["sums"]), flush=True)
+            failed, of_sums[f"{ranks} ranks"] = True, {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(of_sums), flush=True)
         args.out.write_text(json.dumps(found, indent=1) + "\n")
     return int(failed)
 
