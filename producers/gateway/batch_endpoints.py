@@ -24,7 +24,7 @@ from producers.contract import model_fit
 from producers.contract.record import Record
 from producers.contract.stream import End
 from producers.contract.task import Task
-from producers.errors import InvalidTask, LimitReached, PenstockError, UnknownModel
+from producers.errors import BrokenRecord, InvalidTask, LimitReached, PenstockError, UnknownModel
 from producers.gateway.admission.limits import Spent, charge_for, check_may_use, fitted, there
 from producers.gateway.executor import Executor
 from producers.gateway.http.errors import Problem, body_of, problem_of
@@ -412,7 +412,10 @@ def _encoding(finished: Finished) -> tuple[str, str]:
 
 
 def _scored(finished: Finished) -> bool:
-    return finished.record.task.get("logprobs") is not None
+    try:
+        return finished.record.task.get("logprobs") is not None
+    except BrokenRecord:  # `_answer` has its error
+        return False
 
 
 def _refused(error: Exception, principal: Principal = LOCAL) -> Answer:

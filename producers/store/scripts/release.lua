@@ -16,13 +16,16 @@
 -- Replaces that of which no end could be made: numbers that are none, as what the task waits, what was charged for it,
 -- and a stream that is none.
 local function mend(task, stream)
-  local names = { 'n', 'discarded', 'prompt_tokens', 'created', 'started', 'offset', 'texts' }
+  local names, n = { 'discarded', 'prompt_tokens', 'created', 'started', 'offset', 'texts', 'n' }, 1
+  local others = #names
   for choice = 0, 63 do
     names[#names + 1] = 'next:' .. choice
   end
-  for k, value in ipairs(redis.call('HMGET', task, unpack(names))) do
-    if value and not tonumber(value) then
-      redis.call('HSET', task, names[k], names[k] == 'n' and 1 or 0)
+  local values = redis.call('HMGET', task, unpack(names))
+  for k = #names, 1, -1 do
+    n = values[k] and math.max(n, k - others) or n -- as many choices as have tokens
+    if values[k] and not tonumber(values[k]) then
+      redis.call('HSET', task, names[k], names[k] == 'n' and n or 0)
     end
   end
   local counted = redis.call('HMGET', task, 'waits', 'reserved')

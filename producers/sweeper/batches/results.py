@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
+import zlib
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -28,14 +30,16 @@ from producers.client.aio import AsyncClient
 from producers.client.reader import read_block, read_entries
 from producers.connection.script import aexecute_many, arun, text
 from producers.contract import keys
-from producers.contract.record import Record
-from producers.contract.stream import Event
+from producers.contract.record import BROKEN, Record, read_error
+from producers.contract.stream import End, Event
 from producers.store import batches, files, protocol
 from producers.store.batches import Batch, Part, Written, task_id
 from producers.store.blobs import Ahead, BlobNotFound, Blobs, BlobWriter
 from producers.store.references import Reference
 from producers.sweeper.batches.endpoint import Answer, Endpoints, Finished
 from producers.sweeper.batches.input import Requests, read_requests
+
+log = logging.getLogger(__name__)
 
 OUTPUT: Final = "output"
 ERROR: Final = "error"
@@ -206,8 +210,16 @@ class Writer:
                 elif not raw:
                     decided[line] = await self._lost(batch)
                 else:
-                    record = records[line] = Record.parse(batches.task_id(batch.id, line), raw)
-                    if code := unfinished(batch, record):
+                    try:
+                        record = Record.parse(batches.task_id(batch.id, line), raw)
+                        code = unfinished(batch, record)
+                        _weight(record)
+                    except BROKEN as error:  # it must not hold up the others for ever
+                        log.error("a line of batch %s is lost: %s", batch.id, error)
+                        code = "line_lost"
+                    else:
+                        records[line] = record
+                    if code:
                         decided[line] = Outcome(code=code)
             for chunk in chunks(lines, {line: record for line, record in records.items() if line not in decided}):
                 yield await self._answers(batch, page, chunk, decided, records)
@@ -258,18 +270,28 @@ class Writer:
         # In this order: blocks replace a stream in one step.
         streams = await aexecute_many(self._store, [("XRANGE", keys.stream(record.id), "-", "+") for record in records])
         results = await aexecute_many(self._store, [("HGETALL", keys.result(record.id)) for record in records])
-        return await asyncio.to_thread(lambda: [self._read(s, r) for s, r in zip(streams, results, strict=True)])
+        return await asyncio.to_thread(
+            lambda: [self._read(*one) for one in zip(records, streams, results, strict=True)]
+        )
 
-    def _read(self, stream: Sequence[Any], result: Mapping[bytes, bytes]) -> list[Event] | None:
+    def _read(self, record: Record, stream: Sequence[Any], result: Mapping[bytes, bytes]) -> Sequence[Event] | None:
         """The events of a task's stream, or of its compacted stream, which may be in a blob. Blocks."""
+        blocks: Iterable[tuple[int, bytes]] = ()
         if not stream and b"blob" in result:
             moved = Reference.parse(result[b"blob"])
             try:
-                blocks = [self._blobs.read(moved.name, *span) for span in moved.blocks]
+                blocks = enumerate([self._blobs.read(moved.name, *span) for span in moved.blocks])
             except BlobNotFound:
                 return None
-            return _events(stream, enumerate(blocks))
-        return _events(stream, sorted((int(number), block) for number, block in result.items()))
+        elif not stream:
+            blocks = sorted((int(number), block) for number, block in result.items())
+        try:
+            return _events(stream, blocks)
+        except (*BROKEN, LookupError, zlib.error):  # it must not hold up the others for ever
+            log.exception("the output of task %s of a batch cannot be read", record.id)
+        return (
+            None if record.status == "completed" else [End(0, record.status, (), {}, read_error(record.json("error")))]
+        )
 
 
 def closing(batch: Batch) -> bool:

@@ -95,6 +95,16 @@ def test_nor_does_a_stream_that_is_none(valkey: Redis, worker: FakeWorker) -> No
     check_ended(valkey, open=b"1", reserved=b"11")
 
 
+def test_choices_that_have_tokens_are_kept(valkey: Redis, worker: FakeWorker) -> None:
+    record = line(valkey)
+    assert worker.claim("t").answer == "go"
+    assert worker.append("t", 0, ["a"], choice=1) == ("ok", 1)
+    valkey.hset(record, "n", "no number")
+    assert bury(valkey, "t", worker.claims["t"]) == 1
+    assert valkey.hget(record, "n") == b"2"
+    check_ended(valkey, open=b"1")
+
+
 def test_a_chunk_that_ends_so_ends_its_parent(valkey: Redis, worker: FakeWorker) -> None:
     shared: dict[str, Any] = {"model": "tiny", "version": "v", "queue": "q", "tier": "default", "n": 1}
     parent = shared | {"task": "{}", "chunks": 2, "texts": 8, "origin": "task", "result_bytes": 1}

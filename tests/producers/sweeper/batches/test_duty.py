@@ -22,6 +22,7 @@ from producers import AsyncClient
 from producers.admin import routes
 from producers.connection.script import run
 from producers.contract import keys
+from producers.contract.record import error_json
 from producers.gateway import batch_endpoints as line_endpoints
 from producers.gateway.batch_endpoints import LineEndpoints
 from producers.store import batches, files, protocol
@@ -215,6 +216,32 @@ async def test_a_line_that_fails_has_the_answer_that_a_caller_would_have(
     assert answer["body"]["choices"][0]["text"] == "Hello, world"
     assert job.read().status == "completed"
     assert job.faults() == []
+
+
+async def test_lines_whose_records_or_streams_are_broken_hold_up_no_other(
+    valkey: Redis, valkey_url: str, tmp_path: Path, worker: FakeWorker
+) -> None:
+    job = Job(valkey, tmp_path, [GOOD] * 5)
+    async with sweeping(valkey_url, job):
+        await auntil(lambda: job.read().count("line") == 5 and not valkey.zcard(keys.SUBMITTING))
+        garbage, foreign, usage, task, good = (batches.task_id(job.id, line) for line in range(5))
+        for name, entry in ((garbage, "{"), (foreign, "[0,7,5]")):
+            worker.claim(name)
+            valkey.xadd(keys.stream(name), {"e": entry}, id="1000000-0")
+            error = error_json("dead_lettered", "The message cannot be used.")
+            run(valkey, protocol.release(name, worker.claims[name], error=error, letter="broken"))
+        worker.serve(usage)
+        valkey.hset(keys.task(usage), "usage", "none")  # before the part's last line has ended
+        worker.claim(task)
+        valkey.hset(keys.task(task), "task", "none")
+        worker.finish(task, [0], status="failed", error={"code": "engine_error", "message": "No."})
+        worker.serve(good)
+        await auntil(job.ended)
+    assert codes(job) == {"r0": "500", "r1": "500", "r2": "line_lost", "r3": "500"}
+    bodies = [job.lines("error")[name]["response"]["body"]["error"] for name in ("r0", "r1")]
+    assert [body["code"] for body in bodies] == ["dead_lettered"] * 2
+    assert job.lines("output").keys() == {"r4"}
+    assert job.read().status == "completed"
 
 
 async def test_lines_with_log_probabilities_and_blocks_are_answered(
