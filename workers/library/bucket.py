@@ -178,7 +178,7 @@ def _own_files(folder: Path) -> tuple[Path, list[_File]]:
     if odd is not None and odd.endswith(".gguf"):
         raise Refused(
             f"{folder / odd} cannot be published under this name: rename it, without / and \\, control characters or a "
-            "dot at its begin"
+            "dot at its beginning"
         )
     if odd is not None:
         raise Refused(
