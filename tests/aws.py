@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tests.processes import free_port, guarded
+from tests.waiting import PATIENCE_S
 
 REGION: Final = "us-east-1"
 ACCOUNT: Final = "123456789012"
@@ -68,7 +69,7 @@ class Aws:
 
     def _ask(self, path: str, data: bytes | None = None) -> Any:
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "text/plain"})
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return json.loads(answer.read())
 
 
@@ -81,7 +82,7 @@ def running_aws() -> Iterator[Aws]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     aws = Aws(f"http://127.0.0.1:{port}")
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while not _answers(aws):
             assert process.poll() is None, "moto's server ended"
             assert time.monotonic() < deadline, "moto's server does not answer"

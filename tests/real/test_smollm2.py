@@ -24,7 +24,7 @@ from tests.processes import Worker, valkey
 from tests.workers.cli.conftest import invoke
 from workers.library.reference import packaged
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(170)]
+pytestmark = pytest.mark.exhaustive
 
 MODEL = "smollm2"
 CONFIG: dict[str, Any] = {"dtype": "float32", "threads": 2, "kv_cache_bytes": 512 << 20}

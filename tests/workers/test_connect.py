@@ -11,6 +11,7 @@ from celery import Celery
 
 from producers.contract import keys
 from tests.processes import ROOT, Worker, valkey
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import MODEL, Rig
 from workers.connect import check_server, check_servers
 from workers.errors import Refused
@@ -23,7 +24,7 @@ def test_a_cluster_is_refused() -> None:
         with pytest.raises(Refused, match=r"the store at .* is a Redis Cluster.*Use a single primary"):
             check_server(url, "store")
         worker = Worker(url)
-        assert worker.process.wait(60) != 0
+        assert worker.process.wait(PATIENCE_S) != 0
         assert "is a Redis Cluster" in worker.log.read_text()
         worker.log.unlink()
 

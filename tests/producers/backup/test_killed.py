@@ -15,7 +15,7 @@ from producers.connection.script import text
 from producers.contract import keys
 from tests.processes import ROOT, guarded
 from tests.producers.fake_worker import FakeWorker
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
@@ -57,7 +57,7 @@ def test_killed_processes_go_on(
     killed.wait()
     half = elsewhere.hget(keys.EPOCH, "state") == b"restoring"
     if half:
-        assert start(tmp_path, "sweeper", "--broker", elsewhere_url).wait(60) == 2
+        assert start(tmp_path, "sweeper", "--broker", elsewhere_url).wait(PATIENCE_S) == 2
     assert start(tmp_path, *restore).wait(120) == (0 if half else 2)
     assert elsewhere.hget(keys.EPOCH, "state") == b"open"
     assert {text(name) for name in elsewhere.zrange(keys.SUBMITTING, 0, -1)} == {*ids[50:]}

@@ -216,7 +216,6 @@ def test_the_same_complaint_is_made_once_in_a_while(
 def test_a_library_that_logs_each_try_is_throttled_too(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(complaints, "_logged", {})
     library = logging.getLogger("a.library")
     library.addFilter(Throttle())
     now = time.monotonic()

@@ -109,7 +109,6 @@ async def test_a_full_store_is_compacted_at_once_and_keeps_no_sweeper_from_its_w
 async def test_a_store_that_is_away_is_complained_of_once_in_a_while(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(complaints, "_logged", {})
     monkeypatch.setattr(complaints, "EVERY_S", 1e6)
     tries, tried = 0, asyncio.Event()
 

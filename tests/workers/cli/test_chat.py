@@ -355,7 +355,7 @@ def test_ctrl_c_stops_the_answer_and_its_task_and_the_chat_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_without_a_gateway_it_serves_the_model_itself_and_leaves_nothing(run: Run, tmp_path: Path) -> None:
     settings = ("--max-tokens", "12", "--temperature", "0")
     own = subprocess.Popen(

@@ -26,7 +26,7 @@ from tests.workers.library.hub_server import Hub, Repo, running_hub
 from workers.cli.client import Gateway, Refused
 from workers.processes.proc import argv_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def two_ports() -> int:

@@ -16,7 +16,7 @@ from tests.waiting import PATIENCE_S, until
 from tests.workers.cli.running_up import Up, task
 from workers.cli.client import Gateway
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 #: Streams at a time: far more than one worker runs, and more than it does in the 2 s that a task may wait.
 STREAMS = 24

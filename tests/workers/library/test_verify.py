@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import Rig
 from workers.cli.exits import Exit
 from workers.errors import Refused
@@ -71,6 +72,6 @@ def test_a_worker_says_so_and_ends_refused(pulled: Path, rig: Rig) -> None:
     """Before it has a lease: whoever restarts it finds the status of what would be refused again."""
     flip_a_bit(pulled / "model.safetensors")
     worker = rig.begin_worker(model=str(pulled), engine_factory="workers.runtime.worker:load_engine")
-    assert worker.process.wait(60) != Exit.OK
+    assert worker.process.wait(PATIENCE_S) != Exit.OK
     assert "is damaged" in worker.log.read_text()
     assert rig.leases() == []

@@ -35,7 +35,6 @@ def test_tries_to_connect_come_a_second_after_the_last_at_most_and_are_logged_on
         waits[attempt] = waits.get(attempt, 0.0) + seconds
 
     monkeypatch.setattr(functional, "sleep", sleep)
-    monkeypatch.setattr(log_throttle, "_logged", {})
     monkeypatch.setattr(log_throttle, "EVERY_S", 1e6)
     with (
         Connection(f"redis://127.0.0.1:{free_port()}") as connection,

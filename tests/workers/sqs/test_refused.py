@@ -18,6 +18,7 @@ from tests.aws import Aws
 from tests.aws_faults import Fault, Faults
 from tests.processes import free_port
 from tests.producers.gateway.conftest import Door, until
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import POOL
 from tests.workers.sqs.conftest import SqsRig
 from workers.connect import check_queues
@@ -46,7 +47,7 @@ def test_a_worker_that_may_make_no_queues_names_them_and_who_may(faults: tuple[S
     rig, coming = faults
     coming.put(Fault("denied", "CreateQueue"))
     worker = rig.begin_worker()
-    assert worker.process.wait(60) != 0
+    assert worker.process.wait(PATIENCE_S) != 0
     said = worker.log.read_text()
     assert f"queue {NAMES[0]} in us-east-1" in said
     assert "penstock aws setup --broker" in said
