@@ -160,6 +160,8 @@ async def replay(client: AsyncClient, letter: Letter) -> Replayed:
         return await _send(client, letter, letter.message, letter.task_id)
     error = record.json("error")
     if not isinstance(error, dict) or error.get("code") != "dead_lettered":
+        if record.status == "cancelled":
+            raise NotReplayed(f"task {record.id} was cancelled; submit it anew if you want its output, else purge it")
         raise NotReplayed(
             f"task {record.id} ended {record.status}, only what Celery was to do afterwards failed; submit it anew if "
             "you want another output, else purge it"

@@ -47,7 +47,8 @@ ERROR: Final = "error"
 REASONS: Final = {
     "batch_expired": "This request could not be executed before the completion window expired.",
     "batch_cancelled": "This request was not executed, or not to its end, because the batch was cancelled.",
-    "line_lost": "What this request's task made is gone from the store: it was removed, or its time to live has ended.",
+    "line_lost": "What this request's task made is gone from the store, as it was removed or its time to live has "
+    "ended, or cannot be read.",
 }
 LAPSED: Final = "batch_expired"
 #: Lines in a part, and their bytes in the input; the last part of a batch may have fewer lines.

@@ -207,6 +207,9 @@ async def test_what_cannot_be_asked_again_stays(aclient: AsyncClient, valkey: Re
     valkey.hset(keys.task(task_id), mapping={"status": "completed", "error": "null"})
     with pytest.raises(NotReplayed, match="ended completed, only what Celery was to do afterwards failed"):
         await dead_letters.replay(aclient, letter)
+    valkey.hset(keys.task(task_id), "status", "cancelled")
+    with pytest.raises(NotReplayed, match="was cancelled; submit it anew"):
+        await dead_letters.replay(aclient, letter)
     valkey.delete(keys.task(task_id))
     with pytest.raises(NotReplayed, match="past its time to live"):
         await dead_letters.replay(aclient, letter)
