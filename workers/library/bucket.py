@@ -72,6 +72,8 @@ ABANDONED_S: Final = 24 * 3600.0
 _GGUF: Final = re.compile(r"[^./\\][^/\\]*\.gguf")
 #: Versions in the bucket, the newest, that are searched for files which need not be sent.
 MOST_SOURCES: Final = 200
+#: Bytes of these versions' manifests after which the search ends.
+MOST_READ: Final = 64 << 20
 #: A key in a version's folder, of which a URL can be written.
 _KEY: Final = re.compile(
     r"(?P<folder>(?:[A-Za-z0-9!_.*'()/-]*?/)?(?P<name>[A-Za-z0-9][\w.-]*)/(?P<version>[0-9a-f]{12}))/(?P<file>.+)",
@@ -216,7 +218,7 @@ def _head(objects: Objects, name: str, file: _File) -> dict[str, Any] | None:
 
 def _sources(place: Objects, files: list[_File], say: Callable[[str], None]) -> dict[str, str]:
     """SHA-256 -> object of these files that whole versions under a place have, by their manifests."""
-    missing, sources = {file.sha256 for file in files}, dict[str, str]()
+    missing, sources, read = {file.sha256 for file in files}, dict[str, str](), 0
     if not missing:
         return sources
     try:
@@ -224,10 +226,12 @@ def _sources(place: Objects, files: list[_File], say: Callable[[str], None]) -> 
         for version in sorted(versions, key=lambda version: version.at, reverse=True)[:MOST_SOURCES]:
             folder = version.model.bucket.prefix.removeprefix(place.bucket.prefix).removeprefix("/")
             with suppress(BlobNotFound, Refused):  # it went meanwhile, or is damaged
-                for file in _files(version.model, _small(place, version.model, f"{folder}/{MANIFEST}")):
+                manifest = _small(place, version.model, f"{folder}/{MANIFEST}")
+                read += len(manifest)
+                for file in _files(version.model, manifest):
                     if file.sha256 in missing:
                         sources[file.sha256] = f"{folder}/{file.name}"
-            if sources.keys() == missing:
+            if sources.keys() == missing or read > MOST_READ:
                 break
     except AwsError as error:
         if error.trouble is not Trouble.DENIED:

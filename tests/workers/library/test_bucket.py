@@ -20,6 +20,7 @@ from tests.aws import Aws
 from tests.aws_faults import Fault, faulty
 from tests.engine.gguf_files import write_gguf
 from tests.engine.random_models import write_model
+from tests.waiting import PATIENCE_S
 from tests.workers.library.test_signatures import key_pair
 from workers.errors import Refused
 from workers.library import bucket
@@ -200,7 +201,7 @@ class TestPublished:
         assert (head["ContentLength"], head["Metadata"]["sha256"]) == (6 << 20, sha256(bytes(6 << 20)).hexdigest())
 
     def test_a_file_that_another_version_has_is_copied_there_unless_it_is_damaged(
-        self, aws: Aws, place: Bucket, tmp_path: Path
+        self, aws: Aws, place: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         folder = large(tmp_path, 5 << 20)
         one = publish(folder, "one", place, note, quiet=True)
@@ -210,6 +211,12 @@ class TestPublished:
             assert (said, faults.sent["PUT"] < 5 << 20) == (["7 files: 6 sent, 1 copied in the bucket"], True)
             bucket.remove(one.model)
             bucket.check(two.model)
+            aws.client("s3").put_object(Bucket="models", Key="all/last/0123456789ab/manifest.json", Body=b"{")
+            sent = faults.sent["PUT"]
+            with monkeypatch.context() as little_is_read:
+                little_is_read.setattr(bucket, "MOST_READ", 0)
+                bucket.remove(publish(folder, "new", through(proxy, place), note, quiet=True).model)
+            assert faults.sent["PUT"] - sent > 5 << 20
         key = f"{two.model.bucket.prefix}/LICENSE"
         aws.client("s3").put_object(Bucket="models", Key=key, Body=b"x" * (5 << 20))
         bucket.check(publish(folder, "three", place, note, quiet=True).model)
@@ -251,7 +258,7 @@ class TestPublished:
         def refusing(objects: Objects, call: str, permission: str, name: str, **more: Any) -> dict[str, Any]:
             if call == "upload_part_copy":
                 copied.append(name)
-                assert publishes[0].stopped.wait(60)
+                assert publishes[0].stopped.wait(PATIENCE_S)
             if (call, name) == ("put_object", "config.json"):
                 raise aws_refusal("put config.json", permission, "AccessDenied", "")
             return request(objects, call, permission, name, **more)
