@@ -50,6 +50,8 @@ def set_aliases(store: Redis, model: str, aliases: Mapping[str, str], removed: S
         for name in removed:
             if name in leading:
                 what, end = leading[name]
+                state = canaries.read(store, model) if name == canaries.ALIAS else None
+                end = f"penstock rollout abort {model}" if state is not None and state.under_way else end
                 raise RoutingError(f"{what} of {model} leads to the alias {name!r}: end that first (`{end}`)")
         versions = {name: before.version_at(version) for name, version in aliases.items()}
         kept = {name: version for name, version in before.aliases.items() if name not in removed}

@@ -477,6 +477,8 @@ def test_a_controller_that_was_stopped_brings_nothing_back_that_an_operator_has_
 def test_a_change_of_its_part_by_others_pauses_it_and_resume_sets_it_again(store: Redis) -> None:
     started(store)
     look(store)
+    with pytest.raises(routing.RoutingError, match="`penstock rollout abort m`"):
+        routes.set_aliases(store, "m", {}, [ALIAS])
     routes.set_split(store, "m", {ALIAS: 90})
     assert (look(store).phase, part(store)) == ("paused", ("a", 90, "b")), "it does not fight"
     assert "in generation" in state_of(store).reason
