@@ -76,9 +76,12 @@ local function chunks_join(parent, id)
       failed = { c[1], c[4] or '[]', chunk_error(c[5] or 'null', tonumber(c[2]), tonumber(c[3])) }
     elseif c[6] then
       local entry = string.format('{"chunk":%d,"offset":%d,"texts":%d,"task":"%s"}', number, c[2], c[3], name)
-      if type(redis.pcall('XADD', stream, (at + 1) .. '-0', 'e', entry)) == 'table' then -- no script wrote what it has
+      local added = redis.pcall('XADD', stream, (at + 1) .. '-0', 'e', entry)
+      if type(added) == 'table' and string.find(added.err, 'equal or smaller', 1, true) then -- no script wrote what it has
         failed = { 'failed', '[]', '{"code":"chunk_lost","message":"The stream of this task takes no more texts."}' }
         return true
+      elseif type(added) == 'table' then
+        error(added.err)
       end
       tell(parent, id, string.format('[%d,%s]', at, entry))
       at = at + 1

@@ -37,7 +37,8 @@ local function mend(task, stream)
     and tonumber(charged.tokens) and tonumber(charged.estimate)) then
     redis.call('HDEL', task, 'reserved')
   end
-  if type(redis.pcall('XLEN', stream)) == 'table' then
+  local length = redis.pcall('XLEN', stream)
+  if type(length) == 'table' and string.find(length.err, 'WRONGTYPE', 1, true) then
     redis.call('UNLINK', stream)
   end
 end
@@ -53,9 +54,17 @@ if ARGV[3] ~= '' then
   if r[7] then
     final, err = 'cancelled', 'null'
   end
-  if not FINAL[r[1]] and not pcall(function()
-    finalise(KEYS[1], KEYS[2], id, final, '[]', err, prompt_used(KEYS[1]), 0)
-  end) then
+  local fine, why = FINAL[r[1]], ''
+  if not fine then
+    fine, why = pcall(function()
+      finalise(KEYS[1], KEYS[2], id, final, '[]', err, prompt_used(KEYS[1]), 0)
+    end)
+  end
+  if not fine then
+    why = type(why) == 'table' and why.err or tostring(why)
+    if string.find(why, 'ACL failure', 1, true) then -- an operator's fault: its worker asks again
+      error(why)
+    end
     redis.call('HSET', KEYS[1], 'status', final, 'end', final, 'finished', now_ms(), 'reasons', '[]',
       'usage', '{"prompt_tokens":0,"cached_tokens":0,"output_tokens":0}', 'error', err)
     redis.call('ZREM', 'penstock:deadlines', id)

@@ -10,6 +10,7 @@ from redis import Redis
 from redis.exceptions import ResponseError
 
 from producers.connection.script import run
+from producers.connection.trouble import Trouble, trouble
 from producers.contract import keys
 from producers.contract.record import error_json
 from producers.store import chunks, protocol
@@ -103,6 +104,21 @@ def test_choices_that_have_tokens_are_kept(valkey: Redis, worker: FakeWorker) ->
     assert bury(valkey, "t", worker.claims["t"]) == 1
     assert valkey.hget(record, "n") == b"2"
     check_ended(valkey, open=b"1")
+
+
+def test_what_an_operator_forbids_for_now_ends_later(valkey: Redis, valkey_url: str, worker: FakeWorker) -> None:
+    line(valkey)
+    assert worker.claim("t").answer == "go"
+    valkey.acl_setuser("hasty", enabled=True, nopass=True, keys="*", channels="*", commands=["+@all", "-xlen"])
+    try:
+        with Redis.from_url(valkey_url, username="hasty", password="any") as hasty:
+            with pytest.raises(ResponseError) as denied:
+                bury(hasty, "t", worker.claims["t"])
+            assert trouble(denied.value) is Trouble.DENIED
+    finally:
+        valkey.acl_deluser("hasty")
+    assert bury(valkey, "t", worker.claims["t"]) == 1
+    check_ended(valkey, open=b"1", reserved=b"11")
 
 
 def test_a_chunk_that_ends_so_ends_its_parent(valkey: Redis, worker: FakeWorker) -> None:
