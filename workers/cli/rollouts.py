@@ -373,6 +373,8 @@ def status(
         states = [state for state in canaries.all_of(records) if name in (None, state.model)]
         if name is not None and not states:
             raise Failure(f"{name} has no rollout: `penstock rollout start {name} --to VERSION` begins one")
+        if not states:
+            note("No model has a rollout.")
         for state in states:
             _show(records, state, as_json)
         if any(state.under_way for state in states):
