@@ -33,7 +33,7 @@ if ! containers inspect --type image "$base" >/dev/null 2>&1; then
     # As in Docker's Debian: /usr merged without perl, and no documentation, translations or caches.
     logged mmdebstrap --mode=root --variant=minbase --include=usr-is-merged,ca-certificates,python3-venv \
         --hook-dir=/usr/share/mmdebstrap/hooks/merged-usr \
-        --aptopt='Acquire::Retries "5"' --aptopt='Acquire::Languages "none"' \
+        --aptopt='Acquire::Retries "8"' --aptopt='Acquire::Languages "none"' \
         --aptopt='Dir::Cache { pkgcache ""; srcpkgcache ""; }' \
         --aptopt='DPkg::Post-Invoke { "rm -f /var/cache/apt/archives/*.deb || true"; }' \
         --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
