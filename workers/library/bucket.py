@@ -274,15 +274,16 @@ class _Publish:
             self.copied.append(file.name)
             return
         for resume in (True, False):
+            resumed = False
             try:
-                self._send(file, resume)
+                resumed = self._send(file, resume)
             except AwsError as error:
                 # Another process has ended the upload, or sent a part again; the answer to its end was lost; or it was
                 # begun by another program, for other checksums.
                 if error.code not in ("NoSuchUpload", "InvalidPart", *(["InvalidRequest"] if resume else [])):
                     raise
             # An upload is encrypted as whoever began it said.
-            if self.stopped.is_set() or _is_same(self.objects, file, self.objects.bucket.sse if resume else ""):
+            if self.stopped.is_set() or _is_same(self.objects, file, self.objects.bucket.sse if resumed else ""):
                 return
         raise Refused(f"{file.name} in {self.objects.bucket} is written by somebody else, too: run this again later")
 
@@ -299,18 +300,20 @@ class _Publish:
             return True
         return False
 
-    def _send(self, file: _File, resume: bool) -> None:
+    def _send(self, file: _File, resume: bool) -> bool:
+        """Returns whether it went on with an upload."""
         digest, path, metadata = sha256(), self.folder / file.name, {_SHA256: file.sha256}
         with S3Writer(self.objects, file.name, metadata, resume=resume) as writer, path.open("rb") as opened:
             while piece := opened.read(PIECE):
                 if self.stopped.is_set():
-                    return
+                    return writer.resumed
                 digest.update(piece)
                 writer.write(piece)
                 self.done[file.name] = writer.size
             if digest.hexdigest() != file.sha256:
                 raise Refused(f"{path} changed while it was sent, or a disk fails; run this again")
             writer.commit()
+            return writer.resumed
 
 
 def _send_all(publish: _Publish, files: list[_File], quiet: bool) -> None:

@@ -310,6 +310,8 @@ class S3Writer(BlobWriter):
         self._upload = ""
         self._parts: list[dict[str, Any]] = []
         self._resume = resume
+        self.resumed = False
+        """Whether it went on with an upload."""
         self._sent: dict[int, dict[str, Any]] = {}
 
     def write(self, data: bytes | memoryview) -> None:
@@ -413,6 +415,7 @@ class S3Writer(BlobWriter):
         if self._resume:
             try:
                 self._upload, self._sent = self._objects.unfinished(self._name)
+                self.resumed = bool(self._upload)
             except AwsError as error:
                 if error.trouble is not Trouble.DENIED:
                     raise

@@ -290,6 +290,13 @@ class TestPublished:
         head = s3.head_object(Bucket="models", Key=f"{stored.model.bucket.prefix}/LICENSE")
         assert head.get("ServerSideEncryption") == "AES256"
         bucket.remove(stored.model)
+        with monkeypatch.context() as server_that_tells_no_encryption, faulty(aws) as (proxy, faults):
+            server_that_tells_no_encryption.setattr(
+                bucket, "_is_same", lambda objects, file, encryption="": not encryption
+            )
+            publish(folder, "plain", replace(through(proxy, place), sse="AES256"), note, quiet=True)
+            assert faults.sent["PUT"] < 12 << 20, "it is sent once"
+        bucket.remove(stored.model)
         upload = begun("foreign")
 
         def checking(objects: Objects, call: str, permission: str, name: str, **more: Any) -> dict[str, Any]:
