@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from celery.exceptions import TaskRevokedError
 
 from producers import Client, TaskFailed
 from producers.contract import keys
@@ -33,6 +34,18 @@ def test_a_task_that_cannot_be_finished_holds_up_no_other(served: Rig) -> None:
     assert log.read_text().count(f"Cannot go on with task {stuck}") == 1
     served.until(lambda: kept(served, stuck))
     assert served.status(stuck) == "cancelled"
+
+
+def test_celery_hears_of_a_cancel_whose_end_cannot_be_written(served: Rig) -> None:
+    sent = served.sender().send_task(keys.TASK_NAME, kwargs={"prompt": [STALLED]})
+    served.until(lambda: served.status(sent.id) == "in_progress")
+    served.until(lambda: served.redis.pubsub_numsub(keys.control(served.record(sent.id)["owner"]))[0][1] == 1)
+    served.redis.hset(keys.task(sent.id), "n", "no number")
+    assert served.cancel(sent.id) == [1, "in_progress"]
+    with pytest.raises(TaskRevokedError):
+        sent.get(timeout=60)
+    served.until(lambda: kept(served, sent.id))
+    assert served.status(sent.id) == "cancelled"
 
 
 def test_a_task_whose_stream_takes_no_tokens_is_tried_once(served: Rig) -> None:

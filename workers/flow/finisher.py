@@ -206,10 +206,10 @@ class Finisher(threading.Thread):
         elif delivery.native is not None and end.status == RETRY:
             self._run_tracer(end, job or self._monitors.job(delivery))
         elif delivery.native is not None:
-            self._monitors.ended(delivery, end.status, end.error, end.at)
+            self._monitors.ended(delivery, "cancelled" if _cancelled(end) else end.status, end.error, end.at)
         elif job is None:
             self._tell_of_condemned(end)
-        elif end.status == "cancelled":
+        elif _cancelled(end):
             self._revoke(job)
         else:
             self._run_tracer(end, job)
@@ -249,7 +249,7 @@ class Finisher(threading.Thread):
         backend, task_id = self._app.backend, end.delivery.task_id
         if backend.get_state(task_id) in states.READY_STATES:  # of a copy, or told by Celery
             return
-        if end.status == "cancelled":
+        if _cancelled(end):
             backend.mark_as_revoked(task_id, "cancelled")
         else:
             backend.store_result(task_id, self._failure(end), states.FAILURE)
@@ -345,6 +345,11 @@ def _dead_letter(end: _Ending) -> str:
     if isinstance(error, dict) and error.get("code") == "dead_lettered":
         return str(error["message"])
     return end.reason
+
+
+def _cancelled(end: _Ending) -> bool:
+    """Whether RELEASE ends a dead letter's task so, too."""
+    return end.status == "cancelled" or (end.status == DEAD and end.claimed and end.delivery.cancelled)
 
 
 def _unusable(reason: str, code: str = "dead_lettered") -> str:
