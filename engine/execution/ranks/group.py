@@ -521,7 +521,7 @@ class Group:
         self._lose(f"{self._name_of(follower)}: {reason}")
 
     def _reported_end(self, node: int, rank: int) -> str:
-        """The end of a rank of another machine, as its node reports it."""
+        """The end of a rank of another machine, or its node's own error, as the node reports it."""
         end = self._joined.nodes[node]
         end.settimeout(_REASON_S)
         try:
@@ -529,7 +529,9 @@ class Group:
         except OSError:
             lines = []
         reports = [json.loads(line) for line in lines if line.startswith("{")]
-        return next((each["end"] for each in reports if each.get("rank") == rank), "its connection is lost")
+        # The node may have failed to connect to another one, which the lead does not wait for.
+        errors = [line for line in lines if not line.startswith("{")] or ["its connection is lost"]
+        return next((each["end"] for each in reports if each.get("rank") == rank), errors[0])
 
     def _refuse_silence(self) -> None:
         for each in self._followers:

@@ -378,6 +378,54 @@ def test_a_machine_that_is_cut_off_before_it_has_its_part_is_named(
         gather(port_of_lead, 2, 1, {}, {}, lambda: False, stages=2)
 
 
+def test_a_machine_that_cannot_connect_to_another_once_the_lead_has_all_says_why(
+    secret: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here one without an address for the machine after it."""
+    folder = write_model(tmp_path / "m", seed=5, tokenizer=False, **VARIANTS["wide-heads"])
+    gathered, of_others = threading.Event(), Node._arrival
+
+    def gathering(*how: Any, **more: Any) -> nodes.Joined:
+        joined = gather(*how, **more)
+        gathered.set()
+        return joined
+
+    def arrival(node: Node, peer: str) -> tuple[socket.socket, dict[str, Any]]:
+        gathered.wait(60)
+        return of_others(node, peer)
+
+    monkeypatch.setattr(group, "gather", gathering)
+    monkeypatch.setattr(Node, "_arrival", arrival)
+    port = free_port()
+    first = Node(folder, ("127.0.0.1", port), 1, SECRET, threads=1)
+
+    def failing() -> str:
+        try:
+            first.run()
+        except EngineError as error:
+            return str(error)  # its connections end with the traceback, as they do with a process
+        return ""
+
+    def second() -> list[socket.socket]:
+        traits = {**traits_of(folder), "clock": time.time()}
+        hellos = [{"purpose": "node", "traits": traits}, {"purpose": "rank", "rank": 2}, {"purpose": "sums", "rank": 0}]
+        connections = []
+        for hello in hellos:
+            connections.append(join(("127.0.0.1", port), SECRET, {"node": 2, **hello}, 60.0, "the lead"))
+            if hello["purpose"] == "node":
+                assert connections[0].recv(1 << 16)
+        return connections
+
+    with ThreadPoolExecutor(2) as pool:
+        running, coming = pool.submit(failing), pool.submit(second)
+        why = r"not served: rank 1 of 3 \(on node 1\): node 1 needs ranks_address, for the nodes after it"
+        with pytest.raises(EngineError, match=why):
+            Engine.load(folder, config(secret, port, nodes=3, tensor_parallel=3))
+        assert running.result(timeout=60) == "node 1 needs ranks_address, for the nodes after it"
+        for connection in coming.result(timeout=60):
+            connection.close()
+
+
 def test_the_same_traits_do_not_differ(folder: Path) -> None:
     assert differing(traits_of(folder), traits_of(folder)) == ""
 
