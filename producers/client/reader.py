@@ -41,6 +41,7 @@ import json
 import logging
 import secrets
 import time
+import zlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -57,6 +58,7 @@ from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import aexecute, arun
 from producers.connection.trouble import NotPrimary
 from producers.contract import keys
+from producers.contract.record import BROKEN
 from producers.contract.stream import (
     BLOCK,
     End,
@@ -68,7 +70,7 @@ from producers.contract.stream import (
     stream_position,
     unpack,
 )
-from producers.errors import PenstockError, ResultUnavailable
+from producers.errors import BrokenRecord, PenstockError, ResultUnavailable
 from producers.store.blobs import BlobNotFound
 from producers.store.protocol import follow
 from producers.store.references import Reference
@@ -645,8 +647,8 @@ class Reader:
     async def next(self) -> list[Event]:
         """Returns the next events, all that are there; an empty list once the stream has ended.
 
-        Raises TaskNotFound, redis.exceptions.RedisError if the store stays away, ResultUnavailable, OSError if the
-        storage of the result's file stays away, and PenstockError once closed.
+        Raises TaskNotFound, BrokenRecord, redis.exceptions.RedisError if the store stays away, ResultUnavailable,
+        OSError if the storage of the result's file stays away, and PenstockError once closed.
         """
         cursor = self._cursor
         while not cursor.ended:
@@ -657,7 +659,7 @@ class Reader:
                     events = cursor.replay(record, *await self._sliced(entries))
                 else:
                     parse = partial(read_block, cursor.block, start=cursor.position, max_bytes=SLICE)
-                    events = cursor.replay(record, await _parsed(SQUEEZED * len(block), parse, block), None)
+                    events = cursor.replay(record, await self._parsed(SQUEEZED * len(block), parse, block), None)
             elif self._subscription is None:
                 direct = None if self._shortcut is None else partial(self._pass_on, self._shortcut)
                 self._subscription = self._hub.follow(cursor.task_id, direct)
@@ -668,7 +670,7 @@ class Reader:
                     if self._subscription.silent:
                         self._hub.doubt(self._subscription)
                 else:
-                    events = cursor.live(await _parsed(sum(map(len, payloads)), read_messages, payloads))
+                    events = cursor.live(await self._parsed(sum(map(len, payloads)), read_messages, payloads))
             if events:
                 return events
         return []
@@ -688,7 +690,7 @@ class Reader:
         more = count < len(entries) or len(entries) == cursor.count
         if entries:
             cursor.count = max(1, SLICE * len(entries) // size)
-        return await _parsed(size, read_entries, entries[:count]), more
+        return await self._parsed(size, read_entries, entries[:count]), more
 
     async def _read(self) -> tuple[Any, Any, bytes | None]:
         """The record's state, the next entries of the stream, and the next block if there is no stream."""
@@ -709,6 +711,14 @@ class Reader:
             self._block = self._cursor.block, block, record
         return record, entries, block
 
+    async def _parsed(self, size: int, parse: Callable[[Any], T], payload: Any) -> T:
+        """Parse an answer, a large one in a thread. This changes no state, so a cancelled reader can go on. Raises
+        BrokenRecord for entries that no script wrote."""
+        try:
+            return parse(payload) if size <= INLINE else await asyncio.to_thread(parse, payload)
+        except (*BROKEN, LookupError, zlib.error) as error:
+            raise BrokenRecord(self._cursor.task_id, "stream") from error
+
     def close(self, *, ended: bool = False) -> None:
         """`ended`: the task has, or is about to, or was not submitted after all."""
         if self._subscription is not None:
@@ -720,8 +730,3 @@ def _unavailable(task_id: str, reference: Reference, error: Exception) -> Result
         f"The result of task {task_id} is in {reference.place}, as {reference.name}, and cannot be read from here: "
         f"{error}. Give the client the sweeper's place (files_dir, or FILES_DIR), or read it from a gateway."
     )
-
-
-async def _parsed(size: int, parse: Callable[[Any], T], payload: Any) -> T:
-    """Parse an answer, a large one in a thread. This changes no state, so a cancelled reader can go on."""
-    return parse(payload) if size <= INLINE else await asyncio.to_thread(parse, payload)

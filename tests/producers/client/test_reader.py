@@ -21,6 +21,7 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.stream import PROMPT_PIECE, decode, encode_rows, encode_token
 from producers.contract.task import Task
+from producers.errors import BrokenRecord
 from producers.store import protocol
 from tests.histories import examples
 from tests.producers.conftest import QUEUE, subscribers
@@ -589,3 +590,13 @@ async def test_readers_of_the_past_leave_connections_to_others(
     assert {len(events) for events in found} == {6001}
     mine = [c for c in valkey.client_list() if c["id"] not in others]
     assert len(mine) <= SMALL_POOL
+
+
+@pytest.mark.parametrize("entry", ["{", "[0,7,5]"])
+async def test_a_stream_with_what_no_script_wrote_is_broken_by_name(
+    aclient: AsyncClient, valkey: Redis, model: str, entry: str
+) -> None:
+    handle = await aclient.submit(model=model, prompt=[1])
+    valkey.xadd(keys.stream(handle.id), {"e": entry}, id="1000000-0")
+    with pytest.raises(BrokenRecord, match=f"{handle.id} cannot be read: its field stream"):
+        await handle.result(60)
