@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from engine import EngineConfig, EngineError, PoolingEngine
 from engine.errors import NOT_FINITE, TextError
 from engine.execution.turns import Turns
+from engine.pooling.runner import normalised, numbers
 from engine.request import Event, Pooling, Request
 from tests.engine.looping import until
 from tests.engine.random_encoders import write_encoder
@@ -78,6 +79,12 @@ def test_nan_of_one_token_is_its_own_texts_fault(folder: Path) -> None:
         first, second = ends[0].rows or []
         assert first == TextError("engine_error", NOT_FINITE)
         assert np.array_equal(np.array([second], dtype=np.float32), expected)
+
+
+def test_a_vector_whose_length_overflows_is_not_finite() -> None:
+    """Not 0, which would be as near to each other vector."""
+    assert numbers(normalised(torch.tensor([3e20, 4e20]))).error == NOT_FINITE
+    assert numbers(normalised(torch.tensor([3.0, 4.0]))).row == pytest.approx([0.6, 0.8])
 
 
 def test_a_step_that_fails_is_run_in_halves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
