@@ -87,7 +87,7 @@ class Pooler:
 
 def normalised(vector: Tensor) -> Tensor:
     """The vector at length 1; NaN, not 0, if its length overflows, as of a norm of `Reference.rms_norm`."""
-    length = torch.linalg.vector_norm(vector)
+    length: Tensor = torch.linalg.vector_norm(vector)
     return F.normalize(vector, dim=0, eps=_SHORTEST) + (length - length)
 
 
