@@ -173,6 +173,8 @@ def test_card_is_the_models_card(run: Run) -> None:
 class TestPull:
     def test_of_a_folder_makes_it_a_model_by_name(self, run: Run, tmp_path: Path) -> None:
         shutil.copytree(TINY, tmp_path / "a folder")
+        shutil.copytree(TINY, tmp_path / "own")
+        assert json.loads(run("models", "pull", str(tmp_path / "own"), "--json").out)["name"] == "own"
         pulled = json.loads(run("models", "pull", f"mine={tmp_path / 'a folder'}", "--json").out)
         assert pulled["name"] == "mine"
         shutil.rmtree(tmp_path / "a folder")
