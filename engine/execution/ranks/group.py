@@ -469,18 +469,10 @@ class Group:
         with self._changed:
             follower.last_heard = time.monotonic()
             for line in lines:
-                message = json.loads(line)
-                follower.ready |= "ready" in message
-                follower.types = message.get("types", follower.types)
-                follower.busy = message.get("busy", follower.busy)
-                if "key" in message:
-                    value = bytes.fromhex(message["value"])
-                    self._store.learn(message["key"], value)
-                    self._spread(message["key"], value, follower)
-                if "adapter" in message:
-                    follower.adapters[message["adapter"]] = message["failure"]
-                follower.error = message.get("error", follower.error)
-                follower.lost = message.get("lost", follower.lost)
+                try:
+                    self._report(follower, json.loads(line))
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    follower.error = f"it sends no report, but {line[:100]!r}"
             if len(follower.unread) > _MAX_MESSAGE:
                 follower.error = f"it sends a message of more than {_MAX_MESSAGE} bytes"
             self._changed.notify_all()
@@ -489,6 +481,20 @@ class Group:
         if follower.lost and self._second_hand is None:
             self._second_hand = f"{self._name_of(follower)}: {follower.lost}", time.monotonic()
         return bool(data)
+
+    def _report(self, follower: _Follower, message: dict[str, Any]) -> None:
+        """Take what a follower reports. Raises what its parts raise where they are not of that kind."""
+        follower.ready |= "ready" in message
+        follower.types = message.get("types", follower.types)
+        follower.busy = message.get("busy", follower.busy)
+        if "key" in message:
+            value = bytes.fromhex(message["value"])
+            self._store.learn(message["key"], value)
+            self._spread(message["key"], value, follower)
+        if "adapter" in message:
+            follower.adapters[message["adapter"]] = message["failure"]
+        follower.error = message.get("error", follower.error)
+        follower.lost = message.get("lost", follower.lost)
 
     def _take_second_hand(self, after: float) -> None:
         """Lose the group for a reason at second hand, `after` seconds after its report, if no first cause has come."""

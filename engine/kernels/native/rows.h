@@ -91,7 +91,7 @@ template <class T> static void rotate_and_write(Pool& pool, const Rotation& r) {
 }
 
 // Writes (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias to `out`, which may be x (arXiv 1607.06450). `bias`
-// may be null. With `residual`, x is first added to it, and the sum is normed.
+// may be null. NaN if the mean overflows, as torch's. With `residual`, x is first added to it, and the sum is normed.
 INLINE void layer_norm_row(const float* x, float* residual, const float* weight, const float* bias, float* out,
                            int64_t width, float eps) {
     F<LANES> some{};
@@ -119,7 +119,8 @@ INLINE void layer_norm_row(const float* x, float* residual, const float* weight,
         some += value * value;
     }
     for (; i < width; i++) rest += (from[i] - mean) * (from[i] - mean);
-    float factor = 1.0f / std::sqrt((sum<LANES>(some) + rest) / (float)width + eps);
+    float square = (sum<LANES>(some) + rest) / (float)width + eps;
+    float factor = (1.0f + (square - square)) / std::sqrt(square);
     for (i = 0; i + LANES <= width; i += LANES) {
         F<LANES> value = (load<LANES>(from + i) - mean) * factor * load<LANES>(weight + i);
         store<LANES>(out + i, bias ? value + load<LANES>(bias + i) : value);

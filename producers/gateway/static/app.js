@@ -70,11 +70,6 @@ const ctx = {
   go(hash) {
     location.hash = hash;
   },
-  replace(hash) {
-    history.replaceState(null, "", hash);
-    current.query = readHash().query;
-    refresh(true);
-  },
   refresh: () => refresh(),
   redraw: () => show(),
   say,

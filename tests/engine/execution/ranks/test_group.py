@@ -12,6 +12,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -294,6 +295,20 @@ def test_a_rank_that_says_nothing_does_not_come(folder: Path, monkeypatch: pytes
     ):
         ranks.wait("")
     assert all(each.process is not None and gone(each.process.pid) for each in ranks._followers)
+
+
+def test_a_rank_that_reports_nonsense_is_a_lost_device(folder: Path) -> None:
+    with closing(Group(folder, config(2), 1, torch.device("cpu"))) as ranks:
+        until(lambda: bool(ranks._followers))
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            for line in (b'{"ready"', b"7", b'{"key": "x"}'):
+                theirs.sendall(line + b"\n")
+                follower = replace(ranks._followers[0], socket=ours)
+                ranks._read(follower)
+                assert follower.error.startswith("it sends no report, but ")
+        with pytest.raises(EngineError, match=r"rank 1 of 2 .* sends no report, but"):
+            ranks.wait("")
 
 
 def test_the_error_by_which_the_lead_has_failed_is_the_reason_of_the_loss(

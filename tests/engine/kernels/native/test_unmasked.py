@@ -78,6 +78,8 @@ def test_norms_are_torchs(make: Make, width: int) -> None:
     expected = F.layer_norm(far, (width,), weight, None, 1e-5)
     torch.testing.assert_close(kernels.layer_norm(far, weight, None, 1e-5), expected, atol=1e-4, rtol=1e-4)
     assert torch.equal(kernels.layer_norm(x[5:6], weight, bias, 1e-5), kernels.layer_norm(x, weight, bias, 1e-5)[5:6])
+    # As torch's: not the bias, of which nobody would see that the row has no norm.
+    assert kernels.layer_norm(x[:1] * 1e22, weight, bias, 1e-5).isnan().all()
 
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "relu", "silu", "tanh"])
