@@ -118,6 +118,7 @@ class _Loading:
                 )
             )
         products: dict[Linear, dict[str, LowRankTensors]] = defaultdict(dict)
+        elsewhere: list[LowRankTensors | StackedTensors] = []
         head: LowRankTensors | LocatedTensor | None = None
         embedding: LowRankTensors | LocatedTensor | None = None
         for module, pair in files.matrices.items():
@@ -127,6 +128,7 @@ class _Loading:
                 head = pair
                 continue
             if name is None and self._model.elsewhere(module):
+                elsewhere.append(pair)
                 continue
             linear, part = self._linear(module, name)
             products[linear][part] = self._own_part(pair, module, linear, part)
@@ -141,14 +143,14 @@ class _Loading:
             else:
                 self._check_embedding(module)
                 embedding = self._replaces(whole, embedding, self._table.shape)
-        stacks = [
-            self._stack(module, pair)
-            for module, pairs in files.stacks.items()
-            if not self._model.elsewhere(module)
-            for pair in pairs
-        ]
+        stacks = []
+        for module, pairs in files.stacks.items():
+            if self._model.elsewhere(module):
+                elsewhere += pairs
+            else:
+                stacks += [self._stack(module, pair) for pair in pairs]
         self._check_changed_once([*products, *(linear for stack in stacks for linear in stack.linears)])
-        self._check_size(products, [stack.tensors for stack in stacks], head, embedding, max_bytes)
+        self._check_size(products, [*elsewhere, *(stack.tensors for stack in stacks)], head, embedding, max_bytes)
         with ExitStack() as opened:
             tensors = [*files.whole.values(), *(t for pair in _pairs(files) for t in (pair.a, pair.b))]
             tensors += [t for stack in stacks for t in (stack.tensors.a, stack.tensors.b)]
@@ -273,14 +275,15 @@ class _Loading:
     def _check_size(
         self,
         products: Mapping[Linear, Mapping[str, LowRankTensors]],
-        stacks: Iterable[StackedTensors],
+        more: Iterable[LowRankTensors | StackedTensors],
         head: LowRankTensors | LocatedTensor | None,
         embedding: LowRankTensors | LocatedTensor | None,
         max_bytes: int | None,
     ) -> None:
+        """`more`: stacks, and matrices of other stages, which count whole: a group's adapters have one limit."""
         pairs = [pair for parts in products.values() for pair in parts.values()]
         width = self._kernels.weight_dtype.itemsize
-        self._nbytes = width * sum(_numbers(entry) for entry in (*pairs, *stacks, head, embedding) if entry is not None)
+        self._nbytes = width * sum(_numbers(entry) for entry in (*pairs, *more, head, embedding) if entry is not None)
         if max_bytes is not None and self._nbytes > max_bytes:
             raise AdapterRoomError(
                 f"{self._files.folder}: the adapter takes {self._nbytes} bytes; there is room for {max_bytes}",

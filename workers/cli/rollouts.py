@@ -113,7 +113,10 @@ def rollout(
         urls = _checked(broker, store, data_dir)
         with connect(urls[1]) as client:
             if status or cancel:
-                for record in _rollouts(client, model) if status else [_cancelled(client, str(model))]:
+                records = _rollouts(client, model) if status else [_cancelled(client, str(model))]
+                if not records:
+                    note("No model has a rollout.")
+                for record in records:
                     _print_rollout(record, as_json)
                 return
             ended = asyncio.run(_carried(urls, client, _new_version(str(model), urls), workers, timeout, drain_old))

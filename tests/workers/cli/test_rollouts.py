@@ -49,6 +49,7 @@ def test_a_rollout_is_started_shown_paused_promoted_reported_and_aborted(
 
 def test_status_says_why_workers_do_not_come_up(operate: Run, candidate: str, valkey: Redis) -> None:
     assert "No model has a rollout." in operate("rollout", "status").err
+    assert "No model has a rollout." in operate("rollout", "--status").err
     operate("rollout", "start", "tiny", "--to", "candidate")
     state = {"at": valkey.time()[0] + 1, "trouble": "2 tries in a row failed: cannot get object config.json"}
     valkey.hset(keys.SCALE_POOLS, f"tiny@{candidate}", json.dumps(state))

@@ -153,9 +153,9 @@ def test_each_stage_has_its_part_of_an_adapter(tmp_path: Path) -> None:
 
     expected = run(Driver(alone), adapter, other)
     with ranks_of(folder, 1, stages=2) as together:
-        assert (
-            run(together.driver(), *(together.adapter(tmp_path / name, i) for i, name in enumerate("ab"))) == expected
-        )
+        first, second = (together.adapter(tmp_path / name, i) for i, name in enumerate("ab"))
+        assert run(together.driver(), first, second) == expected
+        assert (first.nbytes, second.nbytes) == (adapter.nbytes, other.nbytes), "one limit is of all stages"
 
 
 def alike(folder: Path, ranks: int) -> None:
