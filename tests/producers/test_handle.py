@@ -247,8 +247,9 @@ def test_a_stream_left_early_is_unsubscribed(client: Face, valkey: Redis, worker
     worker.append(handle.id, 0, ["a"])
     stream = handle.stream()
     next(stream)
-    later(lambda: worker.append(handle.id, 1, ["b"]))
+    timer = later(lambda: worker.append(handle.id, 1, ["b"]))
     next(stream)
+    timer.join()
     until(lambda: subscribers(valkey, handle.id) == 1)
     stream.close()  # type: ignore[attr-defined, unused-ignore]  # both faces give generators
     until(lambda: subscribers(valkey, handle.id) == 0)
