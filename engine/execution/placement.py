@@ -86,7 +86,7 @@ def _spaces(model: Model, config: EngineConfig, capacity: Capacity, draft: Model
 
 
 def _most_layers(model: Model) -> list[int]:
-    """Of each KV group, the most layers that a rank has: those of a group may lie in few stages, or unevenly."""
+    """The most layers of each KV group that a rank has: those of a group may lie in few stages, or unevenly."""
     if not isinstance(model, DeviceLead):
         return [group.layers for group in model.kv_groups]
     stages = model.ends.stage.ranks

@@ -222,7 +222,7 @@ class _Passing:
     """A step that passes through the stages."""
 
     logits: Forward
-    """Of the rows from which tokens are sampled, in place of their hidden states."""
+    """The logits of the rows from which tokens are sampled, in place of their hidden states."""
     arrived: Callable[[], None]
     """Lets the device wait for them."""
     sampling: list[ScheduledSeq]

@@ -88,7 +88,7 @@ class _Follower:
     unread: bytes = b""
     """The beginning of a line whose end has not come yet."""
     adapters: dict[int, str] = field(default_factory=dict)
-    """By the number of an adapter that it was to load: the error; empty if it is loaded."""
+    """The error of each adapter that it was to load, by the adapter's number; empty if it is loaded."""
 
     def kill(self) -> None:
         if self.process is not None:

@@ -184,15 +184,14 @@ class Joined:
     """The lead's connections to the other nodes."""
 
     nodes: dict[int, socket.socket] = field(default_factory=dict)
-    """By node: it receives its part on this, and reports on it how its ranks end."""
+    """The connection to each node, which receives its part on it, and reports how its ranks end."""
     ranks: dict[int, socket.socket] = field(default_factory=dict)
-    """By rank: the control connection of its process."""
+    """The control connection of each rank's process, by rank."""
     after: socket.socket | None = None
     """The link from this node's last stage to the next."""
     back: socket.socket | None = None
     sums: dict[int, dict[int, socket.socket]] = field(default_factory=dict)
-    """By node, and by the index i of a rank in its machine: between the sums of this machine's rank i and of that
-    one."""
+    """The connections between the sums of this machine's rank i and of a node's, by node and by i."""
 
     def close(self, *, lost: bool) -> None:
         """Close the connections to all nodes, which ends these. Unless the group is `lost`, they are told that it has

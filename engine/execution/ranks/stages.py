@@ -138,7 +138,7 @@ class _Outcome:
 
     peaks: tuple[Tensor, Tensor] | None = None
     logits: Tensor | None = None
-    """Of the rows from which tokens are sampled, unless there are peaks."""
+    """The logits of the rows from which tokens are sampled, unless there are peaks."""
 
 
 class StagesRunner(RanksRunner):
