@@ -134,8 +134,7 @@ class DeviceRunner:
         """Whether steps find their adapters in tables on the device."""
         return self._adapters is not None
 
-    @staticmethod
-    def needs_token(sequence: Sequence) -> bool:
+    def needs_token(self, sequence: Sequence) -> bool:
         """Whether the host must know the last token of `sequence` before a step with it is launched."""
         return needs_host_token(sequence)
 

@@ -242,7 +242,7 @@ class StagesDeviceRunner(RanksDeviceRunner):
         assert self._lead.ends.back is not None
         self._after, self._back = self._lead.ends.after, self._lead.ends.back
 
-    def needs_token(self, sequence: TokenSequence) -> bool:  # type: ignore[override]
+    def needs_token(self, sequence: TokenSequence) -> bool:
         """Always: a token is known once its step has passed all stages."""
         return True
 
