@@ -400,7 +400,7 @@ class Group:
             meeting,
             self._nodes,
             self._local_ranks,
-            traits_of(self._folder),
+            traits_of(self._folder, native=self.communicators is None),
             part,
             lambda: self._closing,
             stages=self._stages,

@@ -155,19 +155,23 @@ def _release() -> str:
     return f"{number} (code {digest.hexdigest()[:8]})"
 
 
-def traits_of(folder: Path) -> dict[str, Any]:
-    """Values that must be the same on all nodes, by name. Raises ModelError if the folder's files cannot be read."""
+def traits_of(folder: Path, *, native: bool = True) -> dict[str, str]:
+    """Values that must be the same on all nodes, by name. Raises ModelError if the folder's files cannot be read.
+
+    `native`: whether native kernels compute, for which the CPUs' instruction sets must be equal. A node, which does not
+    know it, tells its own; the lead leaves it out where others compute, on GPUs say."""
     library = load_library()
+    instructions = {"instruction set": "" if library is None else library.isa}
     return {
         "release": f"penstock {_release()}, kernels {VERSION}, torch {torch.__version__}",
-        "instruction set": "" if library is None else library.isa,
+        **(instructions if native else {}),
         "model's files": f"{model_version(absolute(folder))} {files_of(folder, dates=False)[:12]}",
     }
 
 
 def differing(lead: Mapping[str, Any], node: Mapping[str, Any]) -> str:
-    """The first difference between the lead's traits and a node's, in words; empty if there is none. Their clocks, in
-    seconds, may differ by `_CLOCKS_S`."""
+    """The first of the lead's traits that a node has not, in words; empty if there is none. Their clocks, in seconds,
+    may differ by `_CLOCKS_S`."""
     for name, here in lead.items():
         there = node.get(name)
         if name == "clock":

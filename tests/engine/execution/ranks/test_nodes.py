@@ -95,8 +95,10 @@ def started(pool: ThreadPoolExecutor, part: Node) -> Future[bool]:
 def test_two_machines_are_one_engine_and_a_lost_rank_is_named(
     divided: str, kernels: str, folder: Path, secret: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With kernels "ragged" by torch.distributed, as between GPUs."""
+    """With kernels "ragged" by torch.distributed, as between GPUs, where CPUs may differ."""
     monkeypatch.setattr(group, "_REASON_S", 60.0)  # of a machine that may be busy
+    if kernels == "ragged":
+        monkeypatch.setattr(nodes, "traits_of", lambda folder: {**traits_of(folder), "instruction set": "avx"})
     # Who is told of the loss closes the engine, before the group has ended all that it ends then.
     closed, close, kill = threading.Event(), nodes.Joined.close, group._Follower.kill
 
@@ -426,8 +428,11 @@ def test_a_machine_that_cannot_connect_to_another_once_the_lead_has_all_says_why
             connection.close()
 
 
-def test_the_same_traits_do_not_differ(folder: Path) -> None:
+def test_the_same_traits_do_not_differ_nor_do_instruction_sets_where_no_native_kernels_compute(folder: Path) -> None:
     assert differing(traits_of(folder), traits_of(folder)) == ""
+    other = {**traits_of(folder), "instruction set": "avx"}
+    assert differing(traits_of(folder), other) != ""
+    assert differing(traits_of(folder, native=False), other) == ""
 
 
 def test_who_does_not_know_the_secret_is_turned_away_and_others_still_come(port_of_lead: Meeting) -> None:
