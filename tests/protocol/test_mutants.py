@@ -170,7 +170,7 @@ STORE = {
     "DELETE leaves the stream": ("delete", "redis.call('UNLINK', task, stream)", "redis.call('UNLINK', task)"),
     "DELETE leaves what runs to its worker": (
         "delete",
-        "redis.call('PUBLISH', 'penstock:control:'",
+        "redis.pcall('PUBLISH', 'penstock:control:'",
         "tostring('' .. ''",
     ),
     "DELETE tells no end": ("delete", "if not FINAL[r[1]] then", "if false then"),

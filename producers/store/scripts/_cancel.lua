@@ -13,7 +13,7 @@ local function cancel(task, stream, id)
   end
   local live = owner and redis.call('EXISTS', 'penstock:lease:' .. owner) == 1
   if live then
-    redis.call('PUBLISH', 'penstock:control:' .. owner, 'cancel ' .. id)
+    redis.pcall('PUBLISH', 'penstock:control:' .. owner, 'cancel ' .. id)
   elseif status ~= 'submitting' then
     redis.call('HDEL', task, 'claim', 'owner')
     finalise(task, stream, id, 'cancelled', '[]', 'null', prompt_used(task), 0)

@@ -59,7 +59,7 @@ local function outbox_row(name, fields, of, source)
   elseif not outbox_due(row, name, of.tenant, t[1], now) then
     return name
   end
-  redis.pcall('PUBLISH', 'penstock:webhooks:wake', source or '') -- a user without this channel waits for the next look
+  redis.pcall('PUBLISH', 'penstock:webhooks:wake', source or '')
   return name
 end
 

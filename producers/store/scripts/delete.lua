@@ -49,7 +49,7 @@ if r[3] then
 end
 if not FINAL[r[1]] then
   if r[2] and redis.call('EXISTS', 'penstock:lease:' .. r[2]) == 1 then
-    redis.call('PUBLISH', 'penstock:control:' .. r[2], 'cancel ' .. id)
+    redis.pcall('PUBLISH', 'penstock:control:' .. r[2], 'cancel ' .. id)
   end
   finalise(task, stream, id, 'cancelled', '[]', 'null', prompt_used(task), 0, true)
 end
@@ -65,7 +65,7 @@ local function drop(chunk, name)
   local status, owner = unpack(redis.call('HMGET', chunk, 'status', 'owner'))
   if owner and redis.call('EXISTS', 'penstock:lease:' .. owner) == 1 then
     local control = 'penstock:control:' .. owner
-    redis.call('PUBLISH', control, 'cancel ' .. name)
+    redis.pcall('PUBLISH', control, 'cancel ' .. name)
   end
   if status and not FINAL[status] then
     finalise(chunk, 'penstock:stream:' .. name, name, 'cancelled', '[]', 'null', prompt_used(chunk), 0, true)

@@ -15,5 +15,5 @@ if ARGV[2] ~= '' then
 elseif not outbox_due(KEYS[1], ARGV[1], redis.call('HGET', KEYS[1], 'tenant'), t[1], now) then
   return 1
 end
-redis.call('PUBLISH', 'penstock:webhooks:wake', ARGV[2])
+redis.pcall('PUBLISH', 'penstock:webhooks:wake', ARGV[2])
 return 1

@@ -29,5 +29,5 @@ redis.call('ZADD', waiting, now, ARGV[1])
 if r[3] then
   redis.call('SADD', 'penstock:replies', r[3])
 end
-redis.call('PUBLISH', 'penstock:webhooks:wake', r[3] or '')
+redis.pcall('PUBLISH', 'penstock:webhooks:wake', r[3] or '')
 return 'replayed'

@@ -15,6 +15,6 @@ if ARGV[4] ~= '' then
 end
 redis.call('ZADD', KEYS[2], now_ms() + ARGV[3], ARGV[1])
 if tonumber(ARGV[3]) == 0 then
-  redis.call('PUBLISH', 'penstock:webhooks:wake', redis.call('HGET', KEYS[1], 'source') or '')
+  redis.pcall('PUBLISH', 'penstock:webhooks:wake', redis.call('HGET', KEYS[1], 'source') or '')
 end
 return 1

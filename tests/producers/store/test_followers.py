@@ -142,3 +142,29 @@ def test_a_user_who_may_not_publish_is_told_from_a_broken_stream(valkey: Redis) 
         valkey.xadd(keys.stream("t2"), {"e": "[0,7,5]"}, id="1000000-0")
         assert [answer for answer, _ in read_append(run(mute, append(calls)))] == ["denied", "error"]
     valkey.acl_deluser("mute")
+
+
+@pytest.mark.parametrize("rights", [("&*", "-publish"), ("resetchannels", "&penstock:tokens:probe")])
+def test_what_a_user_may_not_publish_is_written_whole(valkey: Redis, valkey_url: str, rights: tuple[str, ...]) -> None:
+    """An error amid FINISH would leave a final record without its row of the ledger, for ever."""
+    valkey.hset(keys.batch("b"), "status", "in_progress")
+    valkey.hset(keys.task("t1"), mapping={"batch": "b", "origin": "task", "webhook": '{"url":"https://a.example/"}'})
+    valkey.hset(keys.task("t2"), "owner", "i")
+    valkey.set(keys.lease("i"), "{}")
+    run(valkey, follow("p", ["t1", "t2", "t3"]))
+    valkey.execute_command("ACL", "SETUSER", "mute", "reset", "on", ">pw", "~*", "+@all", *rights)
+    try:
+        with Redis.from_url(valkey_url.replace("://", "://mute:pw@")) as mute:
+            assert run(mute, protocol.prompt("t1", CLAIM, ["{}", "{}"])) == b"ok"
+            call = finish("t1", CLAIM, "completed", reasons='["stop"]', nexts=[0], scored=True)
+            assert run(mute, call) == [b"won", b"completed"]
+            assert run(mute, protocol.cancel("t2")) == [1, b"in_progress"]
+            assert run(mute, protocol.delete("t3", "x")) == [b"in_progress"]
+    finally:
+        valkey.execute_command("ACL", "DELUSER", "mute")
+    assert valkey.hget(keys.batch("b"), "completed") == b"1"
+    assert [row[b"id"] for _, row in valkey.xrange(keys.LEDGER)] == [b"t1", b"t3"]
+    assert valkey.zcard(keys.WEBHOOKS_DUE) == 1
+    assert valkey.xlen(keys.stream("t1")) == 3, "two entries of the prompt, and the end"
+    assert valkey.zrange(keys.DEADLINES, 0, -1) == [b"t2"]
+    assert not valkey.exists(keys.task("t3"))
