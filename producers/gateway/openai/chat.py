@@ -105,7 +105,7 @@ RESERVED_VARIABLES: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Chat:
+class ChatRequest:
     """A chat request. `variables`: the template's, as the caller sets them. `template`: all besides the messages.
     `tools`: those that may be called. `token_ids`: whether the answer has token ids. `truncation`: how the prompt is
     cut. `begun`: the text of the last message, where the output goes on with it."""
@@ -126,6 +126,19 @@ class _Chat:
         return int(self.text_request.fields.get("n", 1))
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """A chat after all checks. `task`: with the prompt. `syntax`: what separates the parts of an output; None: it is
+    content alone. `scorer`: spells log probabilities; None without them. `foreground`: submits the task."""
+
+    chat: ChatRequest
+    task: Task
+    resolved: ResolvedModel
+    syntax: OutputSyntax | None
+    scorer: ChatLogprobs | None
+    foreground: Foreground
+
+
 @router.post(
     "/completions",
     dependencies=SUBMITS_TASKS,
@@ -140,11 +153,38 @@ async def create(request: Request) -> Response:
     await gateway.streams.enter(request.scope, "answer")
     body, tenant = await read_object(request, gateway.settings.max_body), tenant_of(request)
 
-    def read() -> tuple[_Chat, Task]:
+    def read() -> tuple[ChatRequest, Task]:
         parsed = read_chat(body, tenant)
         return parsed, parsed.text_request.task([0], logprobs=parsed.logprobs)
 
     chat, task = await checked(request, read)
+    ready = await prepare(request, gateway, chat, task)
+    chat, task, text_request = ready.chat, ready.task, ready.chat.text_request
+    resolved, syntax, scorer, foreground = ready.resolved, ready.syntax, ready.scorer, ready.foreground
+    scored = [] if task.prompt_logprobs is None else [ScoredPrompt(await gateway.prompts.tokenizer(resolved.card))]
+    kind = "chat.completion.chunk" if text_request.stream else "chat.completion"
+    first = head(kind, "chatcmpl", foreground, resolved) | {"service_tier": text_request.service_tier}
+
+    async def answer() -> Response:
+        first.update(system_fingerprint=fingerprint(foreground.resolved or resolved), **foreground.shortened)
+        if text_request.stream:
+            stream = _Stream(chat, Chunks(first, text_request, [len(task.prompt)] * chat.n), scorer, syntax, task)
+            direct = Direct(stream.tokens)
+            return ChunkStream(stream.chunks(foreground, direct), foreground, gateway, direct)
+        choices = choices_of(chat.n, scorer, syntax, foreground.ids[0])
+        if chat.token_ids:
+            first["prompt_token_ids"] = task.prompt
+            for choice in choices:
+                choice.token_ids = bytearray()
+        whole = Whole(choices, chat.n, shape, scored)
+        return await whole_answer(request, gateway, foreground, whole, first)
+
+    return await respond(text_request, foreground, answer)
+
+
+async def prepare(request: Request, gateway: Gateway, chat: ChatRequest, task: Task) -> PreparedChat:
+    """A chat that is ready to be submitted. `task`: that of its parameters, without a prompt. Raises Problem,
+    InvalidTask and UnknownModel, in the caller's names."""
     text_request = chat.text_request
     request.state.tier = task.tier
     check_may_use(principal_of(request), task)
@@ -169,32 +209,15 @@ async def create(request: Request) -> Response:
         with text_request.naming():
             reasoned = reasoning.applied(task, text_request.names, calling=calling is not None)
         task, text_request = reasoned.task, replace(text_request, names={**reasoned.names})
+        chat = replace(chat, text_request=text_request)
     syntax = OutputSyntax.of(None if calling is None else calling.syntax, None if reasoned is None else reasoned.syntax)
     scorer = None if chat.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(resolved.card))
-    scored = [] if task.prompt_logprobs is None else [ScoredPrompt(await gateway.prompts.tokenizer(resolved.card))]
     with text_request.naming():
         foreground = await keyed(request, gateway, [task])
-    kind = "chat.completion.chunk" if text_request.stream else "chat.completion"
-    first = head(kind, "chatcmpl", foreground, resolved) | {"service_tier": text_request.service_tier}
-
-    async def answer() -> Response:
-        first.update(system_fingerprint=fingerprint(foreground.resolved or resolved), **foreground.shortened)
-        if text_request.stream:
-            stream = _Stream(chat, Chunks(first, text_request, [len(task.prompt)] * chat.n), scorer, syntax, task)
-            direct = Direct(stream.tokens)
-            return ChunkStream(stream.chunks(foreground, direct), foreground, gateway, direct)
-        choices = choices_of(chat.n, scorer, syntax, foreground.ids[0])
-        if chat.token_ids:
-            first["prompt_token_ids"] = task.prompt
-            for choice in choices:
-                choice.token_ids = bytearray()
-        whole = Whole(choices, chat.n, shape, scored)
-        return await whole_answer(request, gateway, foreground, whole, first)
-
-    return await respond(text_request, foreground, answer)
+    return PreparedChat(chat, task, resolved, syntax, scorer, foreground)
 
 
-def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
+def read_chat(body: Mapping[str, Any], tenant: str | None) -> ChatRequest:
     """The chat request in a body. Raises Problem and InvalidTask."""
     text_request = PARAMETERS.read(body, tenant)
     values = text_request.endpoint_values
@@ -227,7 +250,7 @@ def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
     reasoning = read_reasoning(values, values.get("reasoning_effort"), "reasoning_effort")
     messages = read_messages(values["messages"])
     begun = messages[-1]["content"] or "" if going_on else None
-    return _Chat(
+    return ChatRequest(
         text_request,
         messages,
         variables,
@@ -242,7 +265,7 @@ def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
 
 
 async def _prompt(
-    request: Request, gateway: Gateway, resolved: ResolvedModel, chat: _Chat, task: Task
+    request: Request, gateway: Gateway, resolved: ResolvedModel, chat: ChatRequest, task: Task
 ) -> tuple[int, ...]:
     """The token ids of the messages, after all other checks."""
     work, card = work_of(request), resolved.card
@@ -291,7 +314,7 @@ class _Stream:
     if the answer has them, are as vLLM's: the prompt's in the first chunk, a choice's in those of its content."""
 
     def __init__(
-        self, chat: _Chat, chunks: Chunks, scorer: ChatLogprobs | None, syntax: OutputSyntax | None, task: Task
+        self, chat: ChatRequest, chunks: Chunks, scorer: ChatLogprobs | None, syntax: OutputSyntax | None, task: Task
     ) -> None:
         self._chat = chat
         self._task = task
