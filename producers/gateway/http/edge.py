@@ -135,7 +135,7 @@ class Edge:
             return
         state = scope["state"]
         full: Problem | None = state.get(FULL) or _long_query(scope)
-        app = self._app if full is None else response_of(full)
+        app = self._app if full is None else response_of(full, scope["path"])
         share = SHARE.get()
         assert share is not None  # `InTurn` has set it, and the state
         arrived = time.perf_counter()
@@ -173,7 +173,7 @@ class Edge:
                 if span is not None:
                     span.begin_answer(status)
             elif message["type"] == "websocket.close" and not begun:  # the framework's answer where no route matches
-                await response_of(problem_of(HTTPException(404)))(scope, receive, send_on)
+                await response_of(problem_of(HTTPException(404)), scope["path"])(scope, receive, send_on)
                 return
             await send(message)
 
@@ -186,7 +186,7 @@ class Edge:
             logger.exception("request %s (%s %s of %s) failed", *request_log, extra=log_subject(request_id))
             if begun:
                 raise
-            await response_of(problem_of(error))(scope, receive, send_on)
+            await response_of(problem_of(error), scope["path"])(scope, receive, send_on)
         finally:
             if not begun:
                 share.running -= 1

@@ -1,12 +1,12 @@
-"""Errors as JSON in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors as JSON, as OpenAI's API has them, or in the form of a path's own API."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -181,8 +181,23 @@ def body_of(problem: Problem) -> dict[str, dict[str, str | None]]:
     return {"error": {"message": message, "type": kind, "param": param, "code": problem.code}}
 
 
-def response_of(problem: Problem) -> JSONResponse:
-    return JSONResponse(body_of(problem), problem.status, problem.headers)
+def _as_ollama(body: Mapping[str, str | None]) -> dict[str, Any]:
+    return {"error": body["message"], "code": body["code"]}
+
+
+#: Beginnings of the paths of other APIs -> the JSON object of an error there, made of the members of OpenAI's.
+SHAPES: Final[Mapping[str, Callable[[Mapping[str, str | None]], dict[str, Any]]]] = {"/api/": _as_ollama}
+
+
+def shaped(problem: Problem, path: str) -> dict[str, Any]:
+    """The JSON object of an error, in the form of the API that a path belongs to."""
+    body = body_of(problem)
+    return next((shape(body["error"]) for start, shape in SHAPES.items() if path.startswith(start)), body)
+
+
+def response_of(problem: Problem, path: str) -> JSONResponse:
+    """The answer of an error to a request for this path."""
+    return JSONResponse(shaped(problem, path), problem.status, problem.headers)
 
 
 def problem_of(error: Exception, principal: Principal = LOCAL) -> Problem:
@@ -270,7 +285,7 @@ async def _handle(request: Request, error: Exception) -> JSONResponse:
         await request.app.state.gateway.accounts.charge_refused(request, work)
     if problem.status in (429, 503):
         request.app.state.metrics.refused(problem.code, getattr(request.state, "tier", UNKNOWN))
-    return response_of(problem)
+    return response_of(problem, request.url.path)
 
 
 def install(app: FastAPI) -> None:

@@ -36,7 +36,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mappi
 from contextlib import aclosing
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quote
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from redis.asyncio import Redis
 from starlette.responses import Response
@@ -284,6 +284,7 @@ class Feed:
     """Gives chunks as they come, or a heartbeat after some silence (s), until they end or `stop` is set.
 
     `waits`: tells what the stream waits for, or nothing. It is asked after FIRST_S of silence, and at each heartbeat.
+    `comment`: the heartbeat; what `waits` tells is a comment of SSE.
 
     One task reads all chunks, and one timer runs: a task and a timer for each chunk took as long as all other work.
     A chunk waits for its caller's turn here, so that heartbeats go on meanwhile.
@@ -295,12 +296,14 @@ class Feed:
         stop: asyncio.Future[Any],
         heartbeat: float,
         waits: Callable[[], Awaitable[str]] | None = None,
+        comment: bytes = HEARTBEAT,
     ) -> None:
         self._stop = stop
+        self._usual = comment
         self._heartbeat = heartbeat
         self._waits = waits
         self._asking: asyncio.Task[None] | None = None
-        self._comment = HEARTBEAT
+        self._comment = comment
         self._ready: bytes | None = None
         self._delivered = True
         """Whether the last chunk was taken, so that the next one may be read."""
@@ -332,7 +335,7 @@ class Feed:
     def passed(self) -> None:
         """Something was sent past `next`, while it waits: the silence begins anew."""
         self._last_read_at = self._loop.time()
-        self._comment = HEARTBEAT
+        self._comment = self._usual
 
     def fail(self, error: Exception) -> None:
         """Let `next` raise this error."""
@@ -357,7 +360,7 @@ class Feed:
             if self._stop.done():
                 return None
             if self._quiet:
-                self._quiet, comment, self._comment = False, self._comment, HEARTBEAT
+                self._quiet, comment, self._comment = False, self._comment, self._usual
                 return comment
             self._wakeup.clear()
             self._waiting = True
@@ -383,7 +386,7 @@ class Feed:
             if chunk is None:
                 return
             await turn()
-            self._ready, self._quiet, self._comment = chunk, False, HEARTBEAT  # what it waited for has come
+            self._ready, self._quiet, self._comment = chunk, False, self._usual  # what it waited for has come
             self._wakeup.set()
 
     def _wake(self, _: object) -> None:
@@ -409,7 +412,7 @@ class Feed:
             warn_throttled(logger, "cannot tell what a stream waits for: %s", error)
             text = ""
         if self._ready is None and asked_at == self._last_read_at:
-            self._comment = f": waits for: {text}\n\n".encode() if text else HEARTBEAT
+            self._comment = f": waits for: {text}\n\n".encode() if text else self._usual
             self._quiet = True
             self._wakeup.set()
 
@@ -472,6 +475,8 @@ class LiveStream(Response):
     """
 
     media_type = "text/event-stream"
+    heartbeat: ClassVar[bytes] = HEARTBEAT
+    """What is sent after some silence; clients ignore it."""
 
     def __init__(
         self,
@@ -522,7 +527,7 @@ class LiveStream(Response):
     async def _sent(self, scope: Scope, stop: Stop) -> AsyncGenerator[bytes]:
         if opening := self.opening():
             yield opening
-        feed = Feed(self._chunks, stop, self._heartbeat, self._waits)
+        feed = Feed(self._chunks, stop, self._heartbeat, self._waits, self.heartbeat)
         if self._direct is not None:
             self._direct.begin(scope, feed)
         try:

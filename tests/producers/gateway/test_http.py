@@ -205,8 +205,6 @@ class TestProxies:
         ("POST", "/v1/moderations", "Moderation is not offered"),
         ("POST", "/v1/messages", "Anthropic's Messages are not offered"),
         ("POST", "/v1/messages/count_tokens", "POST /v1/responses/input_tokens and"),
-        ("POST", "/api/chat", "Ollama's API is not offered"),
-        ("GET", "/api/tags", "GET /v1/models lists models"),
         ("GET", "/version", "GET /openapi.json"),
         ("POST", "/chat/completions", "it is /v1/chat/completions"),
         ("GET", "/models", "it is /v1/models"),
@@ -217,6 +215,12 @@ def test_a_path_of_another_server_says_what_there_is(http: httpx.Client, method:
     answer = http.request(method, path)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
     assert said in answer.json()["error"]["message"]
+
+
+def test_an_error_on_a_path_of_ollamas_has_its_form(http: httpx.Client) -> None:
+    answer = http.get("/api/nothing")
+    assert (answer.status_code, answer.json().keys()) == (404, {"error", "code"})
+    assert answer.json()["error"].startswith("Ollama's API")
 
 
 def test_what_is_named_in_place_of_another_path_is_there(http: httpx.Client) -> None:
