@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,6 +53,28 @@ async def auntil(condition: Callable[[], Any], seconds: float = PATIENCE_S) -> A
         assert time.monotonic() < deadline, f"not within {seconds} s"
         await asyncio.sleep(next(pause))
     return answer
+
+
+class StepGate:
+    """Holds the engines of workers that have its `environment` amid a task, so that a test finds it there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "held"
+        self.environment: Final = {"WORKER_PLUGINS": "tests.workers.plugins:waits_for_steps", "STEPS_HELD": self._file}
+
+    @contextlib.contextmanager
+    def held(self, tokens: int = 20) -> Iterator[None]:
+        """Engines go on until some output has so many tokens, and then take no step until this ends."""
+        self.hold(tokens)
+        try:
+            yield
+        finally:
+            self._file.unlink()
+
+    def hold(self, tokens: int) -> None:
+        scratch = self._file.with_suffix(".new")
+        scratch.write_text(str(tokens))
+        scratch.rename(self._file)
 
 
 def gone(pid: int) -> bool:

@@ -15,6 +15,7 @@ from redis import Redis
 from producers.contract import keys
 from producers.gateway import GatewaySettings
 from tests.processes import Worker, valkey
+from tests.waiting import StepGate
 from tests.warm import Forked, warm_gateway
 from workers.cli.servers import open_port
 
@@ -30,6 +31,7 @@ class System:
     worker: Worker
     url: str
     files_dir: str
+    steps: StepGate
 
     def status(self, task_id: str) -> str | None:
         """`task_id` may have the prefix of an OpenAI id."""
@@ -67,6 +69,7 @@ def sweeping(system: System, folder: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    steps = StepGate(tmp_path_factory.mktemp("steps"))
     with valkey() as (store_url, store):
         worker = Worker(
             store_url,
@@ -76,9 +79,10 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
             lease=WORKER_LEASE,
             warm=True,
             LOG_LEVEL="WARNING",
+            **steps.environment,
         )
         with worker:
             worker.wait_until(lambda: bool(worker.incarnations), 180)
             files = str(tmp_path_factory.mktemp("files"))
             with gateway(store_url, files_dir=files) as (url, _):
-                yield System(store_url, store, worker, url, files)
+                yield System(store_url, store, worker, url, files, steps)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,15 +11,16 @@ import pytest
 
 from tests.conformance.conftest import TINY, gateway
 from tests.processes import Worker, valkey
-from tests.waiting import until
+from tests.waiting import StepGate, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(400)]
 PROMPT = list(range(300, 364))
 
 
-def test_preemptions_cache_hits_and_phases_are_told_by_a_real_worker() -> None:
+def test_preemptions_cache_hits_and_phases_are_told_by_a_real_worker(tmp_path: Path) -> None:
     """A worker with one place: a task of a better tier takes it."""
     engine = {"dtype": "float32", "threads": 1, "max_num_seqs": 1}
+    steps, limits = StepGate(tmp_path), count(20)
     with valkey() as (url, _):
         worker = Worker(
             url,
@@ -27,16 +30,24 @@ def test_preemptions_cache_hits_and_phases_are_told_by_a_real_worker() -> None:
             lease=60.0,
             release_preempted=600.0,
             LOG_LEVEL="WARNING",
-            WORKER_PLUGINS="tests.workers.plugins:steps_slowly",
+            **steps.environment,
         )
         with worker, gateway(url) as (address, _), httpx.Client(base_url=address, timeout=60) as http:
             worker.wait_ready(180)
             _until_settled(http, _submitted(http, "default", 2))
-            low = _submitted(http, "batch", 400)
-            until(lambda: _explained(http, low)["status"] == "in_progress")
-            high = _submitted(http, "priority", 400)
-            until(lambda: [one["name"] for one in _explained(http, low)["blocked_by"]] == ["preempted"])
-            assert "and waits there" in _explained(http, low)["summary"]
+            with steps.held():
+                low = _submitted(http, "batch", 400)
+                until(lambda: _explained(http, low)["status"] == "in_progress")
+                high = _submitted(http, "priority", 400)
+                until(lambda: _explained(http, high)["status"] == "in_progress")
+
+                def preempted() -> bool:
+                    """After a step more."""
+                    steps.hold(next(limits))
+                    return [reason["name"] for reason in _explained(http, low)["blocked_by"]] == ["preempted"]
+
+                until(preempted)
+                assert "and waits there" in _explained(http, low)["summary"]
             _until_settled(http, high)
             _until_settled(http, low)
             said = _explained(http, low)

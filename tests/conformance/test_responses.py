@@ -16,7 +16,6 @@ from tests.waiting import until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 ASKED: dict[str, Any] = {"model": "tiny", "input": "Write the function add(a, b).", "temperature": 0.8}
-#: Long enough to be left.
 LONG: dict[str, Any] = {**ASKED, "max_output_tokens": 900, "extra_body": {"ignore_eos": True}}
 
 
@@ -48,10 +47,11 @@ async def test_log_probabilities_and_a_cancel_with_the_asyncio_client(system: Sy
         (item,) = answer.output
         assert len(item.content[0].logprobs) == answer.usage.output_tokens
         assert {len(one.top_logprobs) for one in item.content[0].logprobs} == {3}
-        made = await client.responses.create(**LONG, background=True)
-        stream = await client.responses.retrieve(made.id, stream=True)
-        events = [await anext(aiter(stream)) for _ in range(10)]
-        assert (await client.responses.cancel(made.id)).status == "cancelled"
+        with system.steps.held():
+            made = await client.responses.create(**LONG, background=True)
+            stream = await client.responses.retrieve(made.id, stream=True)
+            events = [await anext(aiter(stream)) for _ in range(10)]
+            assert (await client.responses.cancel(made.id)).status == "cancelled"
         events += [event async for event in stream]
         assert [event.sequence_number for event in events] == list(range(len(events)))
         assert events[-1].response.status == "cancelled"
@@ -62,22 +62,25 @@ async def test_log_probabilities_and_a_cancel_with_the_asyncio_client(system: Sy
 async def test_leaving_cancels_a_foreground_response_alone(system: System, background: bool) -> None:
     client = client_of(system.url)
     asked = LONG | ({"max_output_tokens": 300} if background else {})
-    stream = client.responses.create(**asked, stream=True, background=background)
-    response_id = next(iter(stream)).response.id
-    stream.close()
-    end = "completed" if background else "cancelled"
-    await asyncio.to_thread(until, lambda: system.status(task_id(response_id)) == end, 180)
+    with system.steps.held():
+        stream = client.responses.create(**asked, stream=True, background=background)
+        response_id = next(iter(stream)).response.id
+        stream.close()
+        if not background:
+            await asyncio.to_thread(until, lambda: system.status(task_id(response_id)) == "cancelled")
+    await asyncio.to_thread(until, lambda: system.status(task_id(response_id)) in ("completed", "cancelled"))
     assert client.responses.retrieve(response_id).status == ("incomplete" if background else "cancelled")
 
 
 def test_one_that_runs_is_deleted(system: System) -> None:
     """Its worker stops, and serves others."""
     client = client_of(system.url)
-    stream = client.responses.create(**LONG, background=True, stream=True)
-    events = iter(stream)
-    response_id = next(events).response.id
-    until(lambda: next(events).type == "response.output_text.delta")
-    client.responses.delete(response_id)
+    with system.steps.held():
+        stream = client.responses.create(**LONG, background=True, stream=True)
+        events = iter(stream)
+        response_id = next(events).response.id
+        until(lambda: next(events).type == "response.output_text.delta")
+        client.responses.delete(response_id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(response_id)
     assert client.responses.create(**ASKED, max_output_tokens=5).output_text

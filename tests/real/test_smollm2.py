@@ -21,6 +21,7 @@ from engine.text import ChatTemplate
 from producers.contract import keys
 from tests.conformance.conftest import gateway
 from tests.processes import Worker, valkey
+from tests.waiting import StepGate
 from tests.workers.cli.conftest import invoke
 from workers.library.reference import packaged
 
@@ -43,8 +44,8 @@ def file() -> Path:
 class Rig:
     """A store, a gateway, a worker, and others as they are asked for."""
 
-    def __init__(self, file: Path, url: str, store: Redis, client: OpenAI) -> None:
-        self.file, self.url, self.store, self.client = file, url, store, client
+    def __init__(self, file: Path, url: str, store: Redis, client: OpenAI, steps: StepGate) -> None:
+        self.file, self.url, self.store, self.client, self.steps = file, url, store, client, steps
         self.first = self.worker()
 
     def worker(self) -> Worker:
@@ -55,6 +56,7 @@ class Rig:
             engine=CONFIG,
             warm=True,
             LOG_LEVEL="WARNING",
+            **self.steps.environment,
         )
 
     def chat(self, messages: list[Any], **more: Any) -> Any:
@@ -62,13 +64,13 @@ class Rig:
 
 
 @pytest.fixture(scope="module")
-def rig(file: Path) -> Iterator[Rig]:
+def rig(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with (
         valkey() as (url, store),
         gateway(url) as (address, _),
         OpenAI(base_url=f"{address}/v1", api_key="none", timeout=150, max_retries=0) as client,
     ):
-        made = Rig(file, url, store, client)
+        made = Rig(file, url, store, client, StepGate(tmp_path_factory.mktemp("steps")))
         with made.first as worker:
             worker.wait_until(lambda: bool(worker.incarnations), 100)
             yield made
@@ -136,16 +138,14 @@ def test_guesses_from_the_text_change_no_word(file: Path) -> None:
 def test_a_worker_that_is_killed_in_mid_answer_changes_no_word(rig: Rig) -> None:
     messages = [{"role": "user", "content": STORY}]
     expected = rig.chat(messages, max_completion_tokens=150).choices[0].message.content
-    said, task_id, second = "", "", None
-    for chunk in rig.chat(messages, max_completion_tokens=150, stream=True):
-        said += chunk.choices[0].delta.content or "" if chunk.choices else ""
-        if second is None and len(said) > 20:
-            rig.first.stop(signal.SIGKILL)
-            second = rig.worker()
-            task_id = chunk.id.removeprefix("chatcmpl-")
-    assert second is not None
-    with second:
-        pass
+    with rig.steps.held():
+        chunks = rig.chat(messages, max_completion_tokens=150, stream=True)
+        first = next(chunk for chunk in chunks if chunk.choices and chunk.choices[0].delta.content)
+        rig.first.stop(signal.SIGKILL)
+    said, task_id = first.choices[0].delta.content, first.id.removeprefix("chatcmpl-")
+    with rig.worker():
+        for chunk in chunks:
+            said += chunk.choices[0].delta.content or "" if chunk.choices else ""
     assert rig.store.hget(keys.task(task_id), "deaths") == "1"
     assert said == expected
 

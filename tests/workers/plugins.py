@@ -149,17 +149,27 @@ def loads_for_ever(model: str, options: dict[str, Any]) -> Any:
         ctypes.CDLL(None).sleep(600)
 
 
-def steps_slowly() -> None:
-    """A task of some hundred tokens runs for seconds on any machine."""
+def waits_for_steps() -> None:
+    """The engine takes no step while the file STEPS_HELD is there and some output has as many tokens as it says.
+
+    It goes on to hear of new requests and of cancellations: only its steps wait.
+    """
     from engine.execution.pipeline import Pipeline  # with torch
 
-    step = Pipeline.step
+    step, held = Pipeline.step, Path(os.environ["STEPS_HELD"])
 
-    def slow(pipeline: Pipeline) -> bool:
-        time.sleep(0.01)
-        return step(pipeline)
+    def waiting(pipeline: Pipeline) -> bool:
+        try:
+            limit = int(held.read_text())
+        except FileNotFoundError:
+            return step(pipeline)
+        groups: Any = pipeline._scheduler._groups  # type: ignore[attr-defined]
+        if all(len(seq.tokens) - seq.prompt_len < limit for group in groups.values() for seq in group.seqs):
+            return step(pipeline)
+        time.sleep(0.005)
+        return True
 
-    Pipeline.step = slow  # type: ignore[method-assign]
+    Pipeline.step = waiting  # type: ignore[method-assign]
 
 
 def looks_often_for_notices() -> None:

@@ -13,13 +13,13 @@ from celery import Celery
 from engine import Engine, EngineConfig, SamplingParams
 from producers.contract import keys
 from tests.producers.gateway.conftest import Door, open_door
+from tests.waiting import StepGate
 from tests.workers.rig import rig as opened_rig
 from tests.workers.test_adapters import PROMPT, TINY, adapter_of_tiny, add
 
 __all__ = ["open_door"]
 
 SEARCH: dict[str, Any] = {"max_tokens": 10, "beam_width": 4, "n": 2, "length_penalty": 0.5}
-#: One that lasts.
 LONG: dict[str, Any] = {"max_tokens": 900, "beam_width": 16, "ignore_eos": True}
 REAL: dict[str, Any] = {
     "model": "tiny",
@@ -57,12 +57,14 @@ HOWS: dict[str, dict[str, Any]] = {
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", HOWS)
 def test_whatever_computes_it(
-    how: str, folder: Path, expected: dict[str, list[str]], open_door: Callable[..., Door]
+    how: str, folder: Path, expected: dict[str, list[str]], open_door: Callable[..., Door], tmp_path: Path
 ) -> None:
     """With an adapter and without, by HTTP and Celery; cancelled, out of time, and its worker killed."""
     more = HOWS[how]
     options = REAL | {"engine": REAL["engine"] | {k: v for k, v in more.items() if k != "engine_process"}}
     options |= {k: v for k, v in more.items() if k == "engine_process"}
+    steps = StepGate(tmp_path)
+    options |= steps.environment
     with opened_rig() as rig:
         worker = rig.begin_worker(**options)
         worker.wait_ready(120)
@@ -94,9 +96,10 @@ def test_whatever_computes_it(
 
         rig.until(lambda: rig.leases()[0]["running"] == 0)
         before = generated()
-        cancelled = submit("mine", **LONG)
-        rig.until(lambda: generated() > before + 400)  # some of its beams are computed, and told of
-        httpx.post(f"{door.url}/v1/tasks/{cancelled}/cancel", timeout=60)
+        with steps.held(60):
+            cancelled = submit("mine", **LONG)
+            rig.until(lambda: generated() > before + 400)  # some of its beams are computed, and told of
+            httpx.post(f"{door.url}/v1/tasks/{cancelled}/cancel", timeout=60)
         late = submit("mine", **LONG, timeout=0.3)
         ended = result(cancelled)
         assert (ended["status"], rig.tokens(cancelled)) == ("cancelled", 1)
@@ -108,10 +111,11 @@ def test_whatever_computes_it(
         assert rig.tokens(late) == 1
         rig.until(lambda: rig.leases()[0]["running"] == 0)
 
-        moved = submit("mine", **{**LONG, "max_tokens": 400})
-        rig.until(lambda: rig.status(moved) == "in_progress")
-        assert rig.tokens(moved) == 0
-        rig.kill(worker)
+        with steps.held():
+            moved = submit("mine", **{**LONG, "max_tokens": 400})
+            rig.until(lambda: rig.status(moved) == "in_progress")
+            assert rig.tokens(moved) == 0
+            rig.kill(worker)
         rig.begin_worker(**options).wait_ready(120)
         again = submit("mine", **{**LONG, "max_tokens": 400})
         assert texts(moved) == texts(again)

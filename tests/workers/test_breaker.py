@@ -26,11 +26,11 @@ SOON = TIMES | {
 class Pool:
     """Workers, one of which can be made sick."""
 
-    def __init__(self, rig: Rig, folder: Path, well: int) -> None:
+    def __init__(self, rig: Rig, folder: Path, well: int, **sick: Any) -> None:
         self.rig = rig
         self.fault = folder / "sick"
         self.well = [rig.worker(times=SOON, STUB_SEQS=4, STUB_STEP_S=0.01) for _ in range(well)]
-        self.sick = rig.worker(times=SOON, STUB_SEQS=4, STUB_STEP_S=0.01, STUB_SICK=self.fault)
+        self.sick = rig.worker(times=SOON, STUB_SEQS=4, STUB_STEP_S=0.01, STUB_SICK=self.fault, **sick)
 
     def make_sick(self, how: str) -> None:
         self.fault.write_text(how)
@@ -98,9 +98,11 @@ def test_the_last_worker_waits_for_its_own_probe(rig: Rig, tmp_path: Path) -> No
 
 
 def test_another_pool_goes_on_with_what_the_last_worker_of_its_pool_gave_back(rig: Rig, tmp_path: Path) -> None:
-    pool = Pool(rig, tmp_path, well=0)
-    ids = rig.begun(4, more_than=5, max_tokens=200)
+    go = tmp_path / "go"
+    pool = Pool(rig, tmp_path, well=0, STUB_HOLD_AT=20, STUB_GO=go)
+    ids = rig.begun(4, more_than=5, max_tokens=40)
     pool.make_sick("fail")
+    go.touch()
     pool.until_state("open")
     rig.worker(times=SOON, STUB_FINGERPRINT="other")
     rig.check(ids)
@@ -177,8 +179,8 @@ def test_an_engine_on_a_sick_device_among_two_good_ones(rig: Rig, tmp_path: Path
 
         def ask() -> str:
             """Keep all of them busy. Returns the state of the sick one's breaker."""
-            while sum(rig.status(task_id) == "queued" for task_id in list(asked)[-16:]) < 4:
-                seed = len(asked) % 8
+            few = sum(rig.status(task_id) == "queued" for task_id in list(asked)[-16:]) < 4
+            for seed in [*range(8)] * 2 if few else []:
                 task = {"model": "tiny", "prompt": "def f(n):", "max_tokens": 60, "seed": seed, "temperature": 0.8}
                 asked[client.submit(ignore_eos=True, **task).id] = seed
             said = {lease["worker"]: lease for lease in rig.leases()}

@@ -13,6 +13,7 @@ import pytest
 from engine.text import ChatTemplate, Tokenizer
 from producers import AsyncClient, Client, InvalidTask, TaskFailed
 from producers.contract import keys
+from tests.waiting import StepGate
 from tests.workers.rig import Rig, rig
 
 TINY = Path(__file__).parents[2] / "workers" / "models" / "tiny"
@@ -23,16 +24,21 @@ TOKENIZER = Tokenizer.from_folder(TINY)
 
 
 @pytest.fixture(scope="module")
-def chatty(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def steps(tmp_path_factory: pytest.TempPathFactory) -> StepGate:
+    return StepGate(tmp_path_factory.mktemp("steps"))
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory, steps: StepGate) -> dict[str, Any]:
     """What a worker is told that serves a model with that template."""
     folder = tmp_path_factory.mktemp("models") / "chatty"
     shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("penstock*", "*.sha256"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return {"model": str(folder), "engine_factory": "workers.runtime.worker:load_engine"}
+    return {"model": str(folder), "engine_factory": "workers.runtime.worker:load_engine", **steps.environment}
 
 
 @pytest.fixture(scope="module")
-def chats(chatty: dict[str, str]) -> Iterator[Rig]:
+def chats(chatty: dict[str, Any]) -> Iterator[Rig]:
     with rig() as made:
         made.worker(**chatty)
         yield made
@@ -71,12 +77,13 @@ def test_a_celery_sender_s_messages_become_the_prompt(chats: Rig) -> None:
         assert client.get(sent.id).result().prompt_token_ids == written(chats, sent.id)
 
 
-def test_another_worker_goes_on_from_the_same_prompt(chats: Rig, chatty: dict[str, str]) -> None:
-    options: dict[str, Any] = {"model": "chatty", "seed": 3, "max_tokens": 400, "ignore_eos": True, "temperature": 0.7}
+def test_another_worker_goes_on_from_the_same_prompt(chats: Rig, chatty: dict[str, Any], steps: StepGate) -> None:
+    options: dict[str, Any] = {"model": "chatty", "seed": 3, "max_tokens": 60, "ignore_eos": True, "temperature": 0.7}
     with Client(chats.url) as client:
-        handle = client.submit(messages=MESSAGES, **options)
-        chats.until(lambda: chats.tokens(handle.id) > 3)
-        chats.kill(chats.workers[-1])
+        with steps.held():
+            handle = client.submit(messages=MESSAGES, **options)
+            chats.until(lambda: chats.tokens(handle.id) > 3)
+            chats.kill(chats.workers[-1])
         chats.worker(**chatty)
         said = handle.result(timeout=60).token_ids
         assert int(chats.record(handle.id)["claims"]) == 2

@@ -92,7 +92,8 @@ def test_a_cancelled_or_late_task_has_no_result(rig: Rig, go: Path) -> None:
     assert rig.cancel(cancelled)[0] == 1
     rig.until_settled([cancelled, late])
     go.touch()
-    assert (rig.status(cancelled), rig.status(late)) == ("cancelled", "incomplete")
+    begun = "started" in rig.record(late)  # a busy machine may not have come to it in time
+    assert (rig.status(cancelled), rig.status(late)) == ("cancelled", "incomplete" if begun else "failed")
     assert all("result" not in rig.entries(task_id)[0] for task_id in (cancelled, late))
     assert [rig.tokens(task_id) for task_id in (cancelled, late)] == [1, 1]
     with Client(rig.url, rig.store_url) as client, pytest.raises(TaskFailed, match="was cancelled"):

@@ -133,17 +133,18 @@ def test_broker_and_store_apart(which: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_link_waits_until_the_broker_is_back(durable: tuple[Rig, ValkeyServer]) -> None:
-    broker, server = durable
+def test_a_link_waits_until_the_broker_is_back(durable: tuple[Rig, ValkeyServer], tmp_path: Path) -> None:
+    (broker, server), go = durable, tmp_path / "go"
     with valkey() as (store_url, store):
         rig = Rig(broker.url, broker.redis, store_url, store)
-        rig.worker(STUB_STEP_S=0.01, WORKER_PLUGINS=ORDINARY)
+        rig.worker(STUB_HOLD_AT=20, STUB_GO=go, WORKER_PLUGINS=ORDINARY)
         app = rig.sender()
         linked = app.signature("app.text", kwargs={"prefix": "linked:"})
         linked.freeze("linked-1")
         result = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1], "seed": 3, "max_tokens": 60}, link=linked)
         rig.until(lambda: rig.tokens(result.id) > 5)
         server.stop(30)
+        go.touch()
         rig.until(lambda: rig.status(result.id) == "completed")
         time.sleep(2)
         assert not rig.settled([result.id])
@@ -156,10 +157,11 @@ def test_a_link_waits_until_the_broker_is_back(durable: tuple[Rig, ValkeyServer]
 
 
 @pytest.mark.slow
-def test_a_link_waits_until_the_broker_takes_writes_again() -> None:
+def test_a_link_waits_until_the_broker_takes_writes_again(tmp_path: Path) -> None:
     """Its disk is full, say. Nobody is told meanwhile that the task failed, and no errback is sent."""
+    go = tmp_path / "go"
     with two_servers() as rig:
-        rig.worker(STUB_STEP_S=0.01, WORKER_PLUGINS=ORDINARY)
+        rig.worker(STUB_HOLD_AT=20, STUB_GO=go, WORKER_PLUGINS=ORDINARY)
         app = rig.sender()
         linked = app.signature("app.text", kwargs={"prefix": "linked:"})
         linked.freeze("linked-1")
@@ -171,6 +173,7 @@ def test_a_link_waits_until_the_broker_takes_writes_again() -> None:
         )
         rig.until(lambda: rig.tokens(result.id) > 5)
         rig.redis.config_set("min-replicas-to-write", 1)
+        go.touch()
         rig.until(lambda: rig.status(result.id) == "completed")
         rig.until(lambda: "has to wait" in rig.logs())
         assert result.state == "PENDING"

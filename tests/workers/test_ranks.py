@@ -16,7 +16,7 @@ from producers import Client
 from producers.contract.stream import Token
 from tests.limits import bound_memory
 from tests.processes import ROOT, Worker, free_port, guarded, ranks_below, valkey
-from tests.waiting import PATIENCE_S, gone, until
+from tests.waiting import PATIENCE_S, StepGate, gone, until
 from tests.workers.rig import Rig
 from workers.processes import PENSTOCK
 
@@ -33,7 +33,7 @@ def real(divided: str, kernels: str = "auto") -> dict[str, Any]:
 
 
 DIVIDED = ("tensor_parallel", "pipeline_parallel")
-#: Twice as many as run at once, so that some still run when a rank is lost, however late that is.
+#: Twice as many as run at once.
 COUNT = 8
 
 
@@ -108,33 +108,32 @@ def test_a_machine_that_is_lost_and_comes_again_is_of_the_group_again(kernels: s
     ],
 )
 def test_a_rank_that_is_lost_costs_no_token(
-    how: signal.Signals | str, divided: str, process: bool, kernels: str
+    how: signal.Signals | str, divided: str, process: bool, kernels: str, tmp_path: Path
 ) -> None:
     """Also where the lead has a process of its own below the worker, where the rank has no memory for a step, and with
     the ranks of GPUs ("ragged")."""
     with valkey() as (url, redis), Client(url) as client:
-        rig = Rig(url, redis)
-        with Worker(url, name="first", step_limit=5.0, engine_process=process, **real(divided, kernels)) as first:
+        rig, steps = Rig(url, redis), StepGate(tmp_path)
+        options = real(divided, kernels) | steps.environment
+        with Worker(url, name="first", step_limit=5.0, engine_process=process, **options) as first:
             first.wait_ready(120)
             (rank,) = ranks_below(first.process.pid)
             common: dict[str, Any] = {"model": "tiny", "temperature": 0.8, "ignore_eos": True}
-            asked = [
-                common | {"prompt": "def f(n):", "max_tokens": 600 if kernels == "auto" else 100, "seed": seed}
-                for seed in range(COUNT)
-            ]
+            asked = [common | {"prompt": "def f(n):", "max_tokens": 100, "seed": seed} for seed in range(COUNT)]
             (lease,) = rig.leases()
             assert (lease["kind"], lease[divided], lease.get("engine_process", False)) == ("generate", 2, process)
-            ids = [client.submit(**each).id for each in asked]
-            first.wait_until(lambda: any(rig.tokens(task_id) > 5 for task_id in ids), 120)
-            os.kill(rank, signal.SIGTERM)  # which is the lead's to answer
-            told = sum(map(rig.tokens, ids))
-            first.wait_until(lambda: sum(map(rig.tokens, ids)) > told, 120)
-            if isinstance(how, signal.Signals):
-                os.kill(rank, how)
-            else:
-                bound_memory(rank, 0)
-                asked.append(common | {"prompt": "A prompt of many tokens. " * 60, "max_tokens": 50, "seed": COUNT})
-                ids.append(client.submit(**asked[-1]).id)
+            with steps.held():
+                ids = [client.submit(**each).id for each in asked]
+                first.wait_until(lambda: any(rig.tokens(task_id) > 5 for task_id in ids), 120)
+                os.kill(rank, signal.SIGTERM)  # which is the lead's to answer
+                steps.hold(60)
+                first.wait_until(lambda: any(rig.tokens(task_id) > 20 for task_id in ids), 120)
+                if isinstance(how, signal.Signals):
+                    os.kill(rank, how)
+                else:
+                    bound_memory(rank, 0)
+                    asked.append(common | {"prompt": "A prompt of many tokens. " * 60, "max_tokens": 50, "seed": COUNT})
+                    ids.append(client.submit(**asked[-1]).id)
             assert first.process.wait(120) == os.EX_SOFTWARE
             assert until(lambda: gone(rank))
         with Worker(url, name="second", **real(divided, kernels)) as second:

@@ -63,9 +63,12 @@ def test_a_task_whose_stream_takes_no_tokens_is_tried_once(served: Rig) -> None:
 
 def test_a_task_whose_tokens_an_operator_forbids_waits_until_they_are_allowed(served: Rig) -> None:
     """The users' file may be of another release, or wrong for a moment: that is no fault of a task."""
-    (task_id,) = served.begun(1, more_than=3, max_tokens=400)
+    worker = served.workers[0]
+    log = worker.log
+    worker.suspend()
+    (task_id,) = served.fill(1, max_tokens=20)
     served.redis.execute_command("ACL", "SETUSER", "default", "-publish")
-    log = served.workers[0].log
+    worker.resume()
     served.until(lambda: f"Task {task_id} waits for the store's user" in log.read_text())
     served.redis.execute_command("ACL", "SETUSER", "default", "+publish")
     served.check([task_id])

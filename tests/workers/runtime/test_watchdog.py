@@ -157,22 +157,24 @@ def test_a_model_that_is_broken_from_the_start_is_never_announced(rig: Rig) -> N
 def test_memory_that_cannot_be_corrected_is_no_tasks_fault(rig: Rig, tmp_path: Path) -> None:
     told = tmp_path / "ecc"
     told.write_text("7")  # of an earlier process
-    worker = begin(rig, ECC_ERRORS=told, STUB_STEP_S=0.1, WORKER_PLUGINS="tests.workers.plugins:gpu_of_a_file")
+    worker = begin(rig, ECC_ERRORS=told, STUB_HOLD_AT=60, WORKER_PLUGINS="tests.workers.plugins:gpu_of_a_file")
     ids = rig.begun(3, more_than=5, max_tokens=120)
     told.write_text("8")
     assert "memory has 1 new errors that it could not correct" in given_up(worker)
     left_whole(rig, ids)
 
 
-def test_a_worker_that_cannot_publish_fetches_nothing_until_it_can() -> None:
-    port = free_port()
+def test_a_worker_that_cannot_publish_fetches_nothing_until_it_can(tmp_path: Path) -> None:
+    port, go = free_port(), tmp_path / "go"
     with two_servers() as rig:
         rig.publish_card()
-        running, late = rig.submit(2, max_tokens=500)
+        running, late = rig.submit(2, max_tokens=100)
         message = rig.redis.lpop(QUEUE)
-        worker = begin(rig, health_port=port, WORKER_PLUGINS="tests.workers.plugins:short_tempered")
+        held = {"STUB_HOLD_AT": 5, "STUB_GO": go}
+        worker = begin(rig, health_port=port, WORKER_PLUGINS="tests.workers.plugins:short_tempered", **held)
         rig.until(lambda: rig.tokens(running))
         rig.store.execute_command("CLIENT", "PAUSE", 600_000, "WRITE")
+        go.touch()
         rig.until(lambda: any("to be published" in reason for reason in ask(port, "/readyz")[1].get("reasons", [])))
         rig.redis.lpush(QUEUE, message)
         time.sleep(1.5 * intake.IDLE_S)  # it would have looked
