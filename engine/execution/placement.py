@@ -66,8 +66,8 @@ def _spaces(model: Model, config: EngineConfig, capacity: Capacity, draft: Model
     whole = model.share.all_groups if isinstance(model, LeadModel) else model.kv_groups
     groups = [replace(group, head_dim=kernels.cache_width(group.head_dim)) for group in whole]
     layer_bytes = [block_bytes(replace(group, layers=1), size, kernels.cache_dtype.itemsize) for group in groups]
-    # Every rank has as many blocks, each of its own KV heads and layers. A GPU's are to fit into what it has left; on a
-    # CPU all ranks' together into the memory of one process.
+    # Every rank has as many blocks, each of its own KV heads and layers. A GPU's are to fit into what it has left; on
+    # CPUs all ranks' together into what a process may take, on the machine with the least memory.
     within_each = config.kv_cache_bytes is None and model.device.type != "cpu"
     layers = _most_layers(model) if within_each else [group.layers for group in groups]
     sizes = [each * count for each, count in zip(layer_bytes, layers, strict=True)]
@@ -102,7 +102,7 @@ def _free(model: Model, config: EngineConfig, capacity: Capacity, draft: Model |
         for resident in (model, draft):
             if resident is not None:
                 step += _measured(resident, capacity) if resident.kernels.ragged else _UNMEASURED
-    if isinstance(model, DeviceLead):
+    if isinstance(model, LeadModel):
         return model.least_free_bytes(config.memory_share, step, config.share)
     return free_bytes(model.device, config.memory_share, step, config.share)
 

@@ -14,7 +14,6 @@ All ranks do the same in the same order, so that their sums meet. A step that fa
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,18 +32,15 @@ from engine.execution.device import DeviceRunner
 from engine.execution.device.inputs import Shape, StepNumbers
 from engine.execution.device.rehearsal import dummy_adapter
 from engine.execution.device.runner import Forward
-from engine.execution.ranks.runner import NOTHING, Kind, LeadModel, packed, unpacked
+from engine.execution.ranks.runner import NOTHING, Kind, LeadModel, gather_free_bytes, packed, unpacked
 from engine.kernels.collectives import Communicators
 from engine.kernels.native.exchange import Exchange, Share
 from engine.kv import KvSpace
 from engine.layers import AdaptedRows, StepAdapters
-from engine.memory import GIB, free_bytes
 from engine.models import Model
 from engine.models.decoder import Decoder
 from engine.plan import Sampled, ScheduledSeq, StepPlan
 from engine.sequence import Sequence as TokenSequence
-
-logger = logging.getLogger("penstock.engine")
 
 #: In a step's message, instead of the number of output rows: the step is a recorded one.
 _RECORDED: Final = -1
@@ -102,22 +98,6 @@ class DeviceLead(LeadModel):
         assert self.ends.sums is not None
         self.send(packed(Kind.LOGITS, (len(hidden),), ()))
         return _gathered_logits(self.share, self.ends, self.ends.sums.broadcast(hidden.contiguous()))
-
-    def least_free_bytes(self, usable: float, step: int, share: float) -> int:
-        """The bytes that each rank's KV cache may take: the least of all ranks, each of which may have larger steps
-        than this one's of `step` bytes. See free_bytes."""
-        assert self.exchange is not None
-        self.send(packed(Kind.MEMORY, (step,), [np.array([usable, share], np.float32)]))
-        every = self.exchange.gather(torch.tensor([free_bytes(self.device, usable, step, share)]))
-        assert every is not None
-        sizes = every.flatten().tolist()
-        least = min(sizes)
-        if least < sizes[0]:
-            logger.info(
-                "rank %d has %.1f GiB for its KV cache, this one %.1f: all take the former",
-                *(sizes.index(least), least / GIB, sizes[0] / GIB),
-            )
-        return int(least)
 
     def fail(self) -> None:
         """End the ranks' work: after an exception they are not at the same place any more."""
@@ -442,8 +422,7 @@ def follow_on_device(share: Decoder, exchange: Exchange, ends: Communicators, ad
                 beside, runner = runner.kv_bytes, None
                 beside += torch.cuda.memory_allocated(share.device)
                 step = max(step, torch.cuda.max_memory_allocated(share.device) - beside)
-            usable, part = arrays[0].tolist()
-            exchange.gather(torch.tensor([free_bytes(share.device, usable, step, part)]))
+            gather_free_bytes(exchange, share.device, step, arrays)
             continue
         assert runner is not None
         if kind == Kind.STEP:

@@ -8,12 +8,15 @@
              tokens with the highest logits <-   of each rank's part of the vocabulary, for greedy rows
     LOGITS   hidden states                  ->   their part of the vocabulary
                                             <-   logits
+    MEMORY   before the KV caches are made  ->   measure what they have left
+                                            <-   free bytes
 
 A message is bytes: int64 kind, numbers and shapes of arrays, then the arrays (`packed`, `unpacked`).
 """
 
 from __future__ import annotations
 
+import logging
 import struct
 import weakref
 from collections import deque
@@ -32,9 +35,12 @@ from engine.execution.runner import BatchBuilder, Runner, StepBatch, copy_blocks
 from engine.kernels.native.exchange import Exchange, Share
 from engine.kv import KvSpace
 from engine.layers import AdaptedRows, StepAdapters
+from engine.memory import GIB, free_bytes
 from engine.models import Model
 from engine.models.decoder import Decoder
 from engine.plan import Sampled, StepPlan
+
+logger = logging.getLogger("penstock.engine")
 
 #: The bytes of messages that are no step: new KV caches, copies of blocks, adapters that are gone.
 OTHER_BYTES = 1 << 26
@@ -109,6 +115,30 @@ class LeadModel:
         """Wait until all followers have handled all messages. Raises DeviceLostError."""
         if self.exchange is not None:
             self.exchange.gather(torch.zeros(1))
+
+    def least_free_bytes(self, usable: float, step: int, share: float) -> int:
+        """The bytes that the KV cache may take on each device and machine: the least of all ranks. See free_bytes.
+        Raises DeviceLostError."""
+        sizes = self.free_bytes_by_rank(usable, step, share)
+        least, own = min(sizes), sizes[0]
+        if f"{least / GIB:.1f}" != f"{own / GIB:.1f}":
+            logger.info(
+                "rank %d has %.1f GiB for its KV cache, this one %.1f: all take the former",
+                *(sizes.index(least), least / GIB, own / GIB),
+            )
+        return least
+
+    def free_bytes_by_rank(self, usable: float, step: int, share: float) -> list[int]:
+        """The bytes that the KV cache may take on each rank of the stage, in their order. A rank whose steps turn out
+        larger than this one's of `step` bytes subtracts its own."""
+        own = free_bytes(self.device, usable, step, share)
+        if self.exchange is None:
+            return [own]
+        self.send(packed(Kind.MEMORY, (step,), [np.array([usable, share], np.float32)]))
+        by_rank = self.exchange.gather(torch.tensor([own]))
+        assert by_rank is not None
+        sizes: list[int] = by_rank.flatten().tolist()
+        return sizes
 
     def logits(self, hidden: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
         """See Model. No adapter changes the head."""
@@ -262,10 +292,19 @@ def follow(share: Decoder, exchange: Exchange, adapters: dict[int, Adapter]) -> 
                 share.peaks(hidden[:greedy])
         elif kind == Kind.LOGITS:
             exchange.gather(_share_logits(share, torch.from_numpy(arrays[0])))
+        elif kind == Kind.MEMORY:
+            gather_free_bytes(exchange, share.device, numbers[0], arrays)
         else:
             replica.apply(kind, numbers, arrays)
             if kind == Kind.CACHES:
                 exchange.gather(torch.zeros(1))
+
+
+def gather_free_bytes(exchange: Exchange, device: torch.device, step: int, arrays: list[NDArray[Any]]) -> None:
+    """Answer a MEMORY message, whose `arrays` have the usable part of the memory and this engine's share of it. `step`:
+    the bytes of this rank's largest steps."""
+    usable, part = arrays[0].tolist()
+    exchange.gather(torch.tensor([free_bytes(device, usable, step, part)]))
 
 
 def max_message(share: Decoder, tokens: int, sequences: int, length: int | None, block_size: int) -> int:

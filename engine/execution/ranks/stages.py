@@ -5,7 +5,8 @@ the same time.
          ^----------------------------------------------------------------------------------------'
 
 Each link carries messages in one direction, in order, so that a stage handles one message after another and needs to
-know nothing of other steps. Copies and adapters, which must come before a step, go the same way.
+know nothing of other steps. Copies and adapters, which must come before a step, go the same way. To a MEMORY message,
+of the free bytes of each rank so far, each stage adds its own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -57,7 +59,9 @@ class Chain:
         #: Whether the lead waits for the last stage. Any thread may read it.
         self.waits = False
         self._arrived: queue.SimpleQueue[tuple[int, Message] | None] = queue.SimpleQueue()
-        self._early: dict[int, deque[Message]] = {Kind.STEP: deque(), Kind.LOGITS: deque(), Kind.CACHES: deque()}
+        self._early: dict[int, deque[Message]] = {
+            kind: deque() for kind in (Kind.STEP, Kind.LOGITS, Kind.CACHES, Kind.MEMORY)
+        }
         # Results are read at once: while the last stage waits to send one, no stage before it could send either.
         self._thread = threading.Thread(target=self._read, name="penstock-stages", daemon=True)
         self._thread.start()
@@ -130,6 +134,12 @@ class StagedModel(LeadModel):
         """See Model. Waits for the steps in flight as well, because links keep the order."""
         self.chain.send(packed(Kind.LOGITS, (), [hidden.numpy()]))
         return torch.from_numpy(self.chain.next(Kind.LOGITS)[1][0])
+
+    def free_bytes_by_rank(self, usable: float, step: int, share: float) -> list[int]:
+        """See LeadModel. Those of all stages' ranks."""
+        sizes = super().free_bytes_by_rank(usable, step, share)
+        self.chain.send(packed(Kind.MEMORY, sizes, [np.array([usable, share], np.float32)]))
+        return self.chain.next(Kind.MEMORY)[0]
 
 
 @dataclass(slots=True)
@@ -228,6 +238,9 @@ def lead_stage(
             if share.has_head:
                 message = packed(kind, (), [model.logits(torch.from_numpy(arrays[0])).float().numpy()])
             after.send(message)
+        elif kind == Kind.MEMORY:
+            usable, part = arrays[0].tolist()
+            after.send(packed(kind, [*numbers, *model.free_bytes_by_rank(usable, 0, part)], arrays))
         else:
             model.send(message)
             replica.apply(kind, numbers, arrays)

@@ -125,7 +125,7 @@ def test_the_cache_is_sized_by_the_rank_with_the_least_memory(tmp_path: Path, mo
         given.append(how)
         return next(sizes)
 
-    monkeypatch.setattr("engine.execution.ranks.device.free_bytes", free)
+    monkeypatch.setattr("engine.execution.ranks.runner.free_bytes", free)
     settings: dict[str, Any] = {"tensor_parallel": 4, "max_num_seqs": 512}
     with ranks_of(folder, 4) as (lead, _):
         spaces = plan_capacity(lead, EngineConfig(**settings, memory_share=0.5, share=0.25)).spaces

@@ -59,6 +59,27 @@ def test_a_kv_cache_that_is_too_small_is_refused_by_the_bytes_that_were_given(tm
         plan_capacity(together.lead, EngineConfig(tensor_parallel=2, kv_cache_bytes=999))
 
 
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (1, 2), (2, 2)])
+def test_the_cache_is_sized_by_the_machine_with_the_least_memory(
+    ranks: int, stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path / "m", tokenizer=False, **FAMILIES["qwen3"])
+    # The lead is the first to measure its own.
+    sizes, measured = [5 << 20, *[6 << 20] * (ranks * stages - 2), 8 << 20], list[Any]()
+
+    def free(*how: Any) -> int:
+        measured.append(how)
+        return sizes.pop()
+
+    monkeypatch.setattr("engine.execution.ranks.runner.free_bytes", free)
+    settings: dict[str, Any] = {"tensor_parallel": ranks, "pipeline_parallel": stages, "max_num_seqs": 512}
+    with ranks_of(folder, ranks, stages) as together:
+        capacity = plan_capacity(together.lead, EngineConfig(**settings, memory_share=0.5, share=0.25))
+        expected = plan_capacity(together.lead, EngineConfig(**settings, kv_cache_bytes=5 << 20))
+    assert capacity == expected
+    assert measured == [(torch.device("cpu"), 0.5, 0, 0.25)] * ranks * stages
+
+
 def test_a_sequence_depends_on_no_other_to_the_bit(tmp_path: Path) -> None:
     """However its prompt is cut, and whatever runs beside it: as deterministic mode promises."""
     folder = write_model(tmp_path / "m", seed=3, tokenizer=False, **FAMILIES["qwen3"])
