@@ -50,6 +50,14 @@ _PARTS = {
 _MOST_EXPERTS = 1 << 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+#: A rank's part of the matrix of a name. None: the model has all of it.
+Cuts = Callable[[str], Cut | None]
+
+
+def uncut(name: str) -> Cut | None:
+    """The Cuts of a whole model."""
+    return None
+
 
 class Model(Protocol):
     """The interface of a model to the runners."""
@@ -160,20 +168,32 @@ def load_model(
         located = {f"model.{name}": tensor for name, tensor in located.items()}
     _check_parts(path, config, located)
     make_share = partial(make, kernel_set, weight_dtype, stage=stage)
+    cuts: Cuts = uncut
     if exchange is not None:
         check_ranks_of(path, exchange.share.ranks)
         settings: DecoderSettings = make.args[0].read(config)
-        whole = make_share(torch.device("meta"))
-        kept = None if scheme is None else adopt(path, whole, scheme, located)
-        matched = match(path, located, whole.weights(), whole.canonical if kept is None else kept.canonical)
-        located = shares_of(matched, settings, exchange.share, () if kept is None else kept.exact)
+        located, cuts = _divided(path, make_share(torch.device("meta")), settings, scheme, located, exchange.share)
         if isinstance(exchange, Exchange):
             kernel_set.exchange = exchange
         else:
             kernel_set.collectives = exchange
-        cuts = partial(cut_of, c=settings, share=exchange.share)
-        return _filled(path, located, make_share, config, scheme, weight_dtype, device, progress, processes, cuts)
-    return _filled(path, located, make_share, config, scheme, weight_dtype, device, progress, processes)
+    return _filled(path, located, make_share, config, scheme, weight_dtype, device, progress, processes, cuts)
+
+
+def _divided(
+    path: Path,
+    whole: Decoder,
+    settings: DecoderSettings,
+    scheme: Scheme | None,
+    located: Mapping[str, LocatedTensor],
+    share: Share,
+) -> tuple[dict[str, LocatedTensor], Cuts]:
+    """A rank's parts of the checkpoint's tensors and of the matrices. `whole`: the model without weights, whose
+    matrices are prepared for no kernels. Raises ModelError."""
+    kept = None if scheme is None else adopt(path, whole, scheme, located)
+    matched = match(path, located, whole.weights(), whole.canonical if kept is None else kept.canonical)
+    parts = shares_of(matched, settings, share, () if kept is None else kept.exact)
+    return parts, partial(cut_of, c=settings, share=share)
 
 
 def check_ranks_of(folder: Path, ranks: int, stages: int = 1) -> None:
@@ -237,7 +257,7 @@ def _filled(
     device: torch.device,
     progress: Progress,
     processes: int = 1,
-    cuts: Cuts = lambda name: None,
+    cuts: Cuts = uncut,
 ) -> M:
     """The model that `make` makes for a device, with the weights of the checkpoint in `path`. Raises ModelError.
 
@@ -287,23 +307,24 @@ def shape_of(
     """The model in `folder` on the device "meta": it computes shapes and has no weights.
 
     It reads config.json alone. For a quantised checkpoint, it also reads scales, zero points and orders from the files.
-    `collectives`: this rank's end, for its share of a model that is not quantised. Raises ModelError.
+    `collectives`: this rank's end, for its share of the model. Raises ModelError.
     """
     path = Path(folder)
     make, config, weight_dtype = _read(path, dtype)
     scheme = _scheme(path, config, quantization, torch.device("cuda"))
     kernel_set = kernels(weight_dtype)
+    make_shape = partial(make, kernel_set, weight_dtype, torch.device("meta"))
+    located = {} if scheme is None else separate(locate(path))
+    cuts: Cuts = uncut
     if collectives is not None:
         check_ranks_of(path, collectives.share.ranks)
         if scheme is not None:
-            raise ModelError(
-                ErrorText.of("{}: kernels of a quantised checkpoint's shares are not compiled ahead", folder)
-            )
+            settings = make.args[0].read(config)
+            located, cuts = _divided(path, make_shape(), settings, scheme, located, collectives.share)
         kernel_set.collectives = collectives
-    model = make(kernel_set, weight_dtype, torch.device("meta"))
+    model = make_shape()
     if scheme is not None:
-        located = separate(locate(path))
-        kept = adopt(path, model, scheme, located)
+        kept = adopt(path, model, scheme, located, cuts)
         matched = match(path, located, model.weights(), kept.canonical)
         for matrix in kept.stored:
             matrix.to_host()
@@ -391,10 +412,6 @@ def _dtype(path: Path, config: Config, requested: str) -> torch.dtype:
     return DTYPES[name]
 
 
-#: A rank's part of the matrix of a name. None: the model has all of it.
-Cuts = Callable[[str], Cut | None]
-
-
 class Quantisable(Protocol):
     def linears(self) -> Iterable[tuple[str, Linear]]: ...
     def embedding(self) -> tuple[str, Embedding]: ...
@@ -415,7 +432,7 @@ def adopt(
     model: Quantisable,
     scheme: Scheme,
     located: Mapping[str, LocatedTensor],
-    cuts: Cuts = lambda name: None,
+    cuts: Cuts = uncut,
 ) -> Adopted:
     """Set the stored form of each Linear of `model`, and of its embedding. Call it before asking for their weights.
 

@@ -88,6 +88,20 @@ def test_a_ranks_share_of_large_models_compiles(tmp_path: Path, shape: str, rank
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_a_ranks_share_of_a_quantised_checkpoint_compiles(tmp_path: Path) -> None:
+    shape = {"head_dim": 32, "intermediate_size": 128, "num_key_value_heads": 4}
+    write_quantised(tmp_path, *FORMS["gptq"], dtype="bfloat16", max_position_embeddings=2048, **shape)
+    asked = ("--arch", "sm_90", "--cache-dir", str(tmp_path / "cache"), "--max-num-seqs", "2", "--tensor-parallel", "2")
+    ran = python("-m", "workers.cli", "warm", str(tmp_path / "packed"), *asked, "--json")
+    assert ran.returncode == 0, ran.stderr
+    made = json.loads(ran.stdout)
+    assert made["verified"]
+    assert "int4_kernel" in {kernel["kernel"] for kernel in made["kernels"]}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("form", "kind"), [("gptq", "int8"), ("channel", "fp8")])
 def test_quantised_checkpoints_and_compressed_keys_are_served_too(tmp_path: Path, form: str, kind: str) -> None:
     config, pack = FORMS[form] if form in FORMS else (FP8_CONFIGS[form], fp8(form))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 import torch
 
 from engine.errors import ModelError
+from engine.kernels.collectives import Collectives
 from engine.kernels.native import load_library
-from engine.models import load_model
+from engine.kernels.native.exchange import Share
+from engine.kernels.reference import Reference
+from engine.models import load_model, shape_of
 from engine.quant.formats import Matrix
 from tests.engine.execution.ranks.in_threads import ranks_of
 from tests.engine.gguf_files import write_gguf
@@ -77,6 +81,24 @@ def test_every_form_is_divided(form: str, ranks: int, tmp_path: Path) -> None:
     config, pack = FORMS[form] if form in FORMS else (FP8_CONFIGS[form], _fp8(form))
     write_quantised(tmp_path, config, pack, **SHAPE, num_key_value_heads=4)
     check(tmp_path / "packed", ranks)
+
+
+@pytest.mark.parametrize("form", few([each for each in [*FORMS, *FP8_CONFIGS] if "act-order" not in each], "awq"))
+def test_the_shape_of_a_share_alone_is_prepared_as_the_share_is(form: str, tmp_path: Path) -> None:
+    """As kernels are compiled ahead: with scales and zero points, and without matrices."""
+    config, pack = FORMS[form] if form in FORMS else (FP8_CONFIGS[form], _fp8(form))
+    write_quantised(tmp_path, config, pack, **SHAPE, num_key_value_heads=4)
+    prepared: list[list[tuple[Any, int]]] = []
+
+    class Noted(Reference):
+        def keeps(self, shape: Any, nbytes: int) -> None:
+            prepared[-1].append((tuple(shape), nbytes))
+
+    folder, end = tmp_path / "packed", Collectives(Share(1, 2), "gloo")
+    for load in (partial(shape_of, collectives=end), partial(load_model, device=torch.device("cpu"), exchange=end)):
+        prepared.append([])
+        load(folder, "float32", kernels=Noted)
+    assert prepared[0] == prepared[1] != []
 
 
 @pytest.mark.parametrize(
