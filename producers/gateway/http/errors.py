@@ -52,7 +52,23 @@ RETRY_AFTER = {"retry-after": "1"}
 ONCE = {"x-should-retry": "false"}
 _OPENAI: Final = "POST /v1/chat/completions takes messages, POST /v1/completions a text; GET /v1/models lists models"
 _GENERATES: Final = f"the models here read and generate text. {_OPENAI}"
-#: Paths of other servers, or beginnings of such -> what is not offered, and what to use.
+#: Paths here, below /v1.
+_PATHS: Final = (
+    "chat/completions",
+    "completions",
+    "responses",
+    "models",
+    "embeddings",
+    "rerank",
+    "classify",
+    "token_classify",
+    "score",
+    "batches",
+    "files",
+    "tasks",
+)
+#: Paths of other servers, or beginnings of such -> what is not offered, and what to use. One that ends with a slash
+#: stands for those below it alone.
 ELSEWHERE: Final = {
     "/v1/moderations": f"Moderation is not offered: {_GENERATES}",
     "/v1/audio": f"Audio is not offered: {_GENERATES}",
@@ -62,30 +78,21 @@ ELSEWHERE: Final = {
     "/v1/assistants": "Assistants are not offered: POST /v1/responses keeps conversations",
     "/v1/threads": "Threads are not offered: POST /v1/responses keeps conversations",
     "/v1/conversations": "Conversations are not offered: previous_response_id of POST /v1/responses goes on with one",
+    "/v1/chat/completions/": "Stored chat completions are not offered: POST /v1/responses keeps its answers",
+    "/v1/responses/compact": "Compaction is not offered: truncation auto of POST /v1/responses drops what is oldest",
     "/v1/uploads": "Uploads in parts are not offered: POST /v1/files takes a file as a whole",
     "/v1/vector_stores": "Vector stores are not offered: POST /v1/files takes input of batches",
+    **{
+        f"/v1/{name}": f"{name.capitalize()} are not offered: {_GENERATES}"
+        for name in ("containers", "evals", "skills", "videos", "chatkit")
+    },
     "/v1/messages/count_tokens": "Not offered: POST /v1/responses/input_tokens and POST /tokenize count tokens",
     "/v1/messages": f"Anthropic's Messages are not offered: {_OPENAI}",
     "/api": f"Ollama's API is not offered: {_OPENAI}. An Ollama client that speaks OpenAI's API needs the URL with /v1",
     "/version": "There is no /version: the release is info.version of GET /openapi.json",
     "/pooling": "Pooling by token is not offered: POST /v1/embeddings takes texts, and gives a vector for each",
-    **{
-        f"/{name}": f"The path lacks /v1: it is /v1/{name}. A client's base URL ends with /v1"
-        for name in (
-            "chat/completions",
-            "completions",
-            "responses",
-            "models",
-            "embeddings",
-            "rerank",
-            "classify",
-            "token_classify",
-            "score",
-            "batches",
-            "files",
-            "tasks",
-        )
-    },
+    "/openai": "The path begins with /openai, as Azure's: here it begins with /v1. A client's base URL ends with /v1",
+    **{f"/{name}": f"The path lacks /v1: it is /v1/{name}. A client's base URL ends with /v1" for name in _PATHS},
 }
 #: HTTP status of a request whose client left before the answer; it is only counted.
 CLIENT_LEFT = 499
@@ -134,8 +141,16 @@ def check_given(values: Container[str], *needed: str) -> None:
 
 
 def no_such_path(path: str) -> Problem | None:
-    """The error for a path that clients of other servers know; None for any other."""
-    known = next((name for name in ELSEWHERE if path == name or path.startswith(f"{name}/")), None)
+    """The error for a path that clients of other servers know, or that a base URL spoiled; None for any other."""
+    parts = [part for part in path.split("/") if part]
+    while parts[:2] == ["v1", "v1"]:
+        del parts[0]
+    meant = "/".join(["", *parts])
+    if meant != path and (name := next((name for name in _PATHS if f"{meant}/".startswith(f"/v1/{name}/")), None)):
+        which = f": it is {meant}" if meant == f"/v1/{name}" else ""
+        message = f"The path has a slash or a /v1 too many{which}. A client's base URL ends with /v1, without a slash."
+        return Problem(404, message, code="not_found")
+    known = next((name for name in ELSEWHERE if path == name or path.startswith(f"{name.rstrip('/')}/")), None)
     return None if known is None else Problem(404, f"{ELSEWHERE[known]}.", code="not_found")
 
 
@@ -278,7 +293,7 @@ def _invalid(error: RequestValidationError) -> Problem:
 
 async def _handle(request: Request, error: Exception) -> JSONResponse:
     problem = problem_of(error, getattr(request.state, "principal", LOCAL))
-    if isinstance(error, HTTPException) and error.status_code == 404:
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
         problem = no_such_path(request.url.path) or problem
     work = request.scope["state"].get("work") if "state" in request.scope else None
     if work is not None and work.done and 400 <= problem.status < 500:

@@ -123,12 +123,23 @@ _INSTEAD: Final = {
     ),
     "return_token_ids": "which is not offered here: /v1/chat/completions and /v1/completions answer token ids",
     "return_tokens_as_token_ids": "which is not offered here: return_token_ids answers token ids beside the text",
+    "store": "which is not offered here: /v1/responses keeps its answers, and /v1/tasks its results",
     "documents": "which is not offered here: put their text into a message",
     "logprob_token_ids": "which is not offered here: allowed_token_ids leaves the output these tokens, and logprobs "
     "answers the likeliest",
     "repetition_detection": "which is not offered here: repetition_penalty and max_tokens bound what repeats",
     "watermarking": "which is not offered here: watermark names a key, or is false",
     "guided_whitespace_pattern": "which is not offered here: white space in JSON ends by itself; a grammar has its own",
+}
+_THINKING: Final = "of a chat, reasoning_effort says how much a model reasons; chat_template_kwargs has enable_thinking"
+#: Parameters of other servers that none here resembles -> what does the same.
+_ELSEWHERE: Final = {
+    **dict.fromkeys(("enable_thinking", "think", "thinking"), _THINKING),
+    "usage": "an answer has its usage; stream_options.include_usage asks for it in a stream",
+    **dict.fromkeys(
+        ("options", "keep_alive"), "that is Ollama's: its options are parameters here, and models stay loaded"
+    ),
+    **dict.fromkeys(("num_predict", "n_predict"), "max_tokens bounds the output"),
 }
 #: vLLM's parameters of a prompt's tokens, and of those of an answer.
 TRUNCATE, SIDE, TOKEN_IDS = "truncate_prompt_tokens", "truncation_side", "return_token_ids"
@@ -355,9 +366,8 @@ class Parameters:
         for name, value in values.items():
             if name not in recognised:
                 near = likely(name, recognised)
-                raise unknown_parameter(
-                    name, f"did you mean {shown(near)}?" if near else "see docs/use/http.md for what is taken"
-                )
+                hint = f"did you mean {shown(near)}?" if near else "see docs/use/http.md for what is taken"
+                raise unknown_parameter(name, _ELSEWHERE.get(name, hint))
             nothing = self.not_offered.get(name)
             if nothing is not None and not any(_same(value, neutral) for neutral in nothing):
                 raise refused(name, value, nothing, _INSTEAD.get(name, NOT_HERE))

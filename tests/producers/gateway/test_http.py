@@ -209,6 +209,14 @@ class TestProxies:
         ("POST", "/chat/completions", "it is /v1/chat/completions"),
         ("GET", "/models", "it is /v1/models"),
         ("GET", "/apis", "nothing at this URL"),
+        ("GET", "/v1/chat/completions/chatcmpl-1", "POST /v1/responses keeps its answers"),
+        ("POST", "/v1/responses/compact", "truncation auto"),
+        ("GET", "/v1/evals", "Evals are not offered"),
+        ("POST", "/openai/deployments/tiny/chat/completions", "here it begins with /v1"),
+        ("POST", "/v1/chat/completions/", "it is /v1/chat/completions"),
+        ("POST", "/v1//chat/completions", "it is /v1/chat/completions"),
+        ("GET", "/v1/v1/models", "it is /v1/models"),
+        ("GET", "/v1/files//file-1", "a slash or a /v1 too many."),
     ],
 )
 def test_a_path_of_another_server_says_what_there_is(http: httpx.Client, method: str, path: str, said: str) -> None:
