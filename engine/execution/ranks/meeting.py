@@ -43,6 +43,10 @@ _MAX_CALLERS: Final = 64
 _LOOK_S: Final = 0.5
 #: The maximum length of a hello, in bytes.
 MAX_HELLO: Final = 1 << 16
+#: Seconds after which a connection whose other machine is gone has failed, by the purpose in its hello: those with the
+#: lead, which carry little and are always read. Others may be full for longer while the other end computes.
+_GONE_S: Final = {"node": 5, "rank": 5}
+_GONE_OTHERS_S: Final = 15
 
 
 def read_secret(path: str) -> bytes:
@@ -148,10 +152,10 @@ class Meeting:
             if not hmac.compare_digest(proof, _proof(self._secret, b"node", caller.nonce, theirs, content)):
                 raise OSError("it does not know the secret")
             connection.sendall(_proof(self._secret, b"lead", theirs, caller.nonce, content))
-            _keep_alive(connection)
             hello = json.loads(content)
             if not isinstance(hello, dict):
                 raise OSError(f"it sent {hello!r:.100} in place of a JSON object")
+            _keep_alive(connection, hello)
         except BlockingIOError:
             return None
         except (OSError, ValueError, RecursionError) as error:
@@ -212,7 +216,8 @@ def join(
     """Connect to a Meeting at `address` within `timeout_s` seconds, and send it `hello`, or what that returns once it
     is connected. Raises EngineError naming `peer` if it is not reached or does not know the secret."""
     connection = _connected(address, timeout_s, peer)
-    content = json.dumps(hello() if callable(hello) else hello).encode()
+    told = hello() if callable(hello) else hello
+    content = json.dumps(told).encode()
     try:
         # The listener may still be busy with others, or with its own start.
         until = time.monotonic() + max(GREET_S, min(timeout_s, CONNECT_S))
@@ -222,7 +227,7 @@ def join(
         expected = _proof(secret, b"lead", nonce, theirs, content)
         if not hmac.compare_digest(_exactly(connection, _PROOF, until), expected):
             raise OSError("it does not know the secret")
-        _keep_alive(connection)
+        _keep_alive(connection, told)
     except OSError as error:
         connection.close()
         raise EngineError(
@@ -261,12 +266,15 @@ def _exactly(connection: socket.socket, length: int, until: float) -> bytes:
     return content
 
 
-def _keep_alive(connection: socket.socket) -> None:
-    """Make a connection whose other machine is cut off fail within some 15 seconds."""
+def _keep_alive(connection: socket.socket, hello: Mapping[str, Any]) -> None:
+    """Make a connection fail some seconds after its other machine has gone without a word: `_GONE_S`."""
+    limit = _GONE_S.get(str(hello.get("purpose")), _GONE_OTHERS_S)
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 15_000)):
+    # The last bounds, on Linux, probes of an idle connection as well as data that nobody acknowledges.
+    probes = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", limit - 2))
+    for option, value in (*probes, ("TCP_USER_TIMEOUT", limit * 1000)):
         if hasattr(socket, option):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 

@@ -242,7 +242,7 @@ def gather(
             if not isinstance(node, int) or not 0 < node < nodes:
                 reason = f"it is node {node!r}; there are 1 to {nodes - 1}"
             elif node in joined.nodes:
-                # One of the two has a wrong number, or the first was cut off, which is noticed in 15 s.
+                # One of the two has a wrong number, or the first was cut off, which is noticed in 5 s.
                 reason = f"another machine, {_peer(joined.nodes[node])}, is node {node} already"
                 logger.warning(
                     "A machine that calls itself node %s, %s, is turned away: %s", node, _peer(connection), reason

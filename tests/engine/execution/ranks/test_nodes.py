@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -550,21 +550,62 @@ def test_behind_a_firewall_that_drops_packets_both_sides_say_who_is_missing(
             coming.result(timeout=60)
 
 
-@pytest.mark.exhaustive
-def test_a_link_whose_packets_are_dropped_is_lost_in_bounded_time(port_of_lead: Meeting) -> None:
+@contextmanager
+def connected(meeting: Meeting, purpose: str) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of a connection to `meeting`."""
     with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(join, ("127.0.0.1", port_of_lead.port), SECRET, {}, 60.0, "the lead")
+        address = ("127.0.0.1", meeting.port)
+        coming = pool.submit(join, address, SECRET, {"purpose": purpose}, 60.0, "the lead")
         arrived = None
         while arrived is None:
-            arrived = port_of_lead.next()
-        with coming.result() as end:
-            drop_packets(end)
-            drop_packets(arrived[0])
-            links = [SocketLink(end), SocketLink(arrived[0])]
-            links[0].send(b"which is never acknowledged")
-            for link in links:  # of one that sends, and one that waits
-                with pytest.raises(DeviceLostError, match=r"the link to another machine is lost: .*timed out"):
-                    link.receive()
+            arrived = meeting.next()
+        with coming.result() as end, arrived[0] as other:
+            yield end, other
+
+
+@pytest.mark.parametrize(("purpose", "seconds"), [("node", 5), ("rank", 5), ("link", 15), ("sums", 15)])
+def test_the_kernel_gives_up_a_connection_whose_other_machine_is_gone(
+    purpose: str, seconds: int, port_of_lead: Meeting
+) -> None:
+    """Those with the lead first, which no end leaves unread."""
+    with connected(port_of_lead, purpose) as ends:
+        for end in ends:
+            probes = [end.getsockopt(socket.IPPROTO_TCP, each) for each in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)]
+            assert sum(probes) < 5
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == seconds * 1000
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("divided", ["tensor_parallel", "pipeline_parallel"])
+def test_a_machine_that_is_gone_without_a_word_is_lost(divided: str, folder: Path, secret: str) -> None:
+    port = free_port()
+    part = Node(folder, ("127.0.0.1", port), 1, SECRET, threads=1)
+    with ThreadPoolExecutor(1) as pool:
+        running = started(pool, part)
+        with Engine.load(folder, config(secret, port, nodes=2, **{divided: 2})) as engine:
+            lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+            engine.on_lost = lambda why, suspects: lost.put(why)
+            assert engine._group is not None
+            joined = engine._group._joined
+            sums = [end for ends in joined.sums.values() for end in ends.values()]
+            for end in (*joined.nodes.values(), *joined.ranks.values(), joined.after, joined.back, *sums):
+                if end is not None:
+                    drop_packets(end)
+            assert lost.get(timeout=60).endswith("rank 1 of 2 (on node 1): its connection is lost")
+        assert running.result(timeout=60) is False
+
+
+@pytest.mark.exhaustive
+def test_a_link_whose_packets_are_dropped_is_lost_in_bounded_time(port_of_lead: Meeting) -> None:
+    with connected(port_of_lead, "link") as (end, other):
+        drop_packets(end)
+        drop_packets(other)
+        links = [SocketLink(end), SocketLink(other)]
+        links[0].send(b"which is never acknowledged")
+        for link in links:  # of one that sends, and one that waits
+            with pytest.raises(DeviceLostError, match=r"the link to another machine is lost: .*timed out"):
+                link.receive()
 
 
 def test_a_machine_that_comes_but_not_its_ranks_is_named(
