@@ -105,7 +105,7 @@ def measure(
             first.process.send_signal(how)
             status = first.process.wait(drain + 60)
             ended = time.monotonic()
-            second.wait_until(lambda: all(redis.hexists(keys.task(task_id), "settled") for task_id in ids), 120)
+            second.wait_until(lambda: all(redis.hexists(keys.task(task_id), "settled") for task_id in ids))
             ears.closed = True
             ears.join()
         over = began + (drain if how is signal.SIGTERM else 0.0)

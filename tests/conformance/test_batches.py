@@ -69,7 +69,7 @@ def test_an_input_with_a_bad_line_fails_as_a_whole(system: System, client: OpenA
     tasks = len(system.store.keys("penstock:task:*"))
     lines = [request("a"), "{", request("a"), request("b", "/v1/completions"), request("c", model="no-such")]
     batch_id = batch_of(client, lines)
-    batch = until(lambda: ended(client, batch_id), 100)
+    batch = until(lambda: ended(client, batch_id))
     assert batch.status == "failed"
     assert [(error.line, error.code) for error in batch.errors.data] == [
         (2, "invalid_json_line"),

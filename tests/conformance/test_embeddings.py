@@ -414,7 +414,7 @@ async def test_a_file_of_texts_becomes_a_file_of_vectors(served: Served, tmp_pat
     async with AsyncClient(served.store_url) as client:
         source = settings.source("library", Context(client, served.store_url, form, served.files_dir))
         running = asyncio.create_task(source.run())
-        await auntil((tmp_path / "done" / "a.jsonl").exists, 120)
+        await auntil((tmp_path / "done" / "a.jsonl").exists)
         running.cancel()
         await asyncio.wait((running,))
     if form == "npy":

@@ -30,7 +30,7 @@ def test_kill_9_mid_stream_cancels_its_tasks_and_frees_their_memory(system: Syst
         process.join()
         # The system's own, whose readers are given longer, would find them too, a quarter of a minute later.
         with gateway(system.store_url, reader_lease=1.0):
-            until(lambda: "cancelled" in map(system.status, ids), 100)
+            until(lambda: "cancelled" in map(system.status, ids))
             until(lambda: all(system.store.hexists(keys.task(task_id), "settled") for task_id in ids))
     made = [json.loads(system.store.hget(keys.task(task_id), "usage"))["output_tokens"] for task_id in ids]
     assert 0 < sum(made) < 4 * 16 * 900

@@ -79,7 +79,7 @@ def by_batch(client: httpx.Client, text: str) -> int:
         seen = client.get(f"/v1/batches/{batch['id']}").json()
         return seen if seen["status"] in ("completed", "failed") else None
 
-    output = client.get(f"/v1/files/{until(ended, 100)['output_file_id']}/content").json()
+    output = client.get(f"/v1/files/{until(ended)['output_file_id']}/content").json()
     return int(output["response"]["body"]["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 

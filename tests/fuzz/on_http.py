@@ -141,7 +141,7 @@ class House:
     def idle(self) -> dict[str, Held]:
         """What each process holds when there is nothing to do. Raises AssertionError where there is something to do."""
         self.worker.wait_until(
-            lambda: not self.redis.exists(keys.READERS) and not self.redis.keys(broker_keys.inflight("*")), 60
+            lambda: not self.redis.exists(keys.READERS) and not self.redis.keys(broker_keys.inflight("*"))
         )
         with Redis.from_url(self._server, decode_responses=True) as text:
             assert not list(filter(held_by, at_rest(text)))

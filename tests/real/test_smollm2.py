@@ -72,7 +72,7 @@ def rig(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     ):
         made = Rig(file, url, store, client, StepGate(tmp_path_factory.mktemp("steps")))
         with made.first as worker:
-            worker.wait_until(lambda: bool(worker.incarnations), 100)
+            worker.wait_until(lambda: bool(worker.incarnations))
             yield made
 
 

@@ -60,7 +60,7 @@ def gateways(before: Path) -> Iterator[Gateways]:
                 return False
 
         try:
-            until(answers, 120)
+            until(answers)
             yield Gateways(url, address, task_id)
         finally:
             earlier.kill()

@@ -157,7 +157,7 @@ class System:
                 except httpx.TransportError:
                     return False
 
-            assert within(ready, 120, LOOK_S), self.logs()
+            assert within(ready, every_s=LOOK_S), self.logs()
 
     def releases(self) -> list[str]:
         """The releases of the workers that live; that before names none."""
@@ -396,7 +396,7 @@ def test_a_gateway_of_the_release_before_sends_all_to_the_default_during_a_rollo
     assert drawn.total() == drawn[version] + drawn["candidate"]
     of_before = [keys.task(task_id) for task_id in sent["before"]]
     assert not any(store.hget(record, "drawn") for record in of_before)
-    assert within(lambda: all(store.hget(record, "status") == "completed" for record in of_before), 120), system.logs()
+    assert within(lambda: all(store.hget(record, "status") == "completed" for record in of_before)), system.logs()
     assert {store.hget(record, "version") for record in of_before} == {version}
 
     def evidence() -> Evidence:

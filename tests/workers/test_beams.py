@@ -67,7 +67,7 @@ def test_whatever_computes_it(
     options |= steps.environment
     with opened_rig() as rig:
         worker = rig.begin_worker(**options)
-        worker.wait_ready(120)
+        worker.wait_ready()
         add(rig, "mine", folder)
         door = open_door(broker=rig.url, store=rig.store_url)
 
@@ -77,7 +77,7 @@ def test_whatever_computes_it(
             return str(answer.json()["id"])
 
         def result(task_id: str) -> dict[str, Any]:
-            rig.until_settled([task_id], 120)
+            rig.until_settled([task_id])
             return dict(httpx.get(f"{door.url}/v1/tasks/{task_id}", timeout=60).json())
 
         def texts(task_id: str) -> list[str]:
@@ -116,7 +116,7 @@ def test_whatever_computes_it(
             rig.until(lambda: rig.status(moved) == "in_progress")
             assert rig.tokens(moved) == 0
             rig.kill(worker)
-        rig.begin_worker(**options).wait_ready(120)
+        rig.begin_worker(**options).wait_ready()
         again = submit("mine", **{**LONG, "max_tokens": 400})
         assert texts(moved) == texts(again)
         assert [rig.record(each)["deaths"] for each in (moved, again)] == ["1", "0"]

@@ -174,7 +174,7 @@ def test_an_engine_on_a_sick_device_among_two_good_ones(rig: Rig, tmp_path: Path
         Worker(rig.url, engine_factory="workers.runtime.worker:load_engine", **real) as other,
     ):
         for worker in (sick, one, other):
-            worker.wait_ready(120)
+            worker.wait_ready()
         asked: dict[str, int] = {}
 
         def ask() -> str:
@@ -188,11 +188,11 @@ def test_an_engine_on_a_sick_device_among_two_good_ones(rig: Rig, tmp_path: Path
 
         for how, why in (("slow 0.1", "times as long as its peers"), ("fail", "its engine fails a probe")):
             fault.write_text(how)
-            rig.until(lambda: ask() == "open", 120)
+            rig.until(lambda: ask() == "open")
             assert why in sick.log.read_text()
             fault.write_text("")
-            rig.until(lambda: ask() == "closed", 120)
-        rig.until_settled(list(asked), 120)
+            rig.until(lambda: ask() == "closed")
+        rig.until_settled(list(asked))
         assert {rig.status(task_id) for task_id in asked} == {"completed"}
         outputs: dict[int, set[str]] = {}
         for task_id, seed in asked.items():

@@ -70,7 +70,7 @@ class Supervised:
 def supervised(rig: Rig, fault: Path) -> Iterator[Supervised]:
     worker = Supervised(rig, fault, "failing")
     try:
-        rig.until(lambda: rig.leases(), 120)
+        rig.until(lambda: rig.leases())
         yield worker
     except AssertionError as error:
         raise AssertionError("\n".join([str(error), *worker.lines[-60:]])) from error
@@ -102,29 +102,29 @@ def test_a_device_that_fails_costs_no_token(tmp_path: Path, fatal: str) -> None:
     with valkey() as (url, redis), Client(url) as client, supervised(rig := Rig(url, redis), fault) as failing:
         # Memory for less than there was: steps become smaller, nobody is harmed, and the process goes on.
         ids = _ask(client, range(4))
-        rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in ids), 120)
+        rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in ids))
         before = sum(map(rig.tokens, ids))
         fault.write_text("room 2")
-        rig.until(lambda: sum(map(rig.tokens, ids)) > before + 20, 120)
+        rig.until(lambda: sum(map(rig.tokens, ids)) > before + 20)
         fault.write_text("hold")
         rig.until(lambda: failing.said("the device has no memory for a step"))
         assert not failing.ends
         with Worker(url, model="tiny", name="healthy", lease=LEASE, engine=OPTIONS, warm=True, **REAL) as healthy:
-            healthy.wait_ready(120)
+            healthy.wait_ready()
             fault.write_text(fatal)
-            rig.until(lambda: failing.ends, 120)
+            rig.until(lambda: failing.ends)
             fault.write_text("")
             assert f"exited with status {os.EX_SOFTWARE}" in failing.ends[0]
             rig.until(lambda: failing.said(FATAL[fatal]))
-            rig.until_settled(ids, 120)
+            rig.until_settled(ids)
             # That is not the requests' fault: that they got on absolves them of the worker that was lost. Those that
             # lacked memory at the time, and were in no step, were handed back before it was lost: no death counts.
             found = [(r["status"], r["stuck"], r.get("deaths", "0")) for r in map(rig.record, ids)]
             assert ("completed", "0", "1") in found
             assert {*found} <= {("completed", "0", "0"), ("completed", "0", "1")}
-            rig.until(lambda: len(rig.leases()) == 2, 120)
+            rig.until(lambda: len(rig.leases()) == 2)
             quiet = _ask(client, range(4))
-            rig.until_settled(quiet, 120)
+            rig.until_settled(quiet)
         assert [_tokens(client, one) for one in ids] == [_tokens(client, one) for one in quiet]
         assert redis.llen(broker_keys.DEAD) == 0
         rig.check_nothing_left()
@@ -146,19 +146,19 @@ def test_memory_that_fails_counts_against_no_task(tmp_path: Path, faults: list[t
     with valkey() as (url, redis), Client(url) as client, supervised(rig := Rig(url, redis), fault) as failing:
         found: list[list[str]] = []
         for what, says in faults:
-            rig.until(rig.leases, 120)
+            rig.until(rig.leases)
             found.append(ids := _ask(client, range(4)))
-            rig.until(lambda ids=ids: all(rig.tokens(task_id) > 5 for task_id in ids), 120)
+            rig.until(lambda ids=ids: all(rig.tokens(task_id) > 5 for task_id in ids))
             ended = len(failing.ends)
             fault.write_text(what)
-            rig.until(lambda ended=ended: len(failing.ends) > ended, 120)
+            rig.until(lambda ended=ended: len(failing.ends) > ended)
             fault.write_text("")
             assert f"exited with status {os.EX_SOFTWARE}" in failing.ends[ended]
             rig.until(lambda says=says: failing.said(says))
-            rig.until_settled(ids, 120)  # by the process that was started in its place
+            rig.until_settled(ids)  # by the process that was started in its place
             assert {(r["status"], r.get("deaths", "0")) for r in map(rig.record, ids)} == {("completed", "0")}
         quiet = _ask(client, range(4))
-        rig.until_settled(quiet, 120)
+        rig.until_settled(quiet)
         for ids in found:
             assert [_tokens(client, one) for one in ids] == [_tokens(client, one) for one in quiet]
         assert redis.llen(broker_keys.DEAD) == 0

@@ -152,7 +152,7 @@ def test_a_flood_of_batch_work_keeps_no_stream_from_going_on(small: Rig) -> None
     assert {error.code for error in refused} == {"storage_full"}
     assert all("the tier batch" in str(error) for error in refused), "the script refuses, not the server at its bound"
     small.check(streams)
-    small.until_settled(accepted, 120)
+    small.until_settled(accepted)
     assert {small.status(task_id) for task_id in accepted} == {"completed"}
     assert len(accepted) > 100
     assert small.redis.info("memory")["used_memory"] < 20_000_000

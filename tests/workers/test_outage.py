@@ -90,7 +90,7 @@ def test_connections_that_break_all_the_time(rig: Rig) -> None:
         for _ in range(6):
             ids += rig.fill(40, max_tokens=20)
             time.sleep(0.2)
-        rig.until_settled(ids, 90)
+        rig.until_settled(ids)
     finally:
         stop.set()
         killer.join()

@@ -116,7 +116,7 @@ def test_a_rank_that_is_lost_costs_no_token(
         rig, steps = Rig(url, redis), StepGate(tmp_path)
         options = real(divided, kernels) | steps.environment
         with Worker(url, name="first", step_limit=5.0, engine_process=process, **options) as first:
-            first.wait_ready(120)
+            first.wait_ready()
             (rank,) = ranks_below(first.process.pid)
             common: dict[str, Any] = {"model": "tiny", "temperature": 0.8, "ignore_eos": True}
             asked = [common | {"prompt": "def f(n):", "max_tokens": 100, "seed": seed} for seed in range(COUNT)]
@@ -124,10 +124,10 @@ def test_a_rank_that_is_lost_costs_no_token(
             assert (lease["kind"], lease[divided], lease.get("engine_process", False)) == ("generate", 2, process)
             with steps.held():
                 ids = [client.submit(**each).id for each in asked]
-                first.wait_until(lambda: any(rig.tokens(task_id) > 5 for task_id in ids), 120)
+                first.wait_until(lambda: any(rig.tokens(task_id) > 5 for task_id in ids))
                 os.kill(rank, signal.SIGTERM)  # which is the lead's to answer
                 steps.hold(60)
-                first.wait_until(lambda: any(rig.tokens(task_id) > 20 for task_id in ids), 120)
+                first.wait_until(lambda: any(rig.tokens(task_id) > 20 for task_id in ids))
                 if isinstance(how, signal.Signals):
                     os.kill(rank, how)
                 else:
@@ -137,10 +137,10 @@ def test_a_rank_that_is_lost_costs_no_token(
             assert first.process.wait(120) == os.EX_SOFTWARE
             assert until(lambda: gone(rank))
         with Worker(url, name="second", **real(divided, kernels)) as second:
-            second.wait_ready(120)
-            rig.until_settled(ids, 120)
+            second.wait_ready()
+            rig.until_settled(ids)
             again = [client.submit(**each).id for each in asked]
-            rig.until_settled(again, 120)
+            rig.until_settled(again)
         assert [rig.record(task_id)["status"] for task_id in ids] == ["completed"] * len(ids)
         streams = [
             [event.token_id for event in client.get(task_id).stream() if isinstance(event, Token)]

@@ -33,7 +33,7 @@ def test_a_task_costs_no_more_calls_than_its_way_has_steps() -> None:
             tap.close()
     calls = tap.calls[before:]
     about = Counter(call.kind for task_id in ids for call in calls if call.names(task_id))
-    appends = about.pop("APPEND")
+    appends = about.pop("APPEND", 0)  # where the publisher comes to it late, all goes with FINISH
     assert about == dict.fromkeys(EACH, TASKS)
     assert appends <= 2 * TASKS, "more than the prompt's length, and the token"
     others = Counter(call.kind for call in calls if call.kind not in {*EACH, "APPEND", "FETCH"})

@@ -27,10 +27,10 @@ class Ahead:
     socket: socket.socket
 
     def end(self) -> None:
-        """Kill it, and wait for its end."""
-        self.socket.close()
+        """Kill it, and wait for its end. It has its socket until then: it would say that it lost it."""
         self.process.kill()
         self.process.wait()
+        self.socket.close()
 
 
 _begun: Ahead | None = None

@@ -181,7 +181,7 @@ def stage(*options: str, worker: bool | Mapping[str, Any] = False) -> Iterator[S
         for caller in ("attacker", "victim"):
             hostile.key(caller, scopes=TENANT)
         hostile.key("admin", scopes=("admin",))
-        assert within(lambda: process.poll() is not None or _ready(port), 110), log.read_text()
+        assert within(lambda: process.poll() is not None or _ready(port)), log.read_text()
         assert process.poll() is None, log.read_text()
         yield hostile
 

@@ -235,7 +235,7 @@ async def test_nothing_is_begun_while_an_actuator_does_not_say_what_there_is(
     monkeypatch.setattr(control, "FIRST_RETRY_S", 0.01)
     hand = Recorder(2)
     hand.refuses = "forbidden: patch deployments/scale"
-    async with scaling(aclient, hand):
+    async with scaling(aclient, hand, pool=PoolSettings("tiny", rules=Rules(max=4, cool_down=3600.0))):
         state = await until(fleet.state)
         assert (state["trouble"], state["memory"]) == ("recorder: forbidden: patch deployments/scale", None)
         hand.refuses = ""

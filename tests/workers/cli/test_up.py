@@ -18,7 +18,7 @@ import pytest
 from redis import Redis
 
 from tests.aws import Aws
-from tests.processes import free_port
+from tests.processes import free_port, suspend
 from tests.producers.gateway.conftest import TINY, until
 from tests.waiting import PATIENCE_S
 from tests.workers.cli.running_up import PENSTOCK, Up, final, task, whole
@@ -121,10 +121,17 @@ def test_what_dies_is_started_again_the_next_start_finds_the_queue_and_a_second_
     for victim in ("worker", "gateway", "valkey"):
         _dies(system, gateway, victim)
 
-    # Far more than ends before the stop: some are handed back in the middle, some never began.
-    ids = [gateway.submit(task(max_tokens=250, seed=seed, n=2))["id"] for seed in range(12)]
+    # The first one may be handed back in its middle; the others do not begin before the stop.
+    ids = [gateway.submit(task(max_tokens=250, n=2))["id"]]
     until(lambda: gateway.task(ids[0])["status"] != "queued")
-    assert system.stop(signal.SIGTERM) == 0
+    (worker,) = system.workers()
+    suspend(worker)
+    ids += [gateway.submit(task(max_tokens=250, seed=seed, n=2))["id"] for seed in range(1, 12)]
+    system.children()
+    system.process.send_signal(signal.SIGTERM)
+    until(lambda: _has_signals(worker))
+    os.kill(worker, signal.SIGCONT)
+    assert system.ended() == 0
     assert system.out.startswith("up | loading the program\n")
     assert re.search(r"up \| \d+ s: waiting for ", system.out)
     assert f"penstock chat tiny --url {url}" in system.out
@@ -163,8 +170,14 @@ def _dies(system: Up, gateway: Gateway, victim: str) -> None:
     until(lambda: f"{victim} | was ended by SIGKILL; starting it again" in system.out)
 
 
+def _has_signals(pid: int) -> bool:
+    """Whether some wait for it to go on."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return any(int(pending, 16) for pending in re.findall(r"^(?:Sig|Shd)Pnd:\s+(\w+)$", status, re.MULTILINE))
+
+
 def _hastened(system: Up, gateway: Gateway) -> None:
-    """Ctrl-C lets a stream come to its end; what is left is handed back at a second signal."""
+    """Ctrl-C lets a stream come to its end; what is left is handed back at a second signal, if it has not ended too."""
     streamed: list[dict[str, Any]] = []
     short = gateway.submit(task(max_tokens=200, n=2))["id"]
     reader = threading.Thread(target=lambda: streamed.extend(gateway.events(short, patience=0.0)), daemon=True)
@@ -179,8 +192,8 @@ def _hastened(system: Up, gateway: Gateway) -> None:
     assert streamed[-1]["event"] == "end"
     assert len(streamed) == 401
     assert system.stop(signal.SIGTERM) == 0
-    assert "handing" in system.out
-    assert system.out.count("what runs goes back to the queue now. Ctrl-C again kills all processes") == 1
+    told = system.out.count("what runs goes back to the queue now. Ctrl-C again kills all processes")
+    assert (told, "handing" in system.out) in ((1, True), (1, False), (0, False))
     assert system.nothing_left()
 
 

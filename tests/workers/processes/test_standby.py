@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -262,6 +263,13 @@ def test_one_begun_ahead_that_nobody_takes_is_ended(code: Path) -> None:
     """
     said = subprocess.check_output([sys.executable, "-c", textwrap.dedent(source)], text=True)
     assert gone(int(said))
+
+
+def test_one_begun_ahead_that_is_ended_has_its_socket_until_it_is_dead() -> None:
+    """Else it may come to say, by a traceback, that it was cut off."""
+    calls = Mock()
+    ahead.Ahead(calls, calls.socket).end()
+    assert calls.mock_calls == [call.kill(), call.wait(), call.socket.close()]
 
 
 def test_it_dies_with_its_parent(code: Path) -> None:

@@ -254,7 +254,7 @@ def test_faults_of_aws_are_waited_out(aws: Aws, valkey: Redis, valkey_url: str, 
         faults.put(Fault("kept", "DeleteMessage", 0.3), Fault("twice", "ReceiveMessage", 0.3))
         table = {key: str(value).replace(aws.url, near.url) for key, value in uploads.table.items()}
         with Serving(valkey), SourcesProcess(valkey_url, tmp_path, table):
-            assert within(lambda: uploads.names("done/") == set(names), 100)
+            assert within(lambda: uploads.names("done/") == set(names))
             faults.calm()
             assert within(lambda: uploads.done(6))
     assert len(faults.done) >= 4, "too few faults came"
