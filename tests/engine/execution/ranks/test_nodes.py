@@ -490,7 +490,8 @@ def test_a_machine_whose_message_has_come_is_not_turned_away_by_a_lead_that_was_
         arrived[0].close()
 
 
-def test_a_machine_that_says_no_object_is_turned_away(port_of_lead: Meeting) -> None:
+def test_a_machine_that_says_no_object_is_turned_away(port_of_lead: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_keep_alive", lambda connection, hello: connection.settimeout(None))
     messages: tuple[Any, ...] = ([1], "node", 7)
     with ThreadPoolExecutor(1) as pool:
         for message in messages:
