@@ -58,13 +58,15 @@ _HOP: Final = {"connection", "transfer-encoding", "content-length", "keep-alive"
 @dataclass(frozen=True, slots=True)
 class Fault:
     """A fault to come. `action`: as `ReceiveMessage` (a batch counts as its action), for S3 a method as `PUT`; any if
-    empty. It comes with the `chance`, `times` often at most; for kinds that concern messages, to each of them."""
+    empty. It comes with the `chance`, `times` often at most; for kinds that concern messages, to each of them.
+    `path`: a refusal comes only to a request whose path and query have this in them."""
 
     kind: str
     action: str = ""
     chance: float = 1.0
     times: float = float("inf")
     seconds: float = 0.0
+    path: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
@@ -96,12 +98,12 @@ class Faults:
         with self._lock:
             self._left.clear()
 
-    def draw(self, kind: str, action: str) -> Fault | None:
+    def draw(self, kind: str, action: str, path: str = "") -> Fault | None:
         """The fault of this kind that comes now, if one does."""
         with self._lock:
             for one in self._left:
                 fault, left = one
-                fits = fault.kind == kind and fault.action in ("", action.removesuffix("Batch"))
+                fits = fault.kind == kind and fault.action in ("", action.removesuffix("Batch")) and fault.path in path
                 if fits and left and self._luck.random() < fault.chance:
                     one[1] -= 1
                     self.done[kind] += 1
@@ -171,7 +173,7 @@ class Proxy:
             time.sleep(slow.seconds)
         if draw("reset", action):
             return None
-        if kind := next((kind for kind in REFUSALS if draw(kind, action)), None):
+        if kind := next((kind for kind in REFUSALS if draw(kind, action, call.path)), None):
             return refused(call, kind)
         lost = draw("lost", action)
         answer = self._received(call) if action == "ReceiveMessage" else self._written(call, action)

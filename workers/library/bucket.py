@@ -155,7 +155,11 @@ def publish(folder: Path, name: str, place: urls.Bucket, say: Callable[[str], No
         missing = [file for file in files if there.get(file.name) != file.size or not _is_same(objects, file)]
         sources = _sources(other, [file for file in missing if file.size >= MIN_PART], say)
         sent = _Publish(objects, other, sources, folder)
-        _send_all(sent, missing, quiet)
+        try:
+            _send_all(sent, missing, quiet)
+        finally:
+            for error in sent.unlisted[:1]:
+                say(f"a publish that breaks off sends large files from their beginning: {error}")
         _check_all_there(objects, files)
         _merge_signatures(objects, model, folder)
         if MANIFEST not in there or _small(objects, model, MANIFEST) != content:
@@ -252,6 +256,8 @@ class _Publish:
     done: dict[str, int] = field(default_factory=dict)
     """Bytes by file."""
     copied: list[str] = field(default_factory=list)
+    unlisted: list[AwsError] = field(default_factory=list)
+    """Why uploads that broke off cannot be gone on with."""
 
     def summary(self, there: int) -> str:
         """How many files came from where. `there`: how many were there before."""
@@ -303,17 +309,22 @@ class _Publish:
     def _send(self, file: _File, resume: bool) -> bool:
         """Returns whether it went on with an upload."""
         digest, path, metadata = sha256(), self.folder / file.name, {_SHA256: file.sha256}
-        with S3Writer(self.objects, file.name, metadata, resume=resume) as writer, path.open("rb") as opened:
-            while piece := opened.read(PIECE):
-                if self.stopped.is_set():
-                    return writer.resumed
-                digest.update(piece)
-                writer.write(piece)
-                self.done[file.name] = writer.size
-            if digest.hexdigest() != file.sha256:
-                raise Refused(f"{path} changed while it was sent, or a disk fails; run this again")
-            writer.commit()
-            return writer.resumed
+        sending = S3Writer(self.objects, file.name, metadata, resume=resume)
+        try:
+            with sending as writer, path.open("rb") as opened:
+                while piece := opened.read(PIECE):
+                    if self.stopped.is_set():
+                        return writer.resumed
+                    digest.update(piece)
+                    writer.write(piece)
+                    self.done[file.name] = writer.size
+                if digest.hexdigest() != file.sha256:
+                    raise Refused(f"{path} changed while it was sent, or a disk fails; run this again")
+                writer.commit()
+                return writer.resumed
+        finally:
+            if sending.unlisted is not None:
+                self.unlisted.append(sending.unlisted)
 
 
 def _send_all(publish: _Publish, files: list[_File], quiet: bool) -> None:

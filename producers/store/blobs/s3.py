@@ -312,6 +312,8 @@ class S3Writer(BlobWriter):
         self._resume = resume
         self.resumed = False
         """Whether it went on with an upload."""
+        self.unlisted: AwsError | None = None
+        """Why it may not look for such an upload: it began its own, which does not stay."""
         self._sent: dict[int, dict[str, Any]] = {}
 
     def write(self, data: bytes | memoryview) -> None:
@@ -419,7 +421,7 @@ class S3Writer(BlobWriter):
             except AwsError as error:
                 if error.trouble is not Trouble.DENIED:
                     raise
-                self._resume = False
+                self._resume, self.unlisted = False, error
         if not self._upload:
             begun = self._request("create_multipart_upload", self._name, ChecksumAlgorithm="CRC32", **self._settings)
             self._upload = begun["UploadId"]

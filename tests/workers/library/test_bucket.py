@@ -189,11 +189,12 @@ class TestPublished:
         monkeypatch.setattr("producers.store.blobs.s3.PART", 5 << 20)
         folder = large(tmp_path, 6 << 20)
         with faulty(aws) as (proxy, faults):
-            with monkeypatch.context() as who_may_not_list_uploads:
-                denied = aws_refusal("list uploads", "s3:ListBucketMultipartUploads", "AccessDenied", "")
-                who_may_not_list_uploads.setattr(Objects, "unfinished", Mock(side_effect=denied))
-                stored = publish(folder, "large", through(proxy, place), note, quiet=True)
+            faults.put(Fault("denied", "GET", path="?uploads"))
+            said: list[str] = []
+            stored = publish(folder, "large", through(proxy, place), said.append, quiet=True)
             assert faults.asked["POST"] == 2, "a multipart upload began and ended"
+            assert any("from their beginning" in line and "s3:ListBucketMultipartUploads" in line for line in said)
+            faults.calm()
             bucket.remove(stored.model)
             faults.put(Fault("lost", "POST", times=2))
             publish(folder, "large", through(proxy, place), note, quiet=True)
@@ -211,6 +212,14 @@ class TestPublished:
             assert (said, faults.sent["PUT"] < 5 << 20) == (["7 files: 6 sent, 1 copied in the bucket"], True)
             bucket.remove(one.model)
             bucket.check(two.model)
+            faults.put(Fault("denied", "GET", path="prefix=all%2F&"))
+            bucket.remove(publish(folder, "new", through(proxy, place), said.append, quiet=True).model)
+            assert "files of other versions are sent again" in said[-2]
+            assert "s3:ListBucket" in said[-2]
+            faults.put(Fault("denied", "GET", path="list-type=2"))
+            with pytest.raises(Refused, match="s3:ListBucket"):
+                publish(folder, "new", through(proxy, place), note, quiet=True)
+            faults.calm()
             aws.client("s3").put_object(Bucket="models", Key="all/last/0123456789ab/manifest.json", Body=b"{")
             sent = faults.sent["PUT"]
             with monkeypatch.context() as little_is_read:
