@@ -66,6 +66,10 @@ const ctx = {
   get query() {
     return current?.query ?? new URLSearchParams();
   },
+  // Aborted when this page is left.
+  get left() {
+    return current?.stop.signal ?? AbortSignal.abort();
+  },
   // Go to another part of this page: its query.
   go(hash) {
     location.hash = hash;
@@ -155,10 +159,11 @@ async function refresh(anew = false) {
   const here = current;
   if (!here || here.page.mount || (here.loading && !anew)) return;
   clearTimeout(here.timer);
-  const loading = (here.loading = {});
+  here.loading?.abort();
+  const loading = (here.loading = new AbortController());
   const outdated = () => here !== current || here.loading !== loading;
   try {
-    const data = await here.page.load(ctx, here.stop.signal);
+    const data = await here.page.load(ctx, AbortSignal.any([here.stop.signal, loading.signal]));
     if (outdated()) return;
     here.data = data;
     here.failedAt = null;

@@ -6,7 +6,7 @@
 const LIVE_MS = 6000;
 const ASK_MS = 2000;
 const AGAIN_MS = 3000;
-let sent = null; // {now, fleet, at}
+let sent = null; // {now, fleet, at, signal}, the signal of whoever followed
 const live = () => sent !== null && performance.now() - sent.at < LIVE_MS;
 
 export const every = () => (live() ? LIVE_MS : ASK_MS);
@@ -27,7 +27,7 @@ export async function follow({ api, refresh }, signal) {
         for await (const { event, data } of api.events("v1/overview/events", { signal })) {
           if (event === "overview") now = JSON.parse(data);
           else if (event === "fleet" && now) {
-            sent = { now, fleet: JSON.parse(data), at: performance.now() };
+            sent = { now, fleet: JSON.parse(data), at: performance.now(), signal };
             refresh();
           }
         }
@@ -35,11 +35,12 @@ export async function follow({ api, refresh }, signal) {
         // An older gateway, or no room for a stream: the page asks.
         if (signal.aborted || [401, 403, 404, 429].includes(error.status)) return;
       }
+      if (signal.aborted) return;
       sent = null;
       refresh();
       await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
     }
   } finally {
-    sent = null;
+    if (sent?.signal === signal) sent = null; // and not what the next page follows
   }
 }

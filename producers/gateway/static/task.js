@@ -152,6 +152,7 @@ async function follow(id, ctx) {
   if (live?.id === id) return;
   stopFollowing();
   const stop = new AbortController();
+  ctx.left.addEventListener("abort", () => live === mine && stopFollowing(), { once: true });
   const mine = (live = { id, stop, text: [], tokens: 0, comment: "", problem: "" });
   let drawing = 0;
   const redraw = () => (drawing ||= setTimeout(() => ((drawing = 0), live === mine && ctx.rest[0] === id ? ctx.redraw() : stop.abort()), 100));
@@ -189,4 +190,3 @@ export function stopFollowing() {
   live?.stop.abort();
   live = null;
 }
-window.addEventListener("hashchange", () => live && !location.hash.includes(encodeURIComponent(live.id)) && stopFollowing());

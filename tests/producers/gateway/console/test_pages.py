@@ -212,6 +212,36 @@ async def test_what_is_refused_is_asked_for_less_and_less_often(
     complaints.clear()  # Chromium tells of each 404
 
 
+async def test_what_a_page_no_longer_shows_is_no_longer_asked_for(look: Look, door: Door, submit: Submit) -> None:
+    task_id, answer = submit(), asyncio.Event()
+    page = await look(door, "tasks")
+    await page.evaluate("AbortSignal.timeout = () => new AbortController().signal")  # no answer is given up
+
+    async def late(route: Route) -> None:
+        await answer.wait()
+        await route.fulfill(json={"object": "list", "data": [], "has_more": False})
+
+    await page.route("**/v1/tasks?*status=failed*", late)
+
+    async def go(to: str) -> None:
+        await page.evaluate("to => (location.hash = to)", to)
+
+    for then in ("tasks?status=queued", "queues"):
+        async with page.expect_request(re.compile("status=failed")) as asked:
+            await go("tasks?status=failed")
+        request = await asked.value
+        async with page.expect_event("requestfailed", lambda failed, mine=request: failed == mine):
+            await go(then)
+        if then != "queues":
+            await expect(page.locator("main")).to_contain_text(task_id[:6])
+    async with page.expect_request("**/events?from=0") as asked:
+        await go(f"tasks/{task_id}")
+    following = await asked.value
+    async with page.expect_event("requestfailed", lambda failed: failed == following):
+        await go("")
+    answer.set()
+
+
 async def test_what_changes_something_asks_once_says_what_and_is_audited(
     look: Look, door: Door, valkey: Redis, submit: Submit
 ) -> None:
