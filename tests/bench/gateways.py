@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,17 +19,15 @@ GATEWAY = ("-m", "workers.cli", "gateway")
 
 
 @contextmanager
-def serving(*argv: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A server process on this port, once it is ready; SIGTERM at the end."""
-    command, client = [sys.executable, *argv, "--port", str(port)], Gateway(f"http://127.0.0.1:{port}")
+def serving(*argv: str, port: int, under: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """A server process on this port, once it is ready; SIGTERM at the end. `under`: the command that runs it."""
+    command, client = [*under, sys.executable, *argv, "--port", str(port)], Gateway(f"http://127.0.0.1:{port}")
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        for _ in range(600):
-            if client.ready():
-                break
+        while not client.ready():
+            if process.poll() is not None:
+                raise SystemExit(f"{' '.join(argv)} did not become ready")
             time.sleep(0.1)
-        else:
-            raise SystemExit(f"{' '.join(argv)} did not become ready")
         yield process
     finally:
         process.terminate()
@@ -37,12 +35,13 @@ def serving(*argv: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @contextmanager
-def gateway(url: str) -> Iterator[tuple[int, int]]:
-    """A gateway's port and process id. The store has the card of the model `stub`."""
+def gateway(url: str, *argv: str, under: Sequence[str] = ()) -> Iterator[tuple[int, int]]:
+    """A gateway's port and process id. The store has the card of the model `stub`. `argv`, `under`: as of `serving`."""
     with Worker(url, STUB_SEQS="512") as worker:
         worker.wait_ready()
         port = free_port()
-        with serving(*GATEWAY, "--broker", url, "--max-queued", "100000000", port=port) as process:
+        options = "--broker", url, "--max-queued", "100000000"
+        with serving(*(argv or GATEWAY), *options, port=port, under=under) as process:
             worker.stop()
             yield port, process.pid
 
