@@ -11,6 +11,8 @@ from producers.contract.json_parts import MAX_PARTS, SMALL, count_parts
 from producers.errors import InvalidTask, shown
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+#: Roles whose messages may have no text: null, no parts, or no content.
+TEXTLESS: Final = ("assistant", "tool")
 #: Most messages of a request. A template walks through them several times.
 MAX_MESSAGES: Final = 4096
 #: Most characters of all tool calls' arguments that come as JSON text, of which a body has but one string each.
@@ -37,8 +39,8 @@ MESSAGE: Final[dict[str, Any]] = {
         **{name: {"type": ["string", "null"]} for name in PASSED_ON},
     },
     "anyOf": [
-        {"properties": {"role": {"const": "assistant"}}},
-        {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+        {"properties": {"role": {"enum": list(TEXTLESS)}}},
+        {"required": ["content"], "properties": {"content": {"type": ["string", "array"], "minItems": 1}}},
     ],
 }
 
@@ -106,8 +108,8 @@ def _message(message: Any, path: str) -> dict[str, Any]:
                 param=f"{path}.{name}",
             )
     # Checked last: an unsupported field, such as a refusal, explains a missing content better.
-    if content is None and role == "assistant":
-        read["content"] = None if calls else ""  # an answer without text, as clients send it back
+    if role in TEXTLESS and (content is None or content == []):
+        read["content"] = None if calls else ""  # an answer, or a tool's output, without text, as clients send it
     else:
         read["content"] = _content(content, path)
     if calls is not None:

@@ -46,6 +46,8 @@ STRUCTURED: Final = "structured_outputs"
 _STRUCTURED_OPTIONS: Final = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
 #: Least seed: OpenAI's seeds are signed 64-bit integers, a task's are unsigned.
 MIN_SEED: Final = -MAX_SEED - 1
+#: The task's top_p for OpenAI's 0.
+LEAST_TOP_P: Final = 1e-9
 #: OpenAI's service tier -> (our tier, the tier named in the answer). Without bought scale, `scale` is the default.
 SERVICE_TIERS: Final = {
     "auto": ("default", "default"),
@@ -332,7 +334,7 @@ class Parameters:
                     name, f"{theirs.get(ours_of_it, ours_of_it)} and {name} mean the same; give one of them"
                 )
             fields[ours_of_it], theirs[ours_of_it] = value, name
-        fields |= _seed(values) | _top_k(values)
+        fields |= _seed(values) | _top_k(values) | _top_p(values)
         _set_beams(values, fields, theirs)
         fields |= {} if tenant is None else {"tenant": tenant}
         options = _stream_options(values, stream, self.stream_options)
@@ -418,6 +420,12 @@ def _top_k(values: Mapping[str, Any]) -> dict[str, int]:
     """The task's top_k if given as -1, which is vLLM's value for off: 0."""
     top_k = values.get("top_k")
     return {"top_k": 0} if type(top_k) is int and top_k == -1 else {}
+
+
+def _top_p(values: Mapping[str, Any]) -> dict[str, float]:
+    """The task's top_p if given as 0, which OpenAI takes: so small that the likeliest token alone is kept."""
+    top_p = values.get("top_p")
+    return {"top_p": LEAST_TOP_P} if type(top_p) in (int, float) and top_p == 0 else {}
 
 
 def _set_beams(values: Mapping[str, Any], fields: dict[str, Any], theirs: dict[str, str]) -> None:

@@ -65,3 +65,14 @@ def test_arguments_are_read_as_clients_send_them() -> None:
     with pytest.raises(InvalidTask, match="lone surrogate") as refused:
         read_messages(called("{\ud800"))
     assert refused.value.param == "messages[0].tool_calls[0].function.arguments"
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": []}], ids=str)
+def test_an_answer_and_a_tools_output_may_have_no_text(content: dict[str, Any]) -> None:
+    """As clients send what a model called without a word, and what a tool gave that gives nothing."""
+    (call,) = called("{}")
+    del call["content"]
+    sent = [call | content, {"role": "tool", "tool_call_id": "a"} | content, {"role": "assistant"} | content]
+    assert [message["content"] for message in read_messages(sent)] == [None, "", ""]
+    with pytest.raises(InvalidTask, match=r"messages\[0\]\.content"):
+        read_messages([{"role": "user"} | content])

@@ -58,7 +58,10 @@ _THOUGHT: Final = {
     "required": ["type", "text"],
     "properties": {"type": {"const": "reasoning_text"}, "text": {"type": "string"}},
 }
-_CONTENT: Final = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _PART}]}
+_STRING: Final = {"type": "string"}
+_CONTENT: Final = {"anyOf": [_STRING, {"type": "array", "minItems": 1, "items": _PART}]}
+
+_OUTPUT: Final = {"anyOf": [_STRING, {"type": "array", "items": _PART}]}
 
 
 def _item_schema(required: Sequence[str], **properties: Any) -> dict[str, Any]:
@@ -70,7 +73,6 @@ def _item_schema(required: Sequence[str], **properties: Any) -> dict[str, Any]:
     }
 
 
-_STRING: Final = {"type": "string"}
 #: The JSON schema of `input`, for OpenAPI.
 INPUT: Final[dict[str, Any]] = {
     "description": "text, which is a user's message, or a list of messages, calls and their outputs",
@@ -88,7 +90,7 @@ INPUT: Final[dict[str, Any]] = {
                         ("type", *MEMBERS[CALL]), type={"const": CALL}, **dict.fromkeys(MEMBERS[CALL], _STRING)
                     ),
                     _item_schema(
-                        ("type", *MEMBERS[CALL_OUTPUT]), type={"const": CALL_OUTPUT}, call_id=_STRING, output=_CONTENT
+                        ("type", *MEMBERS[CALL_OUTPUT]), type={"const": CALL_OUTPUT}, call_id=_STRING, output=_OUTPUT
                     ),
                     _item_schema(
                         ("type",),
@@ -323,7 +325,9 @@ def _item(item: Any, parameter: str) -> Item:
         return _reasoning(item, parameter)
     call_id = read_string(item.get("call_id"), f"{parameter}.call_id")
     if kind == CALL_OUTPUT:
-        return Item.new(TOOL, *_content(item.get("output"), f"{parameter}.output"), call_id=call_id)
+        output = item.get("output")
+        texts = [""] if output == [] else _content(output, f"{parameter}.output")  # a tool that gave nothing
+        return Item.new(TOOL, *texts, call_id=call_id)
     name = read_string(item.get("name"), f"{parameter}.name")
     arguments = read_string(item.get("arguments"), f"{parameter}.arguments")
     return Item.new("assistant", arguments, call_id=call_id, name=name)

@@ -18,6 +18,7 @@ from engine.text import ChatTemplate, Tokenizer
 from producers.contract import keys
 from producers.contract.record import Record
 from producers.contract.task import Task
+from producers.gateway.openai.parameters import LEAST_TOP_P
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import CARD, TINY, Ask, Open
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, chunks, ends, says, send
@@ -383,9 +384,14 @@ def test_an_overflow_is_told_in_the_words_that_clients_know(
 
 @pytest.mark.parametrize(
     ("fields", "wanted"),
-    [({"top_k": -1}, {"top_k": 0}), ({"include_stop_str_in_output": True, "stop": "x"}, {"include_stop": True})],
+    [
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"top_p": 0}, {"top_p": LEAST_TOP_P}),
+        ({"top_p": 0.0}, {"top_p": LEAST_TOP_P}),
+        ({"include_stop_str_in_output": True, "stop": "x"}, {"include_stop": True}),
+    ],
 )
-def test_what_vllm_calls_otherwise_reaches_the_task(
+def test_what_others_call_otherwise_reaches_the_task(
     chat: Ask, complete: Ask, answering: Answering, fields: dict[str, Any], wanted: dict[str, Any]
 ) -> None:
     for ask in (chat, complete):

@@ -273,3 +273,8 @@ def test_items_are_kept_as_they_came() -> None:
         ("user", ["x"]),
         ("user", ["y"]),
     ]
+
+
+def test_a_tool_may_give_nothing() -> None:
+    (output,) = read_input([{"type": "function_call_output", "call_id": "a", "output": []}])
+    assert messages_of([output]) == [{"role": "tool", "content": "", "tool_call_id": "a"}]
