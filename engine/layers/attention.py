@@ -274,11 +274,14 @@ class Attention:
     ) -> Tensor:
         """`x`: [tokens, width]. `rotation`: from Rope. `cache`: this layer's, [2, blocks, block, kv_heads,
         head_dim]."""
-        shape, kernels = self.shape, self._kernels
-        heads = self._prepared(self.qkv(x, adapters).view(len(x), -1, shape.head_dim))
-        query = kernels.rope_and_write(heads, *rotation, cache, batch)
-        out = kernels.paged_attention(query, cache, batch, shape.scale, shape.softcap)
-        return self.output(out.reshape(len(x), -1), adapters)
+        heads = self._prepared(self.qkv(x, adapters).view(len(x), -1, self.shape.head_dim))
+        return self.output(self._attend(heads, rotation, cache, batch), adapters)
+
+    def _attend(self, heads: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: RaggedBatch) -> Tensor:
+        """`heads`: from `_prepared`. Writes keys and values to `cache`. Returns [tokens, heads * head_dim]."""
+        query = self._kernels.rope_and_write(heads, *rotation, cache, batch)
+        out = self._kernels.paged_attention(query, cache, batch, self.shape.scale, self.shape.softcap)
+        return out.reshape(len(heads), -1)
 
     @property
     def head_norms(self) -> tuple[Tensor, Tensor] | None:
@@ -325,17 +328,9 @@ class NormedAttention(Attention):
 class UnmaskedAttention(NormedAttention):
     """The same where a token sees those on both sides of it. Nothing is read from the cache, nor written to it."""
 
-    def __call__(
-        self,
-        x: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        cache: Tensor,
-        batch: RaggedBatch,
-        adapters: AdaptedRows | None = None,
-    ) -> Tensor:
+    def _attend(self, heads: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: RaggedBatch) -> Tensor:
         """`batch`: of whole sequences. Its window, less one, is how far a token sees in each direction."""
         shape, kernels = self.shape, self._kernels
-        heads = self._prepared(self.qkv(x, adapters).view(len(x), -1, shape.head_dim))
         rotated = kernels.rope(heads[:, : -shape.kv_heads].contiguous(), *rotation)
         query, key = rotated[:, : shape.heads], rotated[:, shape.heads :]
         query = query * (shape.scale * shape.head_dim**0.5)  # scores are divided by that root
@@ -343,4 +338,4 @@ class UnmaskedAttention(NormedAttention):
         key, value = (part.repeat_interleave(shared, 1) for part in (key, heads[:, -shape.kv_heads :]))
         texts = TextBatch(batch.kv_lens.tolist(), batch.query_starts)
         reach = None if batch.window is None else batch.window - 1
-        return self.output(kernels.attend_unmasked(torch.stack((query, key, value), 1), texts, reach), adapters)
+        return kernels.attend_unmasked(torch.stack((query, key, value), 1), texts, reach)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -38,8 +39,9 @@ _TABLE, _LAYERS, _NORM = "model.embed_tokens", "model.layers.", "model.norm."
 class DecoderLayer:
     """A layer: norm, attention, sum, norm, feed-forward, sum. The decoder calls the sums and the norms after them."""
 
-    #: The names in checkpoints of the norms before attention and before the feed-forward block.
-    NORMS = ("input_layernorm", "post_attention_layernorm")
+    #: The names of norms in checkpoints: "input" is before attention, "middle" before the feed-forward block. Some
+    #: families also norm the output of attention, "attended", and that of the block, "fed", before it is added.
+    NORMS: ClassVar[Mapping[str, str]] = {"input": "input_layernorm", "middle": "post_attention_layernorm"}
 
     def __init__(self, c: DecoderSettings, kernels: Kernels, device: torch.device) -> None:
         shape = AttentionShape(
@@ -62,8 +64,13 @@ class DecoderLayer:
         self.mlp = self._feed_forward(c, kernels, device)
         self._sum = kernels.sum_ranks
         self._eps = c.norm_eps
-        self.input_norm = self._norm(c, kernels, device)
-        self.middle_norm = self._norm(c, kernels, device)
+        norms = {
+            role: RmsNorm(kernels, c.hidden_size, c.norm_eps, offset=c.norm_offset, device=device)
+            for role in self.NORMS
+        }
+        self.input_norm, self.middle_norm = norms["input"], norms["middle"]
+        self._attended_norm, self._fed_norm = norms.get("attended"), norms.get("fed")
+        self._norms = {self.NORMS[role]: norm for role, norm in norms.items()}
 
     @staticmethod
     def _feed_forward(c: DecoderSettings, kernels: Kernels, device: torch.device) -> GatedMlp | Experts:
@@ -79,28 +86,20 @@ class DecoderLayer:
             device=device,
         )
 
-    @staticmethod
-    def _norm(c: DecoderSettings, kernels: Kernels, device: torch.device) -> RmsNorm:
-        return RmsNorm(kernels, c.hidden_size, c.norm_eps, offset=c.norm_offset, device=device)
-
-    def norms(self) -> dict[str, RmsNorm]:
-        """The layer's norms by their names in checkpoints."""
-        return dict(zip(self.NORMS, (self.input_norm, self.middle_norm), strict=True))
-
     def linears(self, prefix: str) -> list[tuple[str, Linear]]:
         """The layer's Linears, each with the prefix of its tensors' names."""
         return self._attention.linears(f"{prefix}self_attn.") + self.mlp.linears(f"{prefix}mlp.")
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
         places = self._attention.weights(f"{prefix}self_attn.") | self.mlp.weights(f"{prefix}mlp.")
-        for name, norm in self.norms().items():
+        for name, norm in self._norms.items():
             places |= norm.weights(f"{prefix}{name}.")
         return places
 
     def pack(self) -> None:
         self._attention.pack()
         self.mlp.pack()
-        for norm in self.norms().values():
+        for norm in self._norms.values():
             norm.pack()
 
     def parts(self, group: int, cache_index: int, rope: int) -> LayerParts:
@@ -124,12 +123,12 @@ class DecoderLayer:
             qkv=self._attention.qkv.prepared,
             head_norms=self._attention.head_norms,
             output=self._attention.output.prepared,
-            attended_norm=None,
+            attended_norm=None if self._attended_norm is None else self._attended_norm.weight,
             middle_norm=self.middle_norm.weight,
             gate_up=None if dense is None else dense.gate_up.prepared,
             activation=mlp.activation,
             down=None if dense is None else dense.down.prepared,
-            fed_norm=None,
+            fed_norm=None if self._fed_norm is None else self._fed_norm.weight,
             experts=experts,
         )
 
@@ -141,10 +140,12 @@ class DecoderLayer:
         batch: RaggedBatch,
         adapters: AdaptedRows | None = None,
     ) -> Tensor:
-        return self._sum(self._attention(x, rotation, cache, batch, adapters))
+        attended = self._sum(self._attention(x, rotation, cache, batch, adapters))
+        return attended if self._attended_norm is None else self._attended_norm(attended)
 
     def feed(self, x: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
-        return self._sum(self.mlp(x, adapters))
+        fed = self._sum(self.mlp(x, adapters))
+        return fed if self._fed_norm is None else self._fed_norm(fed)
 
 
 @dataclass(frozen=True, slots=True)

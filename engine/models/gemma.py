@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from engine.kernels import Kernels, LayerParts, RaggedBatch
-from engine.layers import AdaptedRows, RmsNorm
 from engine.models.decoder import DecoderLayer
 from engine.models.settings import DecoderSettings, mixed_windows, read_activation
 from engine.text.config import MOST_CONTEXT, MOST_LAYERS, Config
@@ -23,35 +18,12 @@ _VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "mo
 class GemmaLayer(DecoderLayer):
     """A layer that also norms the outputs of attention and feed-forward before adding them."""
 
-    NORMS = ("input_layernorm", "pre_feedforward_layernorm")
-
-    def __init__(self, c: DecoderSettings, kernels: Kernels, device: torch.device) -> None:
-        super().__init__(c, kernels, device)
-        self._attended_norm = self._norm(c, kernels, device)
-        self._fed_norm = self._norm(c, kernels, device)
-
-    def norms(self) -> dict[str, RmsNorm]:
-        return super().norms() | {
-            "post_attention_layernorm": self._attended_norm,
-            "post_feedforward_layernorm": self._fed_norm,
-        }
-
-    def parts(self, group: int, cache_index: int, rope: int) -> LayerParts:
-        parts = super().parts(group, cache_index, rope)
-        return replace(parts, attended_norm=self._attended_norm.weight, fed_norm=self._fed_norm.weight)
-
-    def attend(
-        self,
-        x: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        cache: Tensor,
-        batch: RaggedBatch,
-        adapters: AdaptedRows | None = None,
-    ) -> Tensor:
-        return self._attended_norm(super().attend(x, rotation, cache, batch, adapters))
-
-    def feed(self, x: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
-        return self._fed_norm(super().feed(x, adapters))
+    NORMS: ClassVar[Mapping[str, str]] = {
+        "input": "input_layernorm",
+        "middle": "pre_feedforward_layernorm",
+        "attended": "post_attention_layernorm",
+        "fed": "post_feedforward_layernorm",
+    }
 
 
 def read_gemma2(config: Config) -> DecoderSettings:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from engine.declared import shown
 from engine.errors import ModelError
-from engine.text.files import file_in
+from engine.text.files import file_in, read_at_most
 from engine.text.tensors import LocatedTensor, StoredTensor, read_header
 
 CONFIG: Final = "adapter_config.json"
@@ -173,14 +173,9 @@ def _read_config(root: Path) -> dict[str, Any]:
     path = file_in(root, CONFIG)
     if path is None:
         raise ModelError(f"{root} has no {CONFIG}: it is no folder of a PEFT adapter")
+    data = read_at_most(path, _MAX_CONFIG_BYTES)
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_CONFIG_BYTES + 1)
-        if len(data) > _MAX_CONFIG_BYTES:
-            raise ModelError(f"{path} is longer than {_MAX_CONFIG_BYTES} bytes")
         config = json.loads(data)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):

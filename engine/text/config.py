@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.declared import shown
 from engine.errors import ModelError
-from engine.text.files import file_in
+from engine.text.files import file_in, read_at_most
 
 #: The largest config.json that is read, in bytes. Real ones have some kilobytes.
 _LONGEST = 4 << 20
@@ -252,13 +252,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     path = file_in(Path(folder), "config.json")
     if path is None:
         raise ModelError(f"{folder} has no config.json: it is not a Hugging Face model folder")
-    try:
-        with path.open("rb") as file:
-            data = file.read(_LONGEST + 1)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if len(data) > _LONGEST:
-        raise ModelError(f"{path} is longer than {_LONGEST} bytes: it is no model's configuration")
+    data = read_at_most(path, _LONGEST)
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:

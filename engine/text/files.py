@@ -50,6 +50,18 @@ def has_tokenizer(folder: str | Path) -> bool:
     return (Path(folder) / "tokenizer.json").is_file()
 
 
+def read_at_most(path: Path, limit: int) -> bytes:
+    """Read a file of at most `limit` bytes. Raises ModelError if it is longer or cannot be read."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if len(data) > limit:
+        raise ModelError(f"{path} is longer than {limit} bytes")
+    return data
+
+
 def read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     """Parse a file as a JSON object; {} if the file is absent. Raises ModelError if it holds anything else."""
     if name not in files:

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 from engine.declared import shown
 from engine.errors import ModelError, RequestError
 from engine.text.config import MOST_CONTEXT, MOST_WIDTH, Config, architectures, read_config
-from engine.text.files import file_in, read_object
+from engine.text.files import file_in, read_at_most, read_object
 
 #: The ways to make one row of a sequence's rows, in the order in which several are put beside each other.
 MODES: Final = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
@@ -280,16 +280,7 @@ def _file(folder: Path, name: str) -> dict[str, Any]:
 
 def _bytes(folder: Path, name: str) -> bytes | None:
     path = file_in(folder, name)
-    if path is None:
-        return None
-    try:
-        with path.open("rb") as file:
-            data = file.read(_LONGEST + 1)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if len(data) > _LONGEST:
-        raise ModelError(f"{path} is longer than {_LONGEST} bytes")
-    return data
+    return None if path is None else read_at_most(path, _LONGEST)
 
 
 def _score(folder: Path, modules: list[tuple[str, str]]) -> ScoreSettings | None:
