@@ -87,10 +87,10 @@ class UnservedModels:
         redis.exceptions.RedisError or OSError; then the times begin anew."""
         since, self._since = self._since, {}
         kept, done, now = dict[bytes, float](), {"models_withdrawn": 0, "models_listed": 0}, time.monotonic()
-        known, self._publishers = self._publishers, {}
+        publishers, self._publishers = self._publishers, {}
         for name, model in (await look(self._client)).items():
             publication = name, str(model.card.get("published"))
-            publisher = model.card.get("publisher") or known.get(publication)
+            publisher = model.card.get("publisher") or publishers.get(publication)
             if publisher is not None:
                 self._publishers[publication] = publisher
                 if "publisher" not in model.card:

@@ -219,12 +219,12 @@ class Observation:
         if times is not None and times.task > window:
             running *= window / times.task
         seconds = window / (1 + running / max(1, counts.total()))
-        own = self.record.tier
-        rank = keys.TIERS.get(own, keys.TIERS["default"])[0]
+        task_tier = self.record.tier
+        rank = keys.TIERS.get(task_tier, keys.TIERS["default"])[0]
         mine, known = tenants.get(self.record.fields.get("tenant", ""), 0), sum(tenants.values())
         return Arrivals(
             sum(count for tier, count in counts.items() if tier in keys.TIERS and keys.TIERS[tier][0] < rank) / seconds,
-            counts[own] / seconds * (1 - mine / known if known else 0.0),
+            counts[task_tier] / seconds * (1 - mine / known if known else 0.0),
             oldest,
         )
 

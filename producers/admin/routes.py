@@ -92,11 +92,11 @@ def set_stages(store: Redis, model: str, stages: Mapping[str, str], reason: str 
 
     def change(before: Routing) -> Routing:
         new = {before.version_at(target): stage for target, stage in stages.items()}
-        known = {before.default, *cards.versions_of(store.hgetall(keys.VERSIONS), model)}
+        versions = {before.default, *cards.versions_of(store.hgetall(keys.VERSIONS), model)}
         for version in new:
-            if version not in known and version not in before.stages:
+            if version not in versions and version not in before.stages:
                 raise RoutingError(unknown_version(store, model, version))
-        kept = {version: stage for version, stage in before.stages.items() if version in known}
+        kept = {version: stage for version, stage in before.stages.items() if version in versions}
         after = {version: stage for version, stage in {**kept, **new}.items() if stage != NO_STAGE}
         for target, (what, end) in routing.leads(before).items():
             if new.get(version := before.version_at(target)) == "archived":
@@ -264,10 +264,10 @@ def _check_targets(store: Redis, new: Routing) -> None:
 
 def unknown_version(store: Redis, model: str, version: str) -> str:
     """Why a version or alias cannot be named, and what to do."""
-    known = ", ".join(cards.versions_of(store.hgetall(keys.VERSIONS), model)) or "none"
+    versions = ", ".join(cards.versions_of(store.hgetall(keys.VERSIONS), model)) or "none"
     return (
         f"{version!r} is no alias of {model}, and no version of it that is known here: a worker announces its version, "
-        f"and `penstock models publish FOLDER --as {model}@ALIAS` adds one; known are {known}"
+        f"and `penstock models publish FOLDER --as {model}@ALIAS` adds one; known are {versions}"
     )
 
 

@@ -255,10 +255,10 @@ def submit_as(
             model = yield from directory.find(task.model, patience_s, selection_of(task), withdrawn=withdrawn)
             model_fit.check(task, model.card)  # a refused task takes no key
         except UnknownModel:  # nobody serves it any more: an earlier call with the key may have submitted the task
-            made = idempotency.made_id(digest, (yield from persistently(Read(idempotency.look(name)), patience_s)))
-            if made is None:
+            task_id = idempotency.made_id(digest, (yield from persistently(Read(idempotency.look(name)), patience_s)))
+            if task_id is None:
                 raise
-            return made
+            return task_id
         entry = yield from stored(name, digest, new_id, patience_s, kept_s)
     except FAILURES as error:
         response = "did not answer" if lost(error) else "refused"

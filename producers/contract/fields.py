@@ -122,14 +122,14 @@ def _inputs(value: Any, info: ValidationInfo) -> Any:
             raise InvalidTask(named, param="input", code=error.code) from None
         if isinstance(checked_item, str) and "\0" in checked_item:
             raise InvalidTask(ErrorText.of("{input}[{}] has a NUL character", at), param="input")
-        if (own := bytes_of(checked_item)) > MAX_PROMPT_BYTES:
+        if (item_bytes := bytes_of(checked_item)) > MAX_PROMPT_BYTES:
             raise InvalidTask(
                 ErrorText.of(
-                    "{input}[{}] has {} bytes (4 a token id); at most {} are taken", at, own, MAX_PROMPT_BYTES
+                    "{input}[{}] has {} bytes (4 a token id); at most {} are taken", at, item_bytes, MAX_PROMPT_BYTES
                 ),
                 param="input",
             )
-        size += own
+        size += item_bytes
         inputs.append(checked_item)
     if size > MAX_TEXTS_BYTES:
         raise InvalidTask(

@@ -170,8 +170,8 @@ def id_of(headers: Mapping[str, Any]) -> str | None:
 def marks_in(headers: Mapping[str, Any]) -> list[str]:
     """The marks of a task's prompt in its message's headers, the shortest part first; [] where there are none that a
     broker takes."""
-    said = headers.get("penstock")
-    prefix = said.get("prefix") if isinstance(said, dict) else None
+    header = headers.get("penstock")
+    prefix = header.get("prefix") if isinstance(header, dict) else None
     if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
         return []
     return [prefix[at : at + DIGITS] for at in range(0, len(prefix), DIGITS)]

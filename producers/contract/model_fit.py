@@ -162,13 +162,13 @@ def _check_texts(task: Task, card: Mapping[str, Any], context: int, vocabulary: 
             code="array_above_max_length",
         )
     if result_bytes(task, card) > MAX_TEXTS_RESULT:
-        most = MAX_TEXTS_RESULT * 3 // (16 * width)
+        max_texts = MAX_TEXTS_RESULT * 3 // (16 * width)
         raise InvalidTask(
             ErrorText.of(
                 "{input} has {} texts: with {} numbers each, at most {} are taken in one request",
                 len(task.input),
                 width,
-                most,
+                max_texts,
             ),
             param="input",
             code="array_above_max_length",
@@ -212,12 +212,12 @@ def chunks(task: Task, card: Mapping[str, Any]) -> list[range]:
         limit = min(limit, max(1, MAX_PROMPT_BYTES // query))
     ranges, start, size, result = [], 0, 0, 0
     for at, item in enumerate(task.input):
-        own, made = bytes_of(item), _label_bytes(item, card) if labels else 0
-        full = size + own > MAX_PROMPT_BYTES or result + made > MAX_RESULT_BYTES
+        item_bytes, label_bytes = bytes_of(item), _label_bytes(item, card) if labels else 0
+        full = size + item_bytes > MAX_PROMPT_BYTES or result + label_bytes > MAX_RESULT_BYTES
         if at - start == limit or (at > start and full):
             ranges.append(range(start, at))
             start, size, result = at, 0, 0
-        size, result = size + own, result + made
+        size, result = size + item_bytes, result + label_bytes
     return [*ranges, range(start, len(task.input))]
 
 

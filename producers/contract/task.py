@@ -346,9 +346,9 @@ class Task(BaseModel):
 
     def _check_input(self) -> None:
         """Raise InvalidTask for fields that do not go with a kind that generates nothing."""
-        fields, given = type(self).model_fields, self.model_fields_set - _OF_KIND[self.kind]
+        fields, set_fields = type(self).model_fields, self.model_fields_set - _OF_KIND[self.kind]
         different = (
-            name for name in given if getattr(self, name) != fields[name].get_default(call_default_factory=True)
+            name for name in set_fields if getattr(self, name) != fields[name].get_default(call_default_factory=True)
         )
         if misplaced := sorted(name for name in different if not fields[name].exclude):
             raise InvalidTask(
@@ -369,8 +369,8 @@ class Task(BaseModel):
                 ErrorText.of("{query} is missing: the text to rank by"), param="query", code="missing_parameter"
             )
         if not all(isinstance(item, str) for item in self.input):
-            told = "documents to rank are texts" if self.kind == "rerank" else "parts of texts are labelled: give texts"
-            raise InvalidTask(ErrorText.of("{input} has token ids; {}", told), param="input", code="invalid_type")
+            rule = "documents to rank are texts" if self.kind == "rerank" else "parts of texts are labelled: give texts"
+            raise InvalidTask(ErrorText.of("{input} has token ids; {}", rule), param="input", code="invalid_type")
         if self.query is None:
             return
         if "\0" in self.query:

@@ -111,7 +111,7 @@ class LineEndpoints:
             for model, resolved in models.items()
             if any(body.get("tools") for body in bodies if body["model"] == model)
         }
-        reasoners = {} if path == COMPLETIONS else {model: await self._reasoner(one) for model, one in models.items()}
+        reasoners = {} if path == COMPLETIONS else {name: await self._reasoner(model) for name, model in models.items()}
         if path == COMPLETIONS:
             bodies = [_usual(body, [account.limits for account in accounts]) for body in bodies]
 

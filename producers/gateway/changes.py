@@ -116,10 +116,10 @@ def _words(change: RoutingChange) -> str:
     """For the audit log."""
     aliases = [f"-{name}" if to is None else f"{name}={to}" for name, to in (change.aliases or {}).items()]
     split = [f"{to} {percent:g}%" for to, percent in (change.split or {}).items()] or ["none"]
-    words = [*aliases, *([] if change.split is None else [f"split {', '.join(split)}"])]
-    words += [] if change.rules is None else [f"{len(change.rules)} rules"]
-    words += [] if change.default is None else [f"{DEFAULT}={change.default}"]
-    return ", ".join(words)
+    changes = [*aliases, *([] if change.split is None else [f"split {', '.join(split)}"])]
+    changes += [] if change.rules is None else [f"{len(change.rules)} rules"]
+    changes += [] if change.default is None else [f"{DEFAULT}={change.default}"]
+    return ", ".join(changes)
 
 
 async def on_thread(request: Request, work: Callable[[Redis], T]) -> T:

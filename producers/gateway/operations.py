@@ -182,18 +182,18 @@ class ScalingPinned(BaseModel):
 )
 async def pin(request: Request, pool: str) -> ScalingPinned:
     """Set a pool's number of workers, in place of the autoscaler's policy, for a time or until it is removed."""
-    wanted = await read_as(request, ScalingPin, gateway_of(request).settings.max_body)
+    requested = await read_as(request, ScalingPin, gateway_of(request).settings.max_body)
     store, actor = _store(request), actor_of(request)
     pool, state, now = await _scaled(store, pool)
     try:
-        scaling.checked_pin(state, wanted.workers)
+        scaling.checked_pin(state, requested.workers)
     except ValueError as error:
         raise Problem(400, f"{error}.", code="invalid_value", param="workers") from None
-    until = None if wanted.for_s is None else now + wanted.for_s
-    change = actor.did("scaling.pin", f"{pool}: {wanted.workers}")
-    await scaling.pin(store, pool, scaling.Pin(wanted.workers, actor.by, now, until), change)
+    until = None if requested.for_s is None else now + requested.for_s
+    change = actor.did("scaling.pin", f"{pool}: {requested.workers}")
+    await scaling.pin(store, pool, scaling.Pin(requested.workers, actor.by, now, until), change)
     current = scaling.is_fresh(state.get("at"), now)
-    return ScalingPinned(pool=text(pool), workers=wanted.workers, until=until, current=current)
+    return ScalingPinned(pool=text(pool), workers=requested.workers, until=until, current=current)
 
 
 @router.delete(

@@ -193,12 +193,12 @@ def percentile(histogram: Histogram, new: Sequence[int], old: Sequence[int] = ()
     within its bucket. The last bound for what is above it. None without any."""
     old = old or [0] * len(new)
     counts = [max(0, n - o) for n, o in zip(new, old, strict=True)]
-    wanted, below = share * sum(counts), 0.0
-    if not wanted:
+    rank, below = share * sum(counts), 0.0
+    if not rank:
         return None
     for count, low, high in zip(counts, (0.0, *histogram.bounds), histogram.bounds, strict=False):
-        if count and below + count >= wanted:
-            return round(low + (high - low) * (wanted - below) / count, 6)
+        if count and below + count >= rank:
+            return round(low + (high - low) * (rank - below) / count, 6)
         below += count
     return histogram.bounds[-1]
 

@@ -64,10 +64,10 @@ def start(store: Redis, model: str, to: str, plan: Plan, reference: str = "", by
     version = current.version_at(to)
     card = cards.of_version(store, model, version)
     if card is None:
-        known = ", ".join(cards.versions_of(store.hgetall(keys.VERSIONS), model)) or "none"
+        versions = ", ".join(cards.versions_of(store.hgetall(keys.VERSIONS), model)) or "none"
         raise RolloutError(
-            f"{to!r} is no alias or version of {model}; its versions are {known}; `penstock models publish FOLDER --as "
-            f"{model}@candidate` adds one"
+            f"{to!r} is no alias or version of {model}; its versions are {versions}; `penstock models publish FOLDER "
+            f"--as {model}@candidate` adds one"
         )
     if version == current.default:
         raise RolloutError(f"{version} is the default of {model} already")

@@ -45,16 +45,16 @@ def report(store: Redis, state: Canary) -> dict[str, Any]:
     """The report as JSON. Raises redis.RedisError or OSError."""
     evidence = Evidence.of(canaries.read_evidence(store, state.model), state)
     rows = canaries.rows(store, state.model, state.id)
-    found = findings(state, evidence)
+    outcomes = findings(state, evidence)
     waits = ""
     if state.under_way:
         compared, now = evidence.samples(state), canaries.now_ms(store)
-        waits = waits_for(state, found, compared, now, start_trouble(store, state))
+        waits = waits_for(state, outcomes, compared, now, start_trouble(store, state))
     return {
         **asdict(state),
         "waits": waits,
         "tasks": {"candidate": evidence.candidate.tasks, "baseline": evidence.baseline.tasks},
-        "metrics": [_metric(finding, evidence) for finding in found],
+        "metrics": [_metric(finding, evidence) for finding in outcomes],
         "decisions": [row for row in rows if row["what"] not in ("seen", "acted")],
         "seen": [row for row in rows if row["what"] == "seen"],
     }
@@ -171,12 +171,12 @@ def _odds(odds: float) -> str:
 
 def _texts(figures: dict[str, float | None], text: str) -> str:
     """An arm's figures. `text`: the metric's, which says whether they are tokens, or else times (s)."""
-    known = {name: value for name, value in figures.items() if value is not None}
-    if "share" in known:
-        return f"{known['share']:.1%}"
-    if "mean" in known:
-        return f"mean {known['mean']:.3g}"
-    values = {name: f"{value:,.0f}" if "tokens" in text else _seconds(value) for name, value in known.items()}
+    numbers = {name: value for name, value in figures.items() if value is not None}
+    if "share" in numbers:
+        return f"{numbers['share']:.1%}"
+    if "mean" in numbers:
+        return f"mean {numbers['mean']:.3g}"
+    values = {name: f"{value:,.0f}" if "tokens" in text else _seconds(value) for name, value in numbers.items()}
     return ", ".join(f"{name} {value}" for name, value in values.items()) or "none"
 
 

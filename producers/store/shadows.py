@@ -239,7 +239,7 @@ def _values(fields: Any) -> list[Any]:
 
 def _summary(version: str, shadow: str, rows: Sequence[Pair]) -> Summary:
     both = [row for row in rows if row.same is not None]
-    made = sum(row.tokens[0] for row in both)
+    baseline_tokens = sum(row.tokens[0] for row in both)
     times = [row.ms[1] / row.ms[0] for row in both if row.ms[0] and row.ms[1] is not None]
     return Summary(
         version,
@@ -249,7 +249,7 @@ def _summary(version: str, shadow: str, rows: Sequence[Pair]) -> Summary:
         same=mean(row.same or 0.0 for row in both) if both else None,
         equal=mean(row.same == 1.0 for row in both) if both else None,
         same_reason=mean(row.reasons[0] == row.reasons[1] for row in both) if both else None,
-        length=sum(row.tokens[1] for row in both) / made if made else None,
+        length=sum(row.tokens[1] for row in both) / baseline_tokens if baseline_tokens else None,
         time=median(times) if times else None,
     )
 
@@ -257,10 +257,10 @@ def _summary(version: str, shadow: str, rows: Sequence[Pair]) -> Summary:
 def same_share(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> float:
     """The share of tokens before the first difference, of the longer output, over all choices; 1 for empty ones."""
     same = longer = 0
-    for own, other in zip(first, second, strict=False):
-        pairs = zip(own, other, strict=False)
-        same += next((k for k, (a, b) in enumerate(pairs) if a != b), min(len(own), len(other)))
-        longer += max(len(own), len(other))
+    for tokens, other_tokens in zip(first, second, strict=False):
+        pairs = zip(tokens, other_tokens, strict=False)
+        same += next((k for k, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(other_tokens)))
+        longer += max(len(tokens), len(other_tokens))
     return same / longer if longer else 1.0
 
 

@@ -211,8 +211,10 @@ class Shadows:
 
     async def _is_served(self, queue: str) -> bool:
         (pools,) = await self._read(("HKEYS", keys.POOLS))
-        own = [pool for pool in map(text, pools) if pool.startswith(f"{queue}.")]
-        workers = await self._read(*(("SMEMBERS", keys.workers(pool)) for pool in own)) if own else []
+        version_pools = [pool for pool in map(text, pools) if pool.startswith(f"{queue}.")]
+        workers = (
+            await self._read(*(("SMEMBERS", keys.workers(pool)) for pool in version_pools)) if version_pools else []
+        )
         leases = [("EXISTS", keys.lease(text(worker))) for worker in {name for names in workers for name in names}]
         return any(await self._read(*leases)) if leases else False
 
@@ -233,8 +235,8 @@ _SCORE: Final[dict[str, Any]] = {
 
 def _copied(record: Record, version: str) -> Task:
     """The copy of a record's task, for this version."""
-    own = {"tier": "batch", "tenant": shadows.TENANT, "timeout": TIME_S, "ttl": TTL_S, "metadata": {}}
-    return task_of_record(record, {**own, "order_key": None, "version": version})
+    overrides = {"tier": "batch", "tenant": shadows.TENANT, "timeout": TIME_S, "ttl": TTL_S, "metadata": {}}
+    return task_of_record(record, {**overrides, "order_key": None, "version": version})
 
 
 def _fields(record: Record) -> dict[str, str | int]:

@@ -234,9 +234,9 @@ def _attempt_spans(record: Record, trace: TaskTrace, attempt: _Attempt, attempts
         )
         for other in before[-1:]
     )
-    own = trace.child(f"attempt {number}")
-    common = trace.trace_id, own
-    yield Span("attempt", trace.trace_id, own, trace.span_id, run.began, end, "internal", attributes, links=links)
+    span_id = trace.child(f"attempt {number}")
+    common = trace.trace_id, span_id
+    yield Span("attempt", trace.trace_id, span_id, trace.span_id, run.began, end, "internal", attributes, links=links)
 
     def part(name: str, start: float, until: float, events: list[Moment], **values: Value) -> Span:
         start = min(max(start, run.began), end)
@@ -260,7 +260,7 @@ def _attempt_spans(record: Record, trace: TaskTrace, attempt: _Attempt, attempts
     yield part("prefill", run.step, prefill_end, [event for event in preempted if event.at <= prefill_end], **prompt)
     if first is None:
         return
-    tokens = [Moment("tokens", at, {"gen_ai.usage.output_tokens": made}) for made, at in run.marks]
+    tokens = [Moment("tokens", at, {"gen_ai.usage.output_tokens": count}) for count, at in run.marks]
     last = max(run.last or first, run.marks[-1][1])
     events = tokens + [event for event in preempted if event.at > prefill_end]
     until = last if attempt.outcome == "ended" else end

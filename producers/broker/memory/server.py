@@ -469,15 +469,15 @@ class Fetch:
         since = self.now if before.since is None else min(before.since, self.now)
         left_for = since + self.rules.left_ms - self.now
         leaves = self.leaves < LEAVES and other is not None and left_for > 0
-        best, most = None, -1 if leaves else here
+        best, max_held = None, -1 if leaves else here
         for place, message in turns.first(head.tenant, WINDOW)[1:]:
             if message.order_key:
                 break
             seqs, tokens = message.size(self.rules.capacity, self.rules.plain_tokens)
             if seqs <= self.seqs[rank] and tokens <= self.tokens[rank] and not self._suspect(message.id):
                 its, elsewhere = self._held(message, rank)
-                if elsewhere is None and its > most:
-                    best, most = (place, message), its
+                if elsewhere is None and its > max_held:
+                    best, max_held = (place, message), its
         if leaves and other is not None:
             if best is not None or since != before.since:
                 turns.left[number] = Left(since, before.overtaken + (best is not None), other)
@@ -493,10 +493,10 @@ class Fetch:
         for it, the longest first."""
         server, mine, other = self.server, self.server.held.get(self.incarnation, ()), None
         seqs, tokens = message.size(self.rules.capacity, self.rules.plain_tokens)
-        for place in range(len(message.marks), 0, -1):
-            mark = message.marks[place - 1]
+        for index in range(len(message.marks), 0, -1):
+            mark = message.marks[index - 1]
             if mark in mine:
-                return place, other
+                return index, other
             holder = server.prefixes.get(mark)
             if other is None and holder not in (None, self.incarnation) and server.lives(holder):
                 room = server.room.get(holder)

@@ -289,8 +289,8 @@ async def read_as(request: Request, kind: type[B], limit: int) -> B:
         return kind.model_validate(body)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise Problem(400, f"{place}: {first['msg']}.", code="invalid_value", param=place[:100]) from None
+        path = ".".join(map(str, first["loc"]))
+        raise Problem(400, f"{path}: {first['msg']}.", code="invalid_value", param=path[:100]) from None
 
 
 async def fields_of(

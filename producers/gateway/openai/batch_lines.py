@@ -176,8 +176,8 @@ def answer_pooled(
     if not isinstance(end, End) or end.result is None:
         raise Problem(500, "The task ended without a result.", code="failed")
     created = (record.time("created") or 0) // 1000
-    made = PooledRows(record.id, card, rows_of(end.result), end.usage["prompt_tokens"], created)
-    return POOLED[url].answer(POOLED[url].fields(body), made)
+    rows = PooledRows(record.id, card, rows_of(end.result), end.usage["prompt_tokens"], created)
+    return POOLED[url].answer(POOLED[url].fields(body), rows)
 
 
 def _pooled(url: str, body: Mapping[str, Any], card: Mapping[str, Any], fields: Mapping[str, Any]) -> Task:

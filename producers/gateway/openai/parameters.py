@@ -451,23 +451,23 @@ def _structured(values: Mapping[str, Any]) -> tuple[str, str, Any] | None:
         return None
     if not isinstance(value, dict):
         raise refusal(STRUCTURED, value, "an object", code="invalid_type")
-    given = {name: part for name, part in value.items() if part is not None}
+    parts = {name: part for name, part in value.items() if part is not None}
     forms = [*VLLM_FORMS, "json_object"]
-    for name, part in given.items():
+    for name, part in parts.items():
         if name in _STRUCTURED_OPTIONS and part is not False:
             raise refused(f"{STRUCTURED}.{name}", part, (False,))
         if name not in (*forms, *_STRUCTURED_OPTIONS):
             raise unknown_parameter(f"{STRUCTURED}.{shown(name)[1:-1]}", f"there is {', '.join(forms)}")
-    chosen = [name for name in given if name in forms and not (name == "json_object" and given[name] is False)]
+    chosen = [name for name in parts if name in forms and not (name == "json_object" and parts[name] is False)]
     if len(chosen) > 1:
         raise invalid_value(STRUCTURED, f"{STRUCTURED} has {' and '.join(chosen)}; an output has one form")
     if not chosen:
         return None
     (name,) = chosen
     if name == "json_object":
-        flag(given, name)
+        flag(parts, name)
         return f"{STRUCTURED}.{name}", "json_schema", {"type": "object"}
-    return f"{STRUCTURED}.{name}", VLLM_FORMS[name], given[name]
+    return f"{STRUCTURED}.{name}", VLLM_FORMS[name], parts[name]
 
 
 def _stream_options(values: Mapping[str, Any], stream: bool, offered: Sequence[str]) -> dict[str, bool]:

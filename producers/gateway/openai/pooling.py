@@ -149,14 +149,14 @@ class Endpoint:
         dimensions = task_fields.get("dimensions")
         if "modality" in fields and type(dimensions) is int and dimensions == 0:  # infinity's clients: all
             del task_fields["dimensions"]
-        most = fields.get(TRUNCATE)
-        if most is not None and most != -1:
+        limit = fields.get(TRUNCATE)
+        if limit is not None and limit != -1:
             raise InvalidTask(
-                f"{TRUNCATE} is {shown(most)}; it must be -1: texts are cut to the tokens that the model takes",
+                f"{TRUNCATE} is {shown(limit)}; it must be -1: texts are cut to the tokens that the model takes",
                 param=TRUNCATE,
             )
-        truncate = fields.get("truncate", self.cuts or most == -1)
-        if most == -1 and not truncate:
+        truncate = fields.get("truncate", self.cuts or limit == -1)
+        if limit == -1 and not truncate:
             raise InvalidTask(f"{TRUNCATE} is -1, and truncate is false; give one of them", param=TRUNCATE)
         task_fields |= {"truncate": truncate, "ttl": KEPT_S}
         task_fields["tier"] = SERVICE_TIERS[fields.get("service_tier", "auto")][0]

@@ -134,18 +134,18 @@ class Tools:
 
     def variables(self, template: str) -> dict[str, Any]:
         """The template's variables, beside messages. `template`: its text."""
-        own = self._own_format(template)
-        if own is not None and not lists_tools(template):
-            return {"tools": self.shown, "tools_as_text": own.calls_of([("<function-name>", EXAMPLE)])}
-        return {"tools": self.shown, "tools_as_text": own is None}
+        call_format = self._own_format(template)
+        if call_format is not None and not lists_tools(template):
+            return {"tools": self.shown, "tools_as_text": call_format.calls_of([("<function-name>", EXAMPLE)])}
+        return {"tools": self.shown, "tools_as_text": call_format is None}
 
     def _own_format(self, template: str) -> CallFormat | None:
         """The format that a template's text speaks of. None: the model is told of Hermes' format in the messages,
         because the template has no tools, or none that are known here, or calls without a mark, which could not be told
         from an answer in JSON."""
-        own = self.format or format_of(template)
-        unmarked = own is not None and not own.begin and self.answer is not None and not self.must
-        return None if unmarked else own
+        call_format = self.format or format_of(template)
+        unmarked = call_format is not None and not call_format.begin and self.answer is not None and not self.must
+        return None if unmarked else call_format
 
 
 def read_tools(values: Mapping[str, Any], *, flat: bool = False, open_objects: bool = False) -> Tools | None:
@@ -237,8 +237,8 @@ def _check_sizes(functions: Sequence[Function]) -> None:
 
 
 def _bounded(function: Function, open_objects: bool, budget: Budget) -> Function:
-    made = bounded(function.parameters, open_objects=open_objects, drop=not function.strict, budget=budget)
-    return replace(function, parameters=made.schema, dropped=made.dropped)
+    bounded_schema = bounded(function.parameters, open_objects=open_objects, drop=not function.strict, budget=budget)
+    return replace(function, parameters=bounded_schema.schema, dropped=bounded_schema.dropped)
 
 
 def _chosen(choice: Any, names: Sequence[str], flat: bool) -> tuple[str, Sequence[str]]:
@@ -357,8 +357,10 @@ def make_calling(
             param="tools",
         )
     # Tokens that are no text to llguidance, and that a model may write all the same, such as <think>.
-    taken = {*single, *without}
-    free = [token.id for text, token in added.items() if not token.special and text in template and text not in taken]
+    reserved = {*single, *without}
+    free = [
+        token.id for text, token in added.items() if not token.special and text in template and text not in reserved
+    ]
     warnings: list[str] = []
     if tools.answer is not None and rules_of(tools.answer) in (None, 0):
         warnings.append(f"the outputs' schema {TO_THE_LETTER}")

@@ -77,13 +77,13 @@ def task_of(settings: Mapping[str, Any], texts: list[str]) -> Task:
 def requests(texts: Iterable[Line], settings: Mapping[str, Any], card: Mapping[str, Any]) -> Iterator[bytes]:
     """The lines of a batch for these texts. Raises BadText and InvalidTask."""
     model_fit.check(task_of(settings, ["x"]), card)
-    most = len(model_fit.chunks(task_of(settings, ["x"] * 256), card)[0])
+    texts_per_line = len(model_fit.chunks(task_of(settings, ["x"] * 256), card)[0])
     first, size, some = 0, 0, list[str]()
     for line in texts:
         if is_blank(line):
             continue
         text = _text(line, settings)
-        if some and (len(some) == most or size + len(text.encode()) > LINE_BYTES):
+        if some and (len(some) == texts_per_line or size + len(text.encode()) > LINE_BYTES):
             yield _request(settings, some, first)
             first, size, some = first + len(some), 0, []
         some.append(text)
@@ -231,9 +231,9 @@ def _matrix(answers: Iterator[tuple[int, list[bytes]]], total: int) -> Iterator[
 
 def _gap(missing: bytes, count: int) -> Iterator[bytes]:
     """`count` rows without an answer, in pieces: most of an input may have none."""
-    most = max(1, GAP_BYTES // max(1, len(missing)))
-    for begin in range(0, count, most):
-        yield missing * min(most, count - begin)
+    rows_per_piece = max(1, GAP_BYTES // max(1, len(missing)))
+    for begin in range(0, count, rows_per_piece):
+        yield missing * min(rows_per_piece, count - begin)
 
 
 def _total(blobs: Blobs, blob: str) -> int:

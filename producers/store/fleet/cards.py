@@ -258,8 +258,8 @@ def of_version(store: Redis, name: str, version: str) -> Card | None:
 def versions_of(cards: Mapping[Any, Any], name: str) -> dict[str, Card]:
     """The cards of a model's versions, the newest first. `cards`: HGETALL's answer of VERSIONS."""
     parsed_ = (_parsed(raw) for field, raw in cards.items() if text(field).rpartition("@")[0] == name)
-    found = sorted((card for card in parsed_ if card is not None), key=lambda card: -int(card.get("at", 0)))
-    return {card["version"]: card for card in found}
+    version_cards = sorted((card for card in parsed_ if card is not None), key=lambda card: -int(card.get("at", 0)))
+    return {card["version"]: card for card in version_cards}
 
 
 def unused_versions(cards: Mapping[Any, Any], used: Container[tuple[str, str]], models: Container[str]) -> list[Call]:
@@ -347,11 +347,11 @@ def _pools(store: Redis, name: str, version: str) -> list[dict[str, Any]]:
 def _keep_version(store: Redis, card: Card, *, announced: bool = False) -> None:
     """Write the version's card. `announced`: by a worker, so it has WORKER_FIELDS; else those that are there stay."""
     field = profile_field(card["name"], card["version"])
-    own = {name: value for name, value in card.items() if name not in OF_MODEL}
+    version_card = {name: value for name, value in card.items() if name not in OF_MODEL}
     while True:
         raw: Any = store.hget(keys.VERSIONS, field)
         before = _parsed(raw)
-        new = _learnt(own, before and before | {"served": True}) if announced else dict(own)
+        new = _learnt(version_card, before and before | {"served": True}) if announced else dict(version_card)
         new.pop("served", None)
         if before is not None and not announced:
             new |= {name: before[name] for name in WORKER_FIELDS if name in before}
@@ -373,8 +373,8 @@ def published(store: Redis, card: Card, before: Card) -> Card:
     pools = _pools(store, card["name"], card["version"])
     served = any(pool.get("fingerprint") != keys.UNSERVED for pool in pools)
     kept = {name: before[name] for name in ("publisher",) if name in before and "published" in before}
-    own = {name: value for name, value in card.items() if name not in (*OF_MODEL, "at")}
-    return own | {"published": _now_ms(), "served": served, "publisher": operator()} | kept
+    version_card = {name: value for name, value in card.items() if name not in (*OF_MODEL, "at")}
+    return version_card | {"published": _now_ms(), "served": served, "publisher": operator()} | kept
 
 
 def keep_known(store: Redis, name: str, version: str) -> None:

@@ -125,9 +125,9 @@ async def pins(store: Redis) -> dict[str, Pin]:
 def checked_pin(state: Mapping[str, Any], workers: int) -> int:
     """The number, if the pool's settings allow it. `state`: the pool's. Raises ValueError."""
     rules = state.get("rules")
-    most = sane(rules.get("max")) if isinstance(rules, dict) else None
-    if workers < 0 or (most is not None and workers > most):
-        raise ValueError(f"{workers} workers: the pool has 0 to {most or 0:.0f}; its setting max says so")
+    max_workers = sane(rules.get("max")) if isinstance(rules, dict) else None
+    if workers < 0 or (max_workers is not None and workers > max_workers):
+        raise ValueError(f"{workers} workers: the pool has 0 to {max_workers or 0:.0f}; its setting max says so")
     return workers
 
 
