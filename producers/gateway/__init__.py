@@ -6,6 +6,7 @@
     GET  /v1/tasks/{id}/events  -> client's reader -> http.sse: the stream from any position, then live
     POST /v1/chat/completions, /v1/completions, /v1/responses -> openai -> tasks.foreground: the same, and its events;
                    tasks are cancelled when the caller leaves
+    POST /v1/messages -> anthropic -> openai: a translation onto chat completions
     /v1/models, /livez, /readyz, /metrics: read from the store and the broker
 
 Needs the extra `penstock[gateway]`.

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
@@ -38,6 +38,7 @@ from producers.gateway import (
 )
 from producers.gateway.admission.authentication import Callers
 from producers.gateway.admission.limits import Accounts, Admission, Destinations, check_sees
+from producers.gateway.anthropic import routes as messages
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.estimates import Estimates
 from producers.gateway.executor import Executor
@@ -90,6 +91,7 @@ EXPOSED: Final = (
     "penstock-waits-for",
     "penstock-warning",
     "preference-applied",
+    "request-id",
     "retry-after",
     "retry-after-ms",
     *(f"x-ratelimit-{part}-{of}" for part in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
@@ -99,8 +101,9 @@ EXPOSED: Final = (
 
 
 @models_router.get("", dependencies=READS, response_model=views.ModelList, response_model_exclude_none=True)
-async def listed(request: Request) -> views.ModelList:
-    """List the models that the caller may use, and their aliases."""
+async def listed(request: Request) -> Any:
+    """List the models that the caller may use, and their aliases; with the header anthropic-version in Anthropic's
+    form, by pages."""
     client = gateway_of(request).client
     usable = [card for card in await client.models() if principal_of(request).may_use(card["name"])]
     aliases = await client.aliases([card["name"] for card in usable if "parent" not in card])  # adapters have none
@@ -108,7 +111,7 @@ async def listed(request: Request) -> views.ModelList:
     for card in usable:
         data.append(views.ModelView.of(card))
         data += [views.ModelView.of(other, alias) for alias, other in aliases.get(card["name"], {}).items()]
-    return views.ModelList(data=data)
+    return messages.model_page(request, data) if errors.is_anthropic(request.scope) else views.ModelList(data=data)
 
 
 @models_router.get(
@@ -118,10 +121,11 @@ async def listed(request: Request) -> views.ModelList:
     response_model_exclude_none=True,
     responses=views.errors(404),
 )
-async def one(request: Request, name: str) -> views.ModelView:
+async def one(request: Request, name: str) -> Any:
     """Get one model. Its name may have slashes, and an alias or version of it behind @."""
     check_sees(principal_of(request), name)
-    return views.ModelView.of(await gateway_of(request).client.card(name), name.partition("@")[2])
+    view = views.ModelView.of(await gateway_of(request).client.card(name), name.partition("@")[2])
+    return JSONResponse(messages.model_of(view)) if errors.is_anthropic(request.scope) else view
 
 
 #: All routers, beside that of the metrics.
@@ -138,7 +142,7 @@ ROUTERS: Final = (
     ),
     *(keys.router, tenants.router, usage.router, models_router, health.router, fleet.router, dead_letters.router),
     *(console.router, overview.router, operations.router, changes.router, rollouts.router),
-    *(chat.router, completions.router, responses.router, pooling.router, tokens.router),
+    *(chat.router, completions.router, responses.router, pooling.router, tokens.router, messages.router),
 )
 
 

@@ -45,6 +45,8 @@ EXAMPLES: Final[Mapping[str, dict[str, Any]]] = {
     "/v1/completions": {"model": "tiny", "prompt": "def main():", "max_tokens": 40},
     "/v1/responses": {"model": "tiny", "input": "Write the function add(a, b).", "background": True},
     "/v1/responses/input_tokens": {"model": "tiny", "input": "Write the function add(a, b)."},
+    "/v1/messages": {"model": "tiny", "max_tokens": 40, "messages": _MESSAGES},
+    "/v1/messages/count_tokens": {"model": "tiny", "messages": _MESSAGES},
     "/v1/embeddings": {"model": "minilm", "input": ["A penstock feeds a turbine.", "rain"]},
     "/v1/rerank": _RANKED,
     "/v2/rerank": _RANKED,
@@ -97,6 +99,7 @@ FRONT: Final = f"""<!doctype html>
 <li><a href="/console">/console</a>: what waits, runs and fails; a playground
 <li><a href="/v1/models">/v1/models</a>: the models that there are
 <li><code>POST /v1/chat/completions</code>, <code>POST /v1/completions</code>: as OpenAI's
+<li><code>POST /v1/messages</code>: as Anthropic's
 <li><code>POST /v1/tasks</code>: submit, leave, come back
 <li><a href="/docs">/docs</a>: all of it, to read and to try; <a href="/openapi.json">/openapi.json</a>: for tools
 <li><a href="/readyz">/readyz</a>, <a href="/livez">/livez</a>, <a href="/metrics">/metrics</a>: for machines
@@ -121,7 +124,7 @@ class Documented(FastAPI):
                     operation["summary"] = _first_sentence(operation["description"])
                 if "security" in operation:
                     operation["security"].append({})  # a gateway that asks for no keys takes requests without
-                    operation["responses"] = dict(sorted((operation["responses"] | _REFUSALS).items()))
+                    operation["responses"] = dict(sorted((_REFUSALS | operation["responses"]).items()))
                 if _AUTOMATIC[0] in str(operation["responses"].get("422")):
                     del operation["responses"]["422"]
             for path, example in EXAMPLES.items():

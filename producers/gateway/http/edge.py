@@ -25,7 +25,15 @@ from producers.connection.turns import OWNER
 from producers.gateway.fair_share import IDLE_TALK, SHARE, FairShare, Measured
 from producers.gateway.http.authorization import caller_of
 from producers.gateway.http.connection import PRIVATE, STATIC, connection_of
-from producers.gateway.http.errors import Problem, problem_of, response_of, too_many_open, too_many_waiting
+from producers.gateway.http.errors import (
+    REQUEST_ID,
+    Problem,
+    is_anthropic,
+    problem_of,
+    response_of,
+    too_many_open,
+    too_many_waiting,
+)
 from producers.gateway.http.request_state import MAX_WARNING, begin_trace, log_subject
 from producers.gateway.http.sse import STOP, Streams
 from producers.gateway.metrics import Metrics
@@ -46,8 +54,11 @@ PART: Final = 2
 #: True in the scope of a HEAD, whose method is GET for all that is behind the edge.
 HEAD: Final = "penstock.head"
 METHODS: Final = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
+#: Paths on which Anthropic's API has other files than we do, and what its clients are told.
+FILES: Final = "/v1/files"
+NO_FILES: Final = "Anthropic's files are not offered: send their text in a message."
 #: Callers' request ids that are safe in logs and are kept.
-REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:/+=-]{1,128}")
+SAFE_ID: Final = re.compile(r"[A-Za-z0-9_.:/+=-]{1,128}")
 #: Addresses that are safe in logs; a proxy passes on what callers write.
 CLIENT: Final = re.compile(r"[A-Za-z0-9_.:%-]{1,64}")
 #: The place in ADMIT's answer (`Charge.answer`) of what is left of a minute's requests, and tokens; then the names of
@@ -134,8 +145,7 @@ class Edge:
             await self._app(scope, receive, send)
             return
         state = scope["state"]
-        full: Problem | None = state.get(FULL) or _long_query(scope)
-        app = self._app if full is None else response_of(full, scope["path"])
+        refusal: Problem | None = state.get(FULL) or _long_query(scope)
         share = SHARE.get()
         assert share is not None  # `InTurn` has set it, and the state
         arrived = time.perf_counter()
@@ -144,7 +154,11 @@ class Edge:
         headers = Headers(scope=scope)
         span = begin_trace(headers, None if scope["path"] in PROBES else self._tracer)
         header = headers.get("x-request-id", "")
-        request_id = header if REQUEST_ID.fullmatch(header) else uuid.uuid4().hex
+        state[REQUEST_ID] = request_id = header if SAFE_ID.fullmatch(header) else uuid.uuid4().hex
+        anthropic = is_anthropic(scope)
+        if anthropic and scope["path"].startswith(FILES):
+            refusal = refusal or Problem(404, NO_FILES, code="not_found")
+        app = self._app if refusal is None else response_of(refusal, scope)
         begun = False
         method = scope.get("method", "GET")  # a WebSocket's handshake is a GET
         method = method if method in METHODS else "other"
@@ -159,7 +173,10 @@ class Edge:
                 if 400 <= message.get("status", 101) < 500:
                     state[REFUSED] = True
                 begun = True
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                answer_headers = MutableHeaders(scope=message)
+                answer_headers["x-request-id"] = request_id
+                if anthropic:
+                    answer_headers["request-id"] = request_id
                 message["headers"] += STATIC if scope["path"].startswith(ASSETS) else PRIVATE
                 if (charge := state.get("charge")) is not None and charge.answer:
                     message["headers"] += rate_limit_headers(charge.answer)
@@ -173,7 +190,7 @@ class Edge:
                 if span is not None:
                     span.begin_answer(status)
             elif message["type"] == "websocket.close" and not begun:  # the framework's answer where no route matches
-                await response_of(problem_of(HTTPException(404)), scope["path"])(scope, receive, send_on)
+                await response_of(problem_of(HTTPException(404)), scope)(scope, receive, send_on)
                 return
             await send(message)
 
@@ -186,7 +203,7 @@ class Edge:
             logger.exception("request %s (%s %s of %s) failed", *request_log, extra=log_subject(request_id))
             if begun:
                 raise
-            await response_of(problem_of(error), scope["path"])(scope, receive, send_on)
+            await response_of(problem_of(error), scope)(scope, receive, send_on)
         finally:
             if not begun:
                 share.running -= 1

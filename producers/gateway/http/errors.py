@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from producers.connection.aws import AwsError
 from producers.connection.log_throttle import warn_throttled
@@ -46,6 +47,8 @@ AWAY = "The store or the broker does not answer; try again in a moment."
 REFUSES = "The store or the broker answers, but refuses; nothing was done."
 BUSY = "This gateway has as much under way for this caller as it does at once; try again in a moment."
 FULL = "The memory or disk of the store or the broker is full: nothing new is taken for now; try again later."
+#: The name in a request's state of its id, which the edge sets.
+REQUEST_ID: Final = "request_id"
 #: Headers of errors that a retry after a second may cure, and of those that none does: OpenAI's clients try again after
 #: 409 and 5xx.
 RETRY_AFTER = {"retry-after": "1"}
@@ -86,13 +89,25 @@ ELSEWHERE: Final = {
         f"/v1/{name}": f"{name.capitalize()} are not offered: {_GENERATES}"
         for name in ("containers", "evals", "skills", "videos", "chatkit")
     },
-    "/v1/messages/count_tokens": "Not offered: POST /v1/responses/input_tokens and POST /tokenize count tokens",
-    "/v1/messages": f"Anthropic's Messages are not offered: {_OPENAI}",
+    "/v1/v1/messages": "The path has a /v1 too many. The base URL of Anthropic's clients ends without /v1",
+    "/v1/messages/batches": "Anthropic's Message Batches are not offered: POST /v1/batches takes OpenAI's",
     "/api": f"Ollama's API is not offered: {_OPENAI}. An Ollama client that speaks OpenAI's API needs the URL with /v1",
     "/version": "There is no /version: the release is info.version of GET /openapi.json",
     "/pooling": "Pooling by token is not offered: POST /v1/embeddings takes texts, and gives a vector for each",
     "/openai": "The path begins with /openai, as Azure's: here it begins with /v1. A client's base URL ends with /v1",
     **{f"/{name}": f"The path lacks /v1: it is /v1/{name}. A client's base URL ends with /v1" for name in _PATHS},
+}
+#: The beginning of the paths of Anthropic's API, and the header by which its clients are known on others.
+MESSAGES, ANTHROPIC = "/v1/messages", "anthropic-version"
+#: HTTP status of an error -> its type with Anthropic. Others of 5xx are api_error, of 4xx invalid_request_error.
+ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
 }
 #: HTTP status of a request whose client left before the answer; it is only counted.
 CLIENT_LEFT = 499
@@ -210,9 +225,31 @@ def shaped(problem: Problem, path: str) -> dict[str, Any]:
     return next((shape(body["error"]) for start, shape in SHAPES.items() if path.startswith(start)), body)
 
 
-def response_of(problem: Problem, path: str) -> JSONResponse:
-    """The answer of an error to a request for this path."""
-    return JSONResponse(shaped(problem, path), problem.status, problem.headers)
+def messages_body_of(problem: Problem, request_id: str) -> dict[str, Any]:
+    """The JSON object of an error for Anthropic's clients, which show `error_code`."""
+    kind = ANTHROPIC_TYPES.get(problem.status, "api_error" if problem.status >= 500 else "invalid_request_error")
+    error = body_of(problem)["error"]
+    details = {"error_code": problem.code, "param": error["param"]}
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": error["message"], "details": details},
+        "request_id": request_id,
+    }
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Whether a request is of Anthropic's API: by its path, or by a header that its clients alone send."""
+    path: str = scope["path"]
+    if path == MESSAGES or path.startswith(f"{MESSAGES}/"):
+        return True
+    return any(name == ANTHROPIC.encode() for name, _ in scope["headers"])
+
+
+def response_of(problem: Problem, scope: Scope) -> JSONResponse:
+    """The answer to a request that failed. Its state has its id (`REQUEST_ID`)."""
+    request_id = scope.get("state", {}).get(REQUEST_ID, "")
+    body = messages_body_of(problem, request_id) if is_anthropic(scope) else shaped(problem, scope["path"])
+    return JSONResponse(body, problem.status, problem.headers)
 
 
 def problem_of(error: Exception, principal: Principal = LOCAL) -> Problem:
@@ -300,7 +337,7 @@ async def _handle(request: Request, error: Exception) -> JSONResponse:
         await request.app.state.gateway.accounts.charge_refused(request, work)
     if problem.status in (429, 503):
         request.app.state.metrics.refused(problem.code, getattr(request.state, "tier", UNKNOWN))
-    return response_of(problem, request.url.path)
+    return response_of(problem, request.scope)
 
 
 def install(app: FastAPI) -> None:

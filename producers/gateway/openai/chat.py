@@ -108,7 +108,8 @@ RESERVED_VARIABLES: Final = (
 class ChatRequest:
     """A chat request. `variables`: the template's, as the caller sets them. `template`: all besides the messages.
     `tools`: those that may be called. `token_ids`: whether the answer has token ids. `truncation`: how the prompt is
-    cut. `begun`: the text of the last message, where the output goes on with it."""
+    cut. `begun`: the text of the last message, where the output goes on with it. `cut`: whether an output for which the
+    context has no room ends there; else the request is refused."""
 
     text_request: TextRequest
     messages: list[dict[str, Any]]
@@ -120,6 +121,7 @@ class ChatRequest:
     token_ids: bool
     truncation: Truncation | None
     begun: str | None = None
+    cut: bool = False
 
     @property
     def n(self) -> int:
@@ -200,7 +202,8 @@ async def prepare(request: Request, gateway: Gateway, chat: ChatRequest, task: T
             marks = () if reasoning is None else reasoning.marks
             calling = await calling_of(gateway, resolved.card, chat.tools, work, marks)
             chat = replace(chat, template={**chat.template, **calling.variables})
-    task = task.model_copy(update={"prompt": await _prompt(request, gateway, resolved, chat, task)})
+    prompt = await _prompt(request, gateway, resolved, chat, task)
+    task = _cut(chat, task.model_copy(update={"prompt": prompt}), resolved.card)
     if calling is not None:
         task = task.model_copy(update={"grammar": calling.grammar})
         work.warnings += calling.warnings
@@ -282,8 +285,15 @@ async def _prompt(
         prompt = await gateway.prompts.encode(card, text, work, special=False, whole=chat.truncation is None)
         if chat.truncation is not None:
             prompt = chat.truncation.of(prompt, task, card)
-        model_fit.check(task.model_copy(update={"prompt": prompt}), card)
+        model_fit.check(_cut(chat, task.model_copy(update={"prompt": prompt}), card), card)
         return prompt
+
+
+def _cut(chat: ChatRequest, task: Task, card: Mapping[str, Any]) -> Task:
+    """The task, whose output goes as far as there is room where the chat is to be cut there."""
+    if not chat.cut or task.max_tokens is None or len(task.prompt) <= model_fit.longest_prompt(task, card):
+        return task
+    return task.model_copy(update={"max_tokens": None})
 
 
 def choices_of(n: int, scorer: ChatLogprobs | None, syntax: OutputSyntax | None, task_id: str) -> list[Choice]:

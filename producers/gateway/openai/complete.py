@@ -95,7 +95,8 @@ Shape = Callable[[int, Choice], Iterator[bytes | bytearray]]
 
 
 class Whole:
-    """Collects all choices of a request, `n` a task. `prompts`: each task's part. `size`: bytes so far."""
+    """Collects all choices of a request, `n` a task. `prompts`: each task's part. `size`: bytes so far. `ends`: its
+    tasks'."""
 
     def __init__(self, choices: Sequence[Choice], n: int, shape: Shape, prompts: Sequence[Before] = ()) -> None:
         self.n = n
@@ -103,7 +104,7 @@ class Whole:
         self._choices = choices
         self._shape = shape
         self._prompts = prompts
-        self._ends: list[End] = []
+        self.ends: list[End] = []
 
     async def take(self, batch: Sequence[tuple[int, Event]]) -> None:
         outputs = OutputBatch()
@@ -111,7 +112,7 @@ class Whole:
         await run_by_weight(outputs.weight, lambda: self.add(outputs))
 
     def add(self, batch_output: OutputBatch) -> None:
-        self._ends += batch_output.ends.values()
+        self.ends += batch_output.ends.values()
         for number, parts in batch_output.prompts.items():
             prompt = self._prompts[number]
             before = prompt.size
@@ -130,7 +131,7 @@ class Whole:
         for index, choice in enumerate(self._choices):
             yield b"," if index else b""
             yield from self._shape(index, choice)
-        yield b'],"usage":' + dumps(usage_of(self._ends, sum(choice.reasoning_tokens for choice in self._choices)))
+        yield b'],"usage":' + dumps(usage_of(self.ends, sum(choice.reasoning_tokens for choice in self._choices)))
         for prompt in self._prompts:
             yield from prompt.members()
         yield b"}"

@@ -75,12 +75,13 @@ _HARMONY: Final = ("<|message|>", "<|start|>", "<|constrain|>", "<|call|>")
 class ReasoningRequest:
     """The reasoning that a request asks for. `budget`: the most tokens of reasoning, by its own parameter; NO_BUDGET:
     any number, whatever the effort. `include`: whether the answer has the reasoning. `parameter`: the one that asks for
-    reasoning; None if none does."""
+    reasoning; None if none does. `firm`: whether a budget that cannot be kept is refused; else there is none then."""
 
     effort: str | None = None
     budget: int | None = None
     include: bool = True
     parameter: str | None = None
+    firm: bool = True
 
 
 def read_reasoning(values: Mapping[str, Any], effort: Any, parameter: str) -> ReasoningRequest:
@@ -301,6 +302,8 @@ class ReasoningModel:
             syntax = replace(syntax, others=tuple(added[mark].id for mark in _HARMONY))
         if begin is not None and end is not None and begin.special == end.special:
             syntax = replace(syntax, begin=begin.id, end=end.id, special=end.special)
+        elif not request.firm:
+            budget = None
         elif budget is not None:
             parameter = request.parameter or _EFFORT
             raise invalid_value(

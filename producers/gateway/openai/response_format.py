@@ -13,12 +13,14 @@ from producers.gateway.http.errors import invalid_value, unknown_parameter
 from producers.gateway.openai.parameters import TextRequest, flag, refusal
 
 TEXT: Final = {"type": "text"}
-_NAME: Final = re.compile("[a-zA-Z0-9_-]{1,64}")
+#: Most characters of a name, as with OpenAI.
+MAX_NAME: Final = 64
+_NAME: Final = re.compile("[a-zA-Z0-9_-]+")
 #: Members that describe a schema.
 _SCHEMA_MEMBERS: Final = ("name", "description", "schema", "strict")
 #: JSON schemas of the members that describe something.
 DESCRIBED: Final[dict[str, Any]] = {
-    "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},
+    "name": {"type": "string", "pattern": f"^{_NAME.pattern}$", "maxLength": MAX_NAME},
     "description": {"type": "string"},
     "strict": {"type": "boolean"},
 }
@@ -92,12 +94,12 @@ def _schema(parameter: str, description: Mapping[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def described(parameter: str, description: Mapping[str, Any]) -> tuple[str, bool]:
-    """The name of what a caller describes, a schema or a function, and whether it is strict. Raises Problem and
-    InvalidTask, also for a wrong description."""
+def described(parameter: str, description: Mapping[str, Any], longest: int = MAX_NAME) -> tuple[str, bool]:
+    """The name of what a caller describes, a schema or a function, and whether it is strict. `longest`: the most
+    characters of a name. Raises Problem and InvalidTask, also for a wrong description."""
     name, strict = description.get("name"), description.get("strict")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise refusal(f"{parameter}.name", name, "1 to 64 of a-z, A-Z, 0-9, _ and -")
+    if not isinstance(name, str) or len(name) > longest or not _NAME.fullmatch(name):
+        raise refusal(f"{parameter}.name", name, f"1 to {longest} of a-z, A-Z, 0-9, _ and -")
     if description.get("description") is not None:
         read_string(description["description"], f"{parameter}.description")
     return name, strict is not None and flag({f"{parameter}.strict": strict}, f"{parameter}.strict")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from producers.gateway.http.errors import invalid_value
 from producers.gateway.http.request_state import Work
 from producers.gateway.openai.call_formats import EXAMPLE, FORMATS, HERMES, CallFormat, CallSyntax, format_of
 from producers.gateway.openai.parameters import TextRequest, check_chats, flag, refusal, refused
-from producers.gateway.openai.response_format import DESCRIBED, check_known, described
+from producers.gateway.openai.response_format import DESCRIBED, MAX_NAME, check_known, described
 from producers.gateway.text.forms import TO_THE_LETTER, Judge
 
 #: Most tools of a request, as with OpenAI.
@@ -37,12 +37,12 @@ MAX_TOOLS: Final = 128
 MAX_LEAN: Final = 2 * MAX_GRAMMAR
 #: The parameter that names the format in which the model writes calls.
 _FORMAT: Final = "tool_call_format"
-_CHOICES: Final = ("none", "auto", "required")
+CHOICES: Final = ("none", "auto", "required")
 #: The type of a choice that leaves some of the tools, and its modes.
 _ALLOWED: Final = "allowed_tools"
 _MODES: Final = ("auto", "required")
 #: What a choice asks for that names a function.
-_NAMED: Final = "named"
+NAMED: Final = "named"
 #: The arguments of a function without parameters.
 _NOTHING: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 _FUNCTION: Final = ("name", "description", "parameters", "strict")
@@ -69,7 +69,7 @@ def _schemas_of(required: list[str], tool: dict[str, Any], *, flat: bool) -> dic
         },
         "tool_choice": {
             "anyOf": [
-                {"enum": list(_CHOICES)},
+                {"enum": list(CHOICES)},
                 {"type": "object", "required": ["type", *required], "properties": {"type": {"const": "function"}}},
                 {
                     "type": "object",
@@ -99,10 +99,10 @@ _BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions", "d
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that a model may call. `path`: its parameter in the request, such as `tools[0].function`.
-    `parameters`: the JSON schema of its arguments; of one that may be called, a schema whose outputs end
-    (`engine.grammar.schema`). `strict`: whether all of the caller's must be followed. `dropped`: the keywords of it
-    that are not."""
+    """A function that a model may call. `path`: that of its parameters in the request, such as
+    `tools[0].function.parameters`. `parameters`: the JSON schema of its arguments; of one that may be called, a schema
+    whose outputs end (`engine.grammar.schema`). `strict`: whether all of the caller's must be followed. `dropped`: the
+    keywords of it that are not."""
 
     path: str
     name: str
@@ -160,12 +160,39 @@ def read_tools(values: Mapping[str, Any], *, flat: bool = False, open_objects: b
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise refusal("tools", tools, f"a list of at most {MAX_TOOLS} tools", code="invalid_type")
     written = [_written(f"tools[{at}]", tool, flat) for at, tool in enumerate(tools)]
-    functions = [_read(parameter, function) for parameter, function in written]
+    choice = values.get("tool_choice", "auto")
+    return tools_of(
+        written,
+        choice,
+        lambda names: _chosen(choice, names, flat),
+        many=many,
+        call_format=call_format,
+        open_objects=open_objects,
+    )
+
+
+def tools_of(
+    written: Sequence[tuple[str, dict[str, Any]]],
+    choice: Any,
+    chosen: Callable[[Sequence[str]], tuple[str, Sequence[str]]],
+    *,
+    many: bool,
+    call_format: CallFormat | None = None,
+    open_objects: bool = False,
+    schema: str = "parameters",
+    longest: int = MAX_NAME,
+) -> Tools | None:
+    """The tools of functions as they are written, each with its path; None if none may be called.
+
+    `choice`: the request's. `chosen`: reads from it the mode, one of CHOICES or NAMED, and the names of the functions
+    that it leaves, given all. `schema`: the name of a function's parameters in the request. `longest`: the most
+    characters of a name. Raises Problem and InvalidTask.
+    """
+    functions = [_read(parameter, function, schema, longest) for parameter, function in written]
     names = [function.name for function in functions]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise refusal("tools", twice, "functions of different names")
-    choice = values.get("tool_choice", "auto")
-    mode, allowed = _chosen(choice, names, flat)
+    mode, allowed = chosen(names)
     if mode == "none" or (not functions and mode == "auto"):
         return None
     if not functions:
@@ -175,7 +202,7 @@ def read_tools(values: Mapping[str, Any], *, flat: bool = False, open_objects: b
     budget = Budget()
     called = [_bounded(function, open_objects, budget) for function in called]
     shown = [{"type": "function", "function": function} for _, function in written]
-    return Tools(shown, called, mode != "auto", many and mode != _NAMED, format=call_format, budget=budget)
+    return Tools(shown, called, mode != "auto", many and mode != NAMED, format=call_format, budget=budget)
 
 
 def _format_named(name: Any) -> CallFormat | None:
@@ -207,23 +234,22 @@ def _written(parameter: str, tool: Any, flat: bool) -> tuple[str, dict[str, Any]
     return parameter, function
 
 
-def _read(parameter: str, function: Mapping[str, Any]) -> Function:
+def _read(parameter: str, function: Mapping[str, Any], schema: str, longest: int) -> Function:
     """A function with the caller's own parameters. Raises Problem and InvalidTask."""
-    name, strict = described(parameter, function)
-    parameters = function.get("parameters")
+    name, strict = described(parameter, function, longest)
+    path, parameters = f"{parameter}.{schema}", function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
-        raise refusal(f"{parameter}.parameters", parameters, "a JSON schema, which is an object", code="invalid_type")
+        raise refusal(path, parameters, "a JSON schema, which is an object", code="invalid_type")
     if parameters and parameters.get("type", "object") != "object":
-        raise refusal(f"{parameter}.parameters.type", parameters["type"], '"object"')
-    schema = {"type": "object", **parameters} if parameters else _NOTHING
-    return Function(parameter, name, schema, strict, ())
+        raise refusal(f"{path}.type", parameters["type"], '"object"')
+    return Function(path, name, {"type": "object", **parameters} if parameters else _NOTHING, strict, ())
 
 
 def _check_sizes(functions: Sequence[Function]) -> None:
     """Raise InvalidTask for parameters that are too large, before anything takes longer than to write them down."""
     size = 0
     for function in functions:
-        parameter = f"{function.path}.parameters"
+        parameter = function.path
         try:
             whole = len(json.dumps(function.parameters, ensure_ascii=False))
             if whole > MAX_SCHEMA:
@@ -242,8 +268,8 @@ def _bounded(function: Function, open_objects: bool, budget: Budget) -> Function
 
 
 def _chosen(choice: Any, names: Sequence[str], flat: bool) -> tuple[str, Sequence[str]]:
-    """The mode of `tool_choice`, one of _CHOICES or _NAMED, and the functions that it leaves. Raises Problem."""
-    if isinstance(choice, str) and choice in _CHOICES:
+    """The mode of `tool_choice`, one of CHOICES or NAMED, and the functions that it leaves. Raises Problem."""
+    if isinstance(choice, str) and choice in CHOICES:
         return choice, names
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == _ALLOWED:
@@ -258,8 +284,8 @@ def _chosen(choice: Any, names: Sequence[str], flat: bool) -> tuple[str, Sequenc
         return mode, [_named(f"{member}.tools[{at}]", tool, names, flat) for at, tool in enumerate(tools)]
     if kind is None:
         function = f'an object with type "function" and {"name" if flat else "function"}'
-        raise refusal("tool_choice", choice, f"{', '.join(_CHOICES)}, or {function}")
-    return _NAMED, [_named("tool_choice", choice, names, flat, ("function", _ALLOWED))]
+        raise refusal("tool_choice", choice, f"{', '.join(CHOICES)}, or {function}")
+    return NAMED, [_named("tool_choice", choice, names, flat, ("function", _ALLOWED))]
 
 
 def _named(parameter: str, tool: Any, names: Sequence[str], flat: bool, types: Sequence[str] = ("function",)) -> str:
@@ -444,7 +470,7 @@ def _followed(function: Function, judge: Judge, warnings: list[str]) -> dict[str
 
     Raises InvalidTask, also if it takes too long to find out.
     """
-    parameter = f"{function.path}.parameters"
+    parameter = function.path
     try:
         judge(*_form(function.parameters))
     except RequestError as error:

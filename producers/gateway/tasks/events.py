@@ -113,7 +113,7 @@ async def follow_on_socket(websocket: WebSocket, task_id: str) -> None:
         handle = await task_of(websocket, task_id)
         await handle.status()
     except (Problem, PenstockError, *FAILURES) as error:
-        await response_of(problem_of(error), websocket.url.path)(websocket.scope, websocket.receive, websocket.send)
+        await response_of(problem_of(error), websocket.scope)(websocket.scope, websocket.receive, websocket.send)
         return
     await websocket.accept()
     leaving = asyncio.create_task(_watch_client(websocket, stop))

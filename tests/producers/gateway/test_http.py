@@ -203,8 +203,6 @@ class TestProxies:
         ("POST", "/rerank", "it is /v1/rerank"),
         ("POST", "/v3/rerank", "nothing at this URL"),
         ("POST", "/v1/moderations", "Moderation is not offered"),
-        ("POST", "/v1/messages", "Anthropic's Messages are not offered"),
-        ("POST", "/v1/messages/count_tokens", "POST /v1/responses/input_tokens and"),
         ("GET", "/version", "GET /openapi.json"),
         ("POST", "/chat/completions", "it is /v1/chat/completions"),
         ("GET", "/models", "it is /v1/models"),

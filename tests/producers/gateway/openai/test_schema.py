@@ -53,6 +53,7 @@ KNOWN: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "tiny", "prompt": "def f"},
     "/v1/chat/completions": {"model": "tiny", "messages": MESSAGES},
     "/v1/responses": {"model": "tiny", "input": "def f"},
+    "/v1/messages": {"model": "tiny", "messages": MESSAGES, "max_tokens": 9},
     "/v1/batches": {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"},
     "/v1/keys": {"tenant": "acme"},
     "/v1/webhook_endpoints": {"url": "http://127.0.0.1:9/", "event_types": ["response.completed"]},
