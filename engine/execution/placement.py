@@ -10,6 +10,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import EngineError, ErrorText
 from engine.execution.device import DeviceRunner, rehearse, step_bytes
+from engine.execution.device.sampler import needs_host_token
 from engine.execution.ranks.device import DeviceLead, RanksDeviceRunner, StagesDeviceRunner
 from engine.execution.ranks.runner import LeadModel, RanksRunner
 from engine.execution.ranks.stages import StagedModel, StagesRunner
@@ -151,8 +152,8 @@ def speculation_for(
         max_tokens=config.speculate_tokens,
         adaptive=config.speculate_adaptive,
         rope_switch=model.rope_switch,
-        # Those of a step in flight in stages are not planned before their token is known, and then have drafts.
-        barred=runner.needs_token if isinstance(runner, DeviceRunner) and not model.staged else lambda seq: False,
+        # A device follows no form, nor words of several tokens, from one draft token to the next.
+        barred=needs_host_token if isinstance(runner, DeviceRunner) else lambda seq: False,
     )
 
 

@@ -43,6 +43,7 @@ from tests.parity.driver import Driver, greedy, prompts_of, recorded
 pytestmark = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
 
 CPU = torch.device("cpu")
+TINY = Path(__file__).parents[4] / "workers" / "models" / "tiny"
 
 
 class Ranks(NamedTuple):
@@ -193,6 +194,50 @@ def test_preempted_drawn_guessed_and_adapted_tokens_are_those_of_one_device(
         assert [each for each in adapters if each] == []  # the followers forget those that are gone here
     assert found == tokens
     assert seen == pytest.approx(scores, abs=1e-4)
+
+
+#: What only the host can follow, guessed text, and several outputs of one request.
+REQUESTS: dict[str, SamplingParams] = {
+    "x = [1, 2, 3, 1, 2, 3, 1,": SamplingParams(max_tokens=16, temperature=0.0, logprobs=3, prompt_logprobs=2),
+    "a b c d e f a b c": SamplingParams(
+        max_tokens=40,
+        temperature=0.0,
+        json_schema='{"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, '
+        '"n": {"type": "integer"}}, "required": ["name", "n"]}',
+    ),
+    "answer: no, never. answer: no,": SamplingParams(
+        max_tokens=20, temperature=0.8, seed=9, regex=r"(yes|no), [a-z]{3,8}\.", logprobs=1
+    ),
+    "import os\nimport sys\n": SamplingParams(max_tokens=12, temperature=0.0, bad_words=("import os", "import sys")),
+    "a b c d a b": SamplingParams(max_tokens=8, temperature=0.9, seed=7, n=2, choice=("a b c", "c d", "d a b")),
+    "class A:": SamplingParams(max_tokens=8, temperature=0.0, beam_width=3, n=2),
+}
+
+
+@pytest.mark.parametrize(("ranks", "stages"), few([(2, 1), (1, 2), (2, 2)], (1, 2)))
+def test_forms_guesses_scores_and_beams_are_those_of_one_device(ranks: int, stages: int) -> None:
+    settings: dict[str, Any] = {"kernels": "ragged", "dtype": "float32", "kv_cache_bytes": 4 << 20, "threads": 1}
+    guesses: dict[str, Any] = {"speculate": "lookup", "speculate_adaptive": False}
+
+    def answers(model: Any, **more: Any) -> tuple[list[Any], list[float]]:
+        config = EngineConfig(**settings, **more, max_num_seqs=8)
+        with Engine(model, config, folder=TINY, version="") as engine:
+            outputs = engine.generate(list(REQUESTS), list(REQUESTS.values()))
+            assert bool(engine.stats().draft_accepted) == ("speculate" in more)
+        scores = [
+            entry.logprob
+            for output in outputs
+            for entry in [*(output.prompt_logprobs or []), *(output.logprobs or [])]
+            if entry is not None
+        ]
+        return [(out.error, [(each.token_ids, each.finish_reason) for each in out.choices]) for out in outputs], scores
+
+    expected, scores = answers(load_model(TINY, "float32", CPU, "ragged"))
+    assert not any(error for error, _ in expected)
+    with ranks_of(TINY, ranks, stages=stages) as (lead, _):
+        found, seen = answers(lead, **guesses, tensor_parallel=ranks, pipeline_parallel=stages)
+    assert found == expected
+    assert seen == pytest.approx(scores, abs=1e-3)
 
 
 #: Model, ranks of a stage, stages.
