@@ -20,8 +20,8 @@ from redis import Redis
 
 from producers.admin.fleet import Fleet, read_fleet
 from producers.client.aio import AsyncClient
+from producers.client.directory import SETTLED_S
 from producers.client.steps import FAILURES
-from producers.client.submission import SETTLED_S
 from producers.connection.script import parsed, text
 from producers.connection.trouble import error_text
 from producers.contract import keys

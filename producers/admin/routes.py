@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from redis import Redis
 
-from producers.client.submission import encoding_of_card
+from producers.client.directory import encoding_of_card
 from producers.connection.script import parsed, run, text
 from producers.contract import keys
 from producers.store.access.audit import Change, operator

@@ -16,11 +16,13 @@ from engine.errors import TextError
 from engine.labels import Entity
 from producers.broker.connect import connect_broker
 from producers.client import operations
+from producers.client.directory import Directory, ResolvedModel
+from producers.client.hub import CLOSED, Hub
 from producers.client.listing import Query, QueryFields, list_tasks, page_of
 from producers.client.operations import not_found, submit_once
-from producers.client.reader import CLOSED, Hub, Reader, Shortcut
+from producers.client.reader import Reader, Shortcut
 from producers.client.steps import Fetch, Pause, Send, Step, Steps, T, adrive
-from producers.client.submission import TASK, Directory, ResolvedModel, submit, submit_rest
+from producers.client.submission import TASK, submit, submit_rest
 from producers.connection.connect import SILENT_S, SMALL_EACH, SMALL_POOL, connect_pools
 from producers.connection.local import servers
 from producers.connection.script import Call, aexecute_many, arun

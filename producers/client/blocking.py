@@ -21,11 +21,12 @@ from producers.broker.base import Sender
 from producers.broker.connect import connect_sender, is_known
 from producers.client import operations
 from producers.client.aio import AsyncClient
+from producers.client.directory import Directory
+from producers.client.hub import CLOSED
 from producers.client.listing import Query, QueryFields, list_tasks, page_of
 from producers.client.operations import submit_once
-from producers.client.reader import CLOSED
 from producers.client.steps import Fetch, Pause, Send, Step, Steps, T, drive
-from producers.client.submission import TASK, Directory
+from producers.client.submission import TASK
 from producers.connection.connect import connect
 from producers.connection.local import servers
 from producers.connection.script import Call, run

@@ -13,20 +13,9 @@ from typing import Any, Final
 
 from engine.errors import TextError
 from engine.labels import Entity
+from producers.client.directory import Directory, ResolvedModel, encoding_of, listed, selection_of
 from producers.client.steps import FAILURES, Read, Steps, lost, persistently
-from producers.client.submission import (
-    KEPT,
-    MAX_PATIENCE_S,
-    TASK,
-    Directory,
-    ResolvedModel,
-    encoding_of,
-    failed,
-    listed,
-    selection_of,
-    submit,
-    submit_rest,
-)
+from producers.client.submission import KEPT, MAX_PATIENCE_S, TASK, failed, submit, submit_rest
 from producers.connection.script import text
 from producers.contract import keys, model_fit
 from producers.contract.record import Record

@@ -18,8 +18,8 @@ from typing import Any, Final
 from engine.grammar.trial import stopped
 from engine.text import Tokenizer
 from producers.client.aio import AsyncClient
+from producers.client.directory import ResolvedModel, encoding_of
 from producers.client.steps import once
-from producers.client.submission import ResolvedModel, encoding_of
 from producers.contract import model_fit
 from producers.contract.record import Record
 from producers.contract.stream import End

@@ -11,9 +11,9 @@ from contextlib import suppress
 from typing import Any, Final
 
 from producers.client.aio import AsyncClient
+from producers.client.directory import encoding_of
 from producers.client.operations import task_of_record
 from producers.client.steps import Read, once
-from producers.client.submission import encoding_of
 from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.levels import split

@@ -9,7 +9,7 @@ import pytest
 from redis import Redis
 
 from producers import Client
-from producers.client import aio, reader
+from producers.client import aio, hub, reader
 from tests.chaos.links import Links
 from tests.processes import TESTS, running_valkey
 from tests.stub_engine import STALLED
@@ -40,9 +40,9 @@ def test_connections_that_are_forgotten_on_the_way(
     """Nobody closes them, and nothing passes: those with a call under way, and those that only listen. So also the ones
     that are made anew, once: they are taken, and hear no answer."""
     rig, links, url = linked
-    for module in (aio, reader):
+    for module in (aio, hub):
         monkeypatch.setattr(module, "SILENT_S", 0.5)
-    monkeypatch.setattr(reader, "PING_S", 0.2)
+    monkeypatch.setattr(hub, "PING_S", 0.2)
     monkeypatch.setattr(reader, "SILENCE_S", 600.0)  # the reader is to hear of the end, not to look for it
     worker = rig.worker(STUB_STEP_S=0.01, WORKER_PLUGINS="tests.workers.plugins:pings_often")
     with Client(url) as client, ThreadPoolExecutor(4) as readers:

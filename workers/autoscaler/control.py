@@ -29,7 +29,7 @@ from typing import Annotated, Any, Final, TypeVar
 from pydantic import Field, with_config
 
 from producers.admin.fleet import Fleet
-from producers.client.submission import SETTLED_S
+from producers.client.directory import SETTLED_S
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import error_text
 from producers.store.fleet.scaling import Pin, is_fresh

@@ -296,7 +296,7 @@ def _replayed(model: str, folder: Path, count: int, tenant: str | None, urls: tu
 
     from engine.text import ModelCard
     from producers import Client
-    from producers.client.submission import encoding_of_card
+    from producers.client.directory import encoding_of_card
     from producers.connection.script import parsed, text
     from producers.connection.trouble import error_text
     from producers.contract import keys
@@ -407,7 +407,7 @@ def _windows(
 ) -> list[list[int]]:
     """The prompts' token ids; those that are given as such are the first model's. Raises Failure where the models make
     different ones."""
-    from producers.client.submission import ENCODING_FILES
+    from producers.client.directory import ENCODING_FILES
 
     if any(isinstance(prompt, list) for prompt in texts):
         files = [{name: card.files.get(name) for name in ENCODING_FILES} for card in cards]

@@ -16,9 +16,9 @@ from fastapi import Request
 from starlette.requests import HTTPConnection
 
 from producers.client.aio import AsyncClient
+from producers.client.directory import ResolvedModel, encoding_of
 from producers.client.operations import stored
 from producers.client.steps import Read, persistently
-from producers.client.submission import ResolvedModel, encoding_of
 from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.task import Task

@@ -25,7 +25,8 @@ from starlette.requests import HTTPConnection, Request
 from starlette.types import Receive
 
 from producers.client.aio import AsyncClient, AsyncHandle
-from producers.client.submission import TASK, ResolvedModel, selection_of
+from producers.client.directory import ResolvedModel, selection_of
+from producers.client.submission import TASK
 from producers.connection.logs import subject
 from producers.contract.record import TraceParent, trace_fields, trace_id
 from producers.contract.task import Task

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from producers.client.submission import ResolvedModel
+from producers.client.directory import ResolvedModel
 from producers.contract.stream import End, Event, Logprobs, Prompt, Token
 from producers.gateway.context import Gateway
 from producers.gateway.fair_share import in_thread

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from producers.client.submission import ResolvedModel
+from producers.client.directory import ResolvedModel
 from producers.contract import model_fit
 from producers.contract.chat import MESSAGE, read_messages
 from producers.contract.stream import End, Token

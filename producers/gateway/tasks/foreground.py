@@ -15,9 +15,9 @@ from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 
+from producers.client.directory import ResolvedModel
 from producers.client.reader import Reader, Shortcut
 from producers.client.steps import FAILURES
-from producers.client.submission import ResolvedModel
 from producers.connection.log_throttle import warn_throttled
 from producers.contract import model_fit
 from producers.contract.stream import End, Event

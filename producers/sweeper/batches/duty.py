@@ -20,8 +20,8 @@ from dataclasses import asdict
 from typing import Final
 
 from producers.client.aio import AsyncClient
+from producers.client.directory import listed
 from producers.client.steps import FAILURES
-from producers.client.submission import listed
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun
 from producers.connection.trouble import sleep_unless_cancelled

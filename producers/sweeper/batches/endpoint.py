@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
-from producers.client.submission import ResolvedModel
+from producers.client.directory import ResolvedModel
 from producers.contract.record import Record
 from producers.contract.stream import Event
 from producers.contract.task import Task

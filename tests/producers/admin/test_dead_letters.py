@@ -10,7 +10,7 @@ from producers import AsyncClient, UnknownModel
 from producers.admin import dead_letters
 from producers.admin.dead_letters import Letter, NotReplayed
 from producers.broker.redis import keys as broker_keys
-from producers.client import submission
+from producers.client import directory
 from producers.connection.script import run, text
 from producers.contract import keys
 from producers.contract.message import Message
@@ -109,7 +109,7 @@ async def test_what_named_its_version_is_replayed_there(aclient: AsyncClient, va
 async def test_token_ids_are_not_replayed_for_another_tokenizer(
     aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submission, "FRESH_S", 0.0)
+    monkeypatch.setattr(directory, "FRESH_S", 0.0)
     await given_up(aclient, valkey)
     letter = await only(aclient)
     other = CARD | {"version": "other", "files": {"tokenizer.json": "0" * 64}}

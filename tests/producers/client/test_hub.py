@@ -9,8 +9,8 @@ import pytest
 from redis import Redis
 
 from producers import PenstockError
-from producers.client import reader
-from producers.client.reader import Hub
+from producers.client import hub
+from producers.client.hub import Hub
 from producers.connection.connect import connect_async
 from producers.contract import keys
 from tests import processes
@@ -78,7 +78,7 @@ async def test_a_reader_that_joins_a_live_channel_is_told_to_read_at_once(a_hub:
 
 
 async def test_too_many_messages_are_dropped_and_the_reader_told(a_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "BACKLOG", 3)
+    monkeypatch.setattr(hub, "BACKLOG", 3)
     subscription = a_hub.follow("t")
     subscription.stale = False
     for k in range(3):
@@ -93,13 +93,13 @@ async def test_so_are_messages_of_too_many_bytes(a_hub: Hub) -> None:
     """A few large ones of a reader that takes nothing would have as much as thousands of small ones."""
     subscription = a_hub.follow("t")
     subscription.stale = False
-    half = bytes(reader.BACKLOG_BYTES // 2)
+    half = bytes(hub.BACKLOG_BYTES // 2)
     for _ in range(2):
         subscription.put(half)
     assert await subscription.take(1) == [half, half]
     for _ in range(3):
         subscription.put(half)
-    assert sum(map(len, subscription._inbox)) <= reader.BACKLOG_BYTES
+    assert sum(map(len, subscription._inbox)) <= hub.BACKLOG_BYTES
     assert await subscription.take(1) is None
     subscription.put(half)
     assert await subscription.take(1) == [half]
@@ -112,7 +112,7 @@ async def test_messages_pass_a_waiting_reader_by_its_shortcut() -> None:
         offered.append(message)
         return message != b"not for it"
 
-    subscription = reader.Subscription(b"t", shortcut)
+    subscription = hub.Subscription(b"t", shortcut)
     subscription.put(b"nobody waits")
     assert await subscription.take(60) == [b"nobody waits"]
     waiting = asyncio.create_task(subscription.take(60))
@@ -124,7 +124,7 @@ async def test_messages_pass_a_waiting_reader_by_its_shortcut() -> None:
 
 
 async def test_what_passed_a_reader_is_no_silence() -> None:
-    subscription = reader.Subscription(b"t", lambda message: True)
+    subscription = hub.Subscription(b"t", lambda message: True)
     waiting = asyncio.create_task(subscription.take(3600))
     await asyncio.sleep(0)
     subscription.put(b"1")
@@ -139,7 +139,7 @@ async def test_what_passed_a_reader_is_no_silence() -> None:
 async def test_a_server_that_says_nothing_is_left_for_a_new_connection(
     a_hub: Hub, valkey: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "PING_S", 0.05)
+    monkeypatch.setattr(hub, "PING_S", 0.05)
     deaf: list[Any] = []
     heed = Hub._heed
 
@@ -165,14 +165,14 @@ async def test_an_idle_connection_is_kept_by_its_pongs(
     a_hub: Hub, valkey: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a clock that ticks with them alone: a server that is slow to answer is none that is silent."""
-    monkeypatch.setattr(reader, "PING_S", 0.05)
+    monkeypatch.setattr(hub, "PING_S", 0.05)
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(reader, "time", clock)
+    monkeypatch.setattr(hub, "time", clock)
     pongs: list[Any] = []
     heed = Hub._heed
 
     def hear(self: Hub, reply: Any) -> None:
-        clock.now += reader.PING_S
+        clock.now += hub.PING_S
         pongs.append(reply)
         heed(self, reply)
 
@@ -229,7 +229,7 @@ async def test_a_reader_that_comes_as_another_leaves_keeps_the_tasks_channel_unt
     a_hub: Hub, valkey: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other's leave has yet to take effect: then nothing comes on the process's channel for a moment."""
-    gate, left, run = asyncio.Event(), asyncio.Event(), reader.arun
+    gate, left, run = asyncio.Event(), asyncio.Event(), hub.arun
 
     async def slow(store: Any, call: Any) -> Any:
         if call.args[1] == 0:
@@ -241,7 +241,7 @@ async def test_a_reader_that_comes_as_another_leaves_keeps_the_tasks_channel_unt
     first = a_hub.follow("t")
     assert await first.take(60) is None
     await auntil(lambda: a_hub._channels[b"t"].entered)
-    monkeypatch.setattr(reader, "arun", slow)
+    monkeypatch.setattr(hub, "arun", slow)
     a_hub.leave(first)
     await left.wait()
     second = a_hub.follow("t")
@@ -280,7 +280,7 @@ async def test_a_closed_hub_ends_its_readers_and_takes_no_more(a_hub: Hub) -> No
         a_hub.follow("t")
 
 
-async def _drain(subscription: reader.Subscription) -> None:
+async def _drain(subscription: hub.Subscription) -> None:
     while True:
         await subscription.take(60)
 

@@ -15,7 +15,8 @@ from redis import Redis
 
 from producers import AsyncClient, AsyncHandle, End, Event, Prompt, TaskNotFound, Token
 from producers.client import reader
-from producers.client.reader import BACKLOG, Cursor, Entries, read_entries, read_messages
+from producers.client.hub import BACKLOG
+from producers.client.reader import Cursor, Entries, read_entries, read_messages
 from producers.connection.connect import POOL, SMALL_POOL
 from producers.connection.script import run
 from producers.contract import keys

@@ -11,8 +11,9 @@ from redis import Redis
 
 from engine.prefix import prompt_marks
 from producers import InvalidTask, SubmitFailed, Task, TaskExists, TaskNotFound, UnknownModel
+from producers.client.directory import Directory
 from producers.client.steps import drive
-from producers.client.submission import Directory, submit
+from producers.client.submission import submit
 from producers.connection.script import script
 from producers.contract import keys
 from producers.contract.webhook import FINAL_EVENTS, new_secret
@@ -131,7 +132,7 @@ def test_a_model_published_later_is_found_at_once_and_one_withdrawn_is_forgotten
     make_client: Any, valkey: Redis, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = make_client(valkey_url)
-    monkeypatch.setattr("producers.client.submission.FRESH_S", 3600.0)
+    monkeypatch.setattr("producers.client.directory.FRESH_S", 3600.0)
     advice = "none is published in this store; `penstock models publish` lets tasks wait"
     with pytest.raises(UnknownModel, match=advice):
         client.submit(model="tiny", prompt="x")
@@ -139,7 +140,7 @@ def test_a_model_published_later_is_found_at_once_and_one_withdrawn_is_forgotten
     client.submit(model="tiny", prompt="x")
     valkey.delete(keys.MODELS)
     client.submit(model="tiny", prompt="x")  # for a while the card is used as it was
-    monkeypatch.setattr("producers.client.submission.FRESH_S", 0.0)
+    monkeypatch.setattr("producers.client.directory.FRESH_S", 0.0)
     with pytest.raises(UnknownModel):
         client.submit(model="tiny", prompt="x")
 
@@ -263,11 +264,11 @@ def test_a_late_submit_is_refused_and_the_clock_measured_again(
     client: Face, valkey: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = time.monotonic_ns
-    monkeypatch.setattr("producers.client.submission.FRESH_S", 3600.0)
-    monkeypatch.setattr("producers.client.submission.time.monotonic_ns", lambda: real() + 60_000_000_000)
+    monkeypatch.setattr("producers.client.directory.FRESH_S", 3600.0)
+    monkeypatch.setattr("producers.client.directory.time.monotonic_ns", lambda: real() + 60_000_000_000)
     client.submit(model="tiny", prompt="x")
     monkeypatch.setattr(
-        "producers.client.submission.time.monotonic_ns", real
+        "producers.client.directory.time.monotonic_ns", real
     )  # as if this machine had slept for a minute
     with pytest.raises(SubmitFailed, match="submit it again"):
         client.submit(model="tiny", prompt="x")

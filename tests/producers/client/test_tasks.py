@@ -124,7 +124,7 @@ class TestIdempotencyKey:
         first = client.submit(model="tiny", prompt=[1], idempotency_key="k")
         card = json.loads(valkey.hget(keys.MODELS, "tiny") or "")
         valkey.hset(keys.MODELS, "tiny", json.dumps(card | {"withdrawn": 1}))
-        monkeypatch.setattr("producers.client.submission.FRESH_S", 0.0)
+        monkeypatch.setattr("producers.client.directory.FRESH_S", 0.0)
         assert client.submit(model="tiny", prompt=[1], idempotency_key="k").id == first.id
         others: list[dict[str, Any]] = [
             {"prompt": [2], "idempotency_key": "k"},

@@ -18,7 +18,7 @@ from redis import Redis
 
 from engine.text import ModelCard
 from producers import Client
-from producers.client import submission
+from producers.client import directory
 from producers.contract import keys
 from producers.gateway.text.prompts import Prompts
 from tests.producers.fake_worker import FakeWorker
@@ -94,7 +94,7 @@ def submit(door: Door, kind: str) -> int:
 def test_a_prompt_is_made_by_the_version_that_gets_it(
     open_door: Open, model: str, valkey: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submission, "FRESH_S", 0.01)
+    monkeypatch.setattr(directory, "FRESH_S", 0.01)
     encoding(monkeypatch, lambda: asyncio.sleep(0.05))
     other, door = renumbered(valkey), open_door()
     with switching(valkey, CARD, other), ThreadPoolExecutor(8) as pool:
@@ -115,8 +115,8 @@ def test_a_prompt_is_made_by_the_version_that_gets_it(
 def test_a_prompt_that_took_too_long_to_make_for_a_version_that_is_gone_is_not_queued(
     open_door: Open, model: str, valkey: Redis, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(submission, "FRESH_S", 0.01)
-    monkeypatch.setattr(submission, "PREPARED_S", 0.0)
+    monkeypatch.setattr(directory, "FRESH_S", 0.01)
+    monkeypatch.setattr(directory, "PREPARED_S", 0.0)
     other, door = renumbered(valkey), open_door()
 
     async def switch() -> None:
@@ -137,7 +137,7 @@ def test_a_prompt_that_took_too_long_to_make_for_a_version_that_is_gone_is_not_q
 @pytest.fixture
 def rolled_out(valkey: Redis, model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[ModelCard], None]:
     """Publishes a version, which gateways see at once."""
-    monkeypatch.setattr(submission, "FRESH_S", 0.0)
+    monkeypatch.setattr(directory, "FRESH_S", 0.0)
     return lambda card: valkey.hset(keys.MODELS, card.name, card.to_json()) and None
 
 

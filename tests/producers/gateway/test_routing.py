@@ -15,7 +15,7 @@ from redis import Redis
 from engine.text import ModelCard
 from producers import AsyncClient, Client
 from producers.admin import routes
-from producers.client import submission
+from producers.client import directory
 from producers.client.steps import Read, Step, drive
 from producers.contract import keys
 from producers.errors import IdempotencyKeyReused, UnknownModel
@@ -143,7 +143,7 @@ def test_keys_stay_with_their_version(routed: Redis, open_door: Open) -> None:
 def test_a_version_that_is_left_meanwhile_gets_no_task(
     routed: Redis, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submission, "FRESH_S", 60.0)
+    monkeypatch.setattr(directory, "FRESH_S", 60.0)
     routes.set_aliases(routed, "tiny", {"default": "candidate"}, ["candidate"])
     with Client(valkey_url) as client:
         first = client.submit(model="tiny", prompt="x")
@@ -161,7 +161,7 @@ def test_the_first_change_of_a_model_is_one_step_too(
     valkey: Redis, model: str, open_door: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a tenant's rule decides where a task goes that was on its way."""
-    monkeypatch.setattr(submission, "FRESH_S", 60.0)
+    monkeypatch.setattr(directory, "FRESH_S", 60.0)
     files = {name: data for name, data in ModelCard.tokenizer_files(TINY).items() if name in CARD.files}
     cards.publish(valkey, json.loads(CARD.to_json()), files)
     third = json.loads(OTHER.to_json()) | {"version": "0" * len(OTHER.version)}
@@ -209,16 +209,16 @@ def test_a_version_that_nobody_looks_after_is_refused(routed: Redis, valkey_url:
 
 
 def test_a_look_reads_a_routing_s_versions_in_one_round_trip(routed: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submission, "FRESH_S", 0.0)
-    directory, reads = submission.Directory(), list[Read]()
+    monkeypatch.setattr(directory, "FRESH_S", 0.0)
+    models, reads = directory.Directory(), list[Read]()
 
-    def find() -> submission.ResolvedModel:
+    def find() -> directory.ResolvedModel:
         def perform(step: Step) -> Any:
             assert isinstance(step, Read)
             reads.append(step)
             return [routed.execute_command(*command) for command in step.commands]
 
-        return drive(directory.find("tiny", 0.0, Selection(version="candidate")), perform)
+        return drive(models.find("tiny", 0.0, Selection(version="candidate")), perform)
 
     assert find().card["version"] == OTHER.version
     reads.clear()
@@ -247,8 +247,8 @@ def test_a_prompt_of_another_tokenizer_is_not_moved(
     routed: Redis, open_door: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was encoded for a version that is left meanwhile is text again, or the caller sends it again."""
-    monkeypatch.setattr(submission, "FRESH_S", 60.0)
-    monkeypatch.setattr(submission, "PREPARED_S", 60.0)
+    monkeypatch.setattr(directory, "FRESH_S", 60.0)
+    monkeypatch.setattr(directory, "PREPARED_S", 60.0)
     door = open_door()
     submitted(door)
     other = renumbered(routed)

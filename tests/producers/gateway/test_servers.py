@@ -12,7 +12,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
-from producers.client import aio, reader
+from producers.client import aio, hub, reader
 from producers.contract import keys
 from tests.chaos.links import Links
 from tests.chaos.servers import Server
@@ -40,9 +40,9 @@ def test_a_stream_goes_on_though_its_connections_were_forgotten(
 ) -> None:
     """Nobody closes them, and nothing passes: neither of the listening one, nor of the calls', nor of the one that was
     made in the listening one's place."""
-    for module in (aio, reader):
+    for module in (aio, hub):
         monkeypatch.setattr(module, "SILENT_S", 0.5)
-    monkeypatch.setattr(reader, "PING_S", 0.2)
+    monkeypatch.setattr(hub, "PING_S", 0.2)
     monkeypatch.setattr(reader, "SILENCE_S", 60.0)  # the reader is to hear of the end, not to look for it
     url = f"redis://127.0.0.1:{links.add('gateway', urlsplit(valkey_url).port or 0)}/0"
     door = open_door(broker=url, store=url, patience=10)

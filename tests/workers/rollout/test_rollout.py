@@ -17,7 +17,7 @@ from redis import Redis
 
 from engine.text import ModelCard
 from producers import AsyncClient, Client
-from producers.client import submission
+from producers.client import directory
 from producers.contract import keys
 from producers.store.fleet import cards, rollouts
 from producers.store.fleet.rollouts import Rollout
@@ -38,7 +38,7 @@ OLD, NEW = (ModelCard.from_folder(BUNDLED / name).version for name in ("tiny", "
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients here know within an instant where new tasks go, so less time passes until the old version is done."""
-    monkeypatch.setattr(submission, "FRESH_S", 0.05)
+    monkeypatch.setattr(directory, "FRESH_S", 0.05)
     monkeypatch.setattr(rollout, "SETTLED_S", 1.0)
     monkeypatch.setattr(rollout, "LOOK_S", 0.05)
 

@@ -16,7 +16,7 @@ from pydantic import WithJsonSchema
 from starlette.responses import Response
 
 from producers.client.aio import AsyncHandle
-from producers.client.submission import encoding_of
+from producers.client.directory import encoding_of
 from producers.contract import keys
 from producers.contract.record import Record
 from producers.contract.task import Task

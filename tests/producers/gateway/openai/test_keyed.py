@@ -57,7 +57,7 @@ def test_a_request_that_is_repeated_when_nobody_serves_its_model_gets_its_answer
     made = valkey.keys(keys.task("*"))
     card = json.loads(valkey.hget(keys.MODELS, "tiny") or "")
     valkey.hset(keys.MODELS, "tiny", json.dumps(card | {"withdrawn": 1}))
-    monkeypatch.setattr("producers.client.submission.FRESH_S", 0.0)
+    monkeypatch.setattr("producers.client.directory.FRESH_S", 0.0)
     again = http.post(path, json=body, headers=KEY)
     assert (again.status_code, again.headers["idempotent-replayed"]) == (first.status_code, "true")
     assert again.json()["id"] == first.json()["id"]
