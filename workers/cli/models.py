@@ -14,6 +14,7 @@ from workers.cli.commands import Commands
 from workers.cli.exits import OPERATOR_STATUS, Failure, check_signing, needs, refusing
 from workers.cli.options import (
     DEFAULT_URL,
+    JsonOutput,
     Model,
     RequireSignature,
     Url,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from engine.text import ModelCard
     from producers.store.blobs.bucket import Bucket
 
-JsonOutput = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 #: Settings of config.json that give a model's size -> their names in `penstock models show`.
 SHAPE: Final = {
     "num_hidden_layers": "layers",

@@ -69,6 +69,10 @@ RequireSignature = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
+JsonOutput = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+StoredModel = Annotated[str, typer.Argument(metavar="NAME", help="A model in the store.")]
+OfTenant = Annotated[str | None, typer.Option(help="Tasks of this tenant.")]
+OfTier = Annotated[str | None, typer.Option(help="Tasks of this service tier.")]
 HealthPort = Annotated[
     int | None,
     typer.Option(min=0, max=65535, help="Serve /livez and /readyz on this port. 0: any free port. Unset: no port."),

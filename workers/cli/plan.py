@@ -13,7 +13,7 @@ import typer
 
 from workers.cli.commands import Commands
 from workers.cli.exits import OPERATOR_STATUS, Failure, needs, refusing, touching
-from workers.cli.options import Broker, DataDir, Model, Store, find_models
+from workers.cli.options import Broker, DataDir, JsonOutput, Model, Store, find_models
 from workers.cli.servers import system
 from workers.cli.terminal import aligned, say
 from workers.progress import Progress
@@ -110,7 +110,7 @@ def plan(
         str | None,
         typer.Option(metavar="MODEL@VERSION", help="Plan by what this version's workers measured."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOutput = False,
     broker: Broker = None,
     store: Store = None,
     data_dir: DataDir = None,

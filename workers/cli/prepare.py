@@ -27,7 +27,7 @@ import typer
 from engine.errors import ErrorText, message_of
 from workers.cli.commands import Commands
 from workers.cli.exits import PROCESS_STATUS, Exit, Failure, needs
-from workers.cli.options import ENGINE, Model, find_models, takes
+from workers.cli.options import ENGINE, JsonOutput, Model, find_models, takes
 from workers.cli.terminal import aligned
 from workers.progress import Progress
 
@@ -387,7 +387,7 @@ def warm(
     max_num_seqs: Annotated[
         int | None, typer.Option(min=1, max=4096, help="The same as the worker's --max-num-seqs.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOutput = False,
 ) -> None:
     """Compile a model's GPU kernels ahead of time, so that a worker starts without compiling.
 

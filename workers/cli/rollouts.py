@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from workers.cli.commands import Commands
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure, needs, refusing, touching
-from workers.cli.options import MODEL, Broker, DataDir, Json, Store, complete_model, find_models, finite
+from workers.cli.options import MODEL, Broker, DataDir, Json, Store, StoredModel, complete_model, find_models, finite
 from workers.cli.servers import open_store
 from workers.cli.terminal import aligned, note, say
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from producers.store.fleet.rollouts import Rollout
     from workers.rollout import New
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A model in the store.")]
 #: Bytes of a file of phrases.
 MAX_REFUSALS_BYTES: Final = 1 << 16
 _UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -267,7 +266,7 @@ def _phrases(file: Path | None) -> tuple[str, ...]:
 
 @app.shown("penstock rollout start tiny --to candidate --steps 1,5,25,100 --hold 10m --data-dir data")
 def start(
-    name: Name,
+    name: StoredModel,
     to: Annotated[
         str,
         typer.Option(
@@ -386,7 +385,7 @@ def status(
 
 @app.shown("penstock rollout pause tiny --data-dir data")
 def pause(
-    name: Name, broker: Broker = None, store: Store = None, data_dir: DataDir = None, as_json: Json = False
+    name: StoredModel, broker: Broker = None, store: Store = None, data_dir: DataDir = None, as_json: Json = False
 ) -> None:
     """Let a rollout stay at its step. It is still rolled back if it turns out worse."""
     from producers.rollouts import operations
@@ -397,7 +396,7 @@ def pause(
 
 @app.shown("penstock rollout resume tiny --data-dir data")
 def resume(
-    name: Name, broker: Broker = None, store: Store = None, data_dir: DataDir = None, as_json: Json = False
+    name: StoredModel, broker: Broker = None, store: Store = None, data_dir: DataDir = None, as_json: Json = False
 ) -> None:
     """Go on with a paused rollout."""
     from producers.rollouts import operations
@@ -408,7 +407,7 @@ def resume(
 
 @app.shown("penstock rollout promote tiny --data-dir data")
 def promote(
-    name: Name,
+    name: StoredModel,
     full: Annotated[bool, typer.Option("--full", help="Make the candidate the default now.")] = False,
     broker: Broker = None,
     store: Store = None,
@@ -424,7 +423,7 @@ def promote(
 
 @app.shown("penstock rollout abort tiny --data-dir data")
 def abort(
-    name: Name, broker: Broker = None, store: Store = None, data_dir: DataDir = None, as_json: Json = False
+    name: StoredModel, broker: Broker = None, store: Store = None, data_dir: DataDir = None, as_json: Json = False
 ) -> None:
     """End a rollout: the default gets all tasks again, within a second."""
     from producers.rollouts import operations
@@ -435,7 +434,7 @@ def abort(
 
 @app.shown("penstock rollout report tiny --out report.html --data-dir data")
 def report(
-    name: Name,
+    name: StoredModel,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write it there: HTML for .html, else JSON.")
     ] = None,

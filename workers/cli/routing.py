@@ -12,15 +12,13 @@ import typer
 
 from workers.cli.exits import Failure
 from workers.cli.models import app
-from workers.cli.options import Broker, DataDir, Json, Store
+from workers.cli.options import Broker, DataDir, Json, OfTenant, OfTier, Store, StoredModel
 from workers.cli.servers import open_store
 from workers.cli.terminal import aligned, say
 
 if TYPE_CHECKING:
     from producers.store.fleet.routing import Routing, Rule
     from producers.store.shadows import Report
-
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A model in the store.")]
 
 
 def _parted(items: Sequence[str], expected: str) -> dict[str, str]:
@@ -37,7 +35,7 @@ def _parted(items: Sequence[str], expected: str) -> dict[str, str]:
 
 @app.shown("penstock models alias tiny default=34b1e3f2 --data-dir data")
 def alias(
-    name: Name,
+    name: StoredModel,
     aliases: Annotated[
         list[str] | None,
         typer.Argument(
@@ -67,7 +65,7 @@ def alias(
 
 @app.shown("penstock models split tiny candidate=5 --data-dir data")
 def split(
-    name: Name,
+    name: StoredModel,
     parts: Annotated[
         list[str] | None,
         typer.Argument(metavar="[TARGET=PERCENT...]", help="An alias or a version, and its part of new tasks."),
@@ -105,10 +103,10 @@ def split(
 
 @app.shown("penstock models rule tiny --tenant acme --to candidate --data-dir data")
 def rule(
-    name: Name,
+    name: StoredModel,
     to: Annotated[str | None, typer.Option(metavar="TARGET", help="An alias or a version.")] = None,
-    tenant: Annotated[str | None, typer.Option(help="Tasks of this tenant.")] = None,
-    tier: Annotated[str | None, typer.Option(help="Tasks of this service tier.")] = None,
+    tenant: OfTenant = None,
+    tier: OfTier = None,
     header: Annotated[
         str | None, typer.Option(metavar="'NAME: VALUE'", help="Tasks whose request has this header.")
     ] = None,
@@ -141,7 +139,7 @@ def rule(
     "penstock models stage tiny 34b1e3f2=approved --reason 'passed evaluation' --data-dir data",
 )
 def stage(
-    name: Name,
+    name: StoredModel,
     stages: Annotated[
         list[str] | None,
         typer.Argument(
@@ -180,7 +178,7 @@ def stage(
 
 @app.shown("penstock models shadow tiny --to candidate --percent 5 --data-dir data")
 def shadow(
-    name: Name,
+    name: StoredModel,
     to: Annotated[str | None, typer.Option(metavar="TARGET", help="An alias or a version that gets copies.")] = None,
     percent: Annotated[
         float | None, typer.Option(help="How many percent of the tasks of other versions are copied.")
@@ -240,7 +238,7 @@ def _show_pairs(state: Routing, report: Report, limit: int, as_json: bool) -> No
 
 @app.shown("penstock models routing tiny --history --data-dir data")
 def routing(
-    name: Name,
+    name: StoredModel,
     history: Annotated[bool, typer.Option("--history", help="Show what it was before, too.")] = False,
     back_to: Annotated[
         int | None, typer.Option(metavar="GENERATION", min=1, help="Restore what an earlier generation said.")
@@ -263,7 +261,7 @@ def routing(
 
 @app.shown("penstock models versions tiny --data-dir data")
 def versions(
-    name: Name, broker: Broker = None, store: Store = None, data_dir: DataDir = None, as_json: Json = False
+    name: StoredModel, broker: Broker = None, store: Store = None, data_dir: DataDir = None, as_json: Json = False
 ) -> None:
     """List the versions of a model that the store knows: those that were published, or that workers announced."""
     from producers.admin import routes

@@ -18,7 +18,7 @@ import typer
 from workers.cli.client import FINAL, Gateway, Refused, ignore
 from workers.cli.commands import Commands
 from workers.cli.exits import CALLER_STATUS, Exit, Failure
-from workers.cli.options import DEFAULT_URL, SAMPLING, AsChat, OpenObjects, Prompt, Url, takes
+from workers.cli.options import DEFAULT_URL, SAMPLING, AsChat, OfTenant, OfTier, OpenObjects, Prompt, Url, takes
 from workers.cli.terminal import (
     JsonLines,
     TextStream,
@@ -280,7 +280,7 @@ def listed(
         str | None, typer.Option(help="queued, in_progress, completed, failed, cancelled or incomplete.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="Tasks of this model.")] = None,
-    tier: Annotated[str | None, typer.Option(help="Tasks of this service tier.")] = None,
+    tier: OfTier = None,
     kind: Annotated[
         str,
         typer.Option(
@@ -288,7 +288,7 @@ def listed(
             "response: in the background; all. Of requests and responses the last 10,000 are known."
         ),
     ] = "all",
-    tenant: Annotated[str | None, typer.Option(help="Tasks of this tenant.")] = None,
+    tenant: OfTenant = None,
     metadata: Annotated[
         list[str] | None, typer.Option(metavar="KEY=TEXT", help="Tasks with this metadata. May be repeated.")
     ] = None,
