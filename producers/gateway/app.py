@@ -51,6 +51,8 @@ from producers.gateway.http.request_state import TracedClient
 from producers.gateway.http.sse import Bounds as StreamBounds
 from producers.gateway.http.sse import Streams
 from producers.gateway.metrics import Metrics
+from producers.gateway.ollama import models as ollama_models
+from producers.gateway.ollama import routes as ollama
 from producers.gateway.openai import chat, completions, pooling, tokens
 from producers.gateway.openai.responses import routes as responses
 from producers.gateway.pages import Documented
@@ -143,6 +145,7 @@ ROUTERS: Final = (
     *(keys.router, tenants.router, usage.router, models_router, health.router, fleet.router, dead_letters.router),
     *(console.router, overview.router, operations.router, changes.router, rollouts.router),
     *(chat.router, completions.router, responses.router, pooling.router, tokens.router, messages.router),
+    *(ollama.router, ollama_models.router),
 )
 
 

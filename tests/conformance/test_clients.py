@@ -157,6 +157,30 @@ def test_litellm_speaks_to_all_of_openais_endpoints(system: System) -> None:
     assert told["refused"].endswith("temperature is -1; temperature must be a number from 0 (greedy) to 100")
 
 
+def test_ollamas_client_chats_and_generates(system: System) -> None:
+    told = python("ollama_client.py", system.url)
+    assert told["listed"] == ["tiny:latest", ["completion", "tools"], ["tiny:latest"]]
+    assert (told["loads"], told["goes on"]) == ("load", True)
+    assert told["texts"][0] == told["texts"][1] == told["awaited"] == told["generated"][0] == told["generated"][1]
+    assert told["reasons"] == ["length"] * 4
+    assert told["counts"][:2] == [12, 12]
+    assert told["counts"][2] == told["counts"][3] > 0
+    assert told["place"]["city"] in ("Bern", "Oslo")
+    assert told["scored"] == [2] * 12
+    (unknown, wrong, deleted) = told["refused"]
+    assert (unknown[0], wrong[0], deleted[0]) == (404, 400, 501)
+    assert wrong[1].startswith("options.top_p is 2; ")
+
+
+@pytest.mark.exhaustive
+def test_langchains_ollama_chats_and_makes_objects(system: System) -> None:
+    told = python("langchain_ollama_client.py", system.url)
+    assert len(set(told["texts"])) == 1
+    assert (told["usage"]["output_tokens"], told["reason"], told["with tools"]) == (60, "length", True)
+    check_person(told["person"])
+    assert told["llm"][0] == told["llm"][1]
+
+
 def test_the_page_has_the_versions_that_are_tried() -> None:
     page = (ROOT / "docs" / "use" / "clients.md").read_text("utf-8")
     rows = re.findall(r"^\| (`.*`.*?) \| ([\d., ]+) \| .* \|$", page, re.MULTILINE)
@@ -178,6 +202,8 @@ def test_the_page_has_the_versions_that_are_tried() -> None:
         "`llama-index-embeddings-openai-like`": [ours["llama-index-embeddings-openai-like"]],
         "`infinity_client`": [ours["infinity-client"]],
         "`lm_eval`": [harness["lm-eval"]],
+        "`ollama` (Python)": [ours["ollama"]],
+        "`langchain-ollama`": [ours["langchain-ollama"]],
         "`flower`": [ours["flower"]],
     }
     assert f"`openai` {ours['openai']}, the newest" in page

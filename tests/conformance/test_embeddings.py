@@ -514,6 +514,24 @@ def test_langchains_embeddings_are_the_engines(served: Served) -> None:
     assert close(told["query"], expected[0])
 
 
+def test_ollamas_embeddings_are_the_engines(served: Served) -> None:
+    told = python("ollama_client.py", served.url, "embedder")
+    texts = ["A penstock feeds a turbine.", "rain"]
+    expected = served.embedder.embed(texts)
+    assert close(told["both"], expected)
+    assert close([told["one"][0], told["older"]], [expected[0]] * 2)
+    assert close(told["cut"], served.embedder.embed(texts, dimensions=16))
+    assert (told["tokens"] > 2, told["can"]) == (True, ["embedding"])
+
+
+@pytest.mark.exhaustive
+def test_langchains_ollama_embeddings_are_the_engines(served: Served) -> None:
+    told = python("langchain_ollama_client.py", served.url, "embedder")
+    expected = served.embedder.embed(["A penstock feeds a turbine.", "rain"])
+    assert close(told["documents"], expected)
+    assert close(told["query"], expected[0])
+
+
 @pytest.mark.exhaustive
 def test_llama_indexs_embeddings_are_the_engines(served: Served) -> None:
     told = python("llama_index_embeddings_client.py", served.url)

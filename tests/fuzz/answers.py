@@ -120,6 +120,8 @@ def faults(answer: Answer, *, head: bool = False) -> list[str]:
             json.loads(answer.body)
         except ValueError as error:
             found.append(f"no JSON: {error}")
+    elif kind == "application/x-ndjson":
+        return found + _line_faults(answer.body)
     elif not kind.startswith(("text/plain", "text/html")):
         found.append(f"an answer of the type {kind!r}")
     return found
@@ -131,6 +133,9 @@ def _error_faults(status: int, body: bytes) -> list[str]:
     except ValueError as error:
         return [f"{status} is no JSON ({error}): {body[:300]!r}"]
     error = parsed.get("error") if isinstance(parsed, dict) else None
+    if isinstance(error, str) and parsed.keys() == {"error", "code"}:  # Ollama's form
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        error = {"message": error, "type": kind, "param": None, "code": parsed["code"]}
     if not isinstance(error, dict) or error.keys() != {"message", "type", "param", "code"}:
         return [f"{status} is not of the form that errors have: {body[:300]!r}"]
     found = []
@@ -144,6 +149,19 @@ def _error_faults(status: int, body: bytes) -> list[str]:
         found.append(f"{status} {error['code']!r} is not declared: {error}")
     if status >= 500 and (status, error["code"]) not in FAIR:
         found.append(f"{status} {error['code']!r}: {error}")
+    return found
+
+
+def _line_faults(body: bytes) -> list[str]:
+    """Lines of JSON; an error is the last one."""
+    found = []
+    for line in body.decode("utf-8", "strict").splitlines():
+        try:
+            code = json.loads(line).get("code")
+        except ValueError as error:
+            return [*found, f"a line that is no JSON ({error}): {line[:200]!r}"]
+        if code is not None and code not in {known for _, known in declared()}:
+            found.append(f"in a stream, an error that is not declared: {line[:200]!r}")
     return found
 
 

@@ -91,7 +91,12 @@ ELSEWHERE: Final = {
     },
     "/v1/v1/messages": "The path has a /v1 too many. The base URL of Anthropic's clients ends without /v1",
     "/v1/messages/batches": "Anthropic's Message Batches are not offered: POST /v1/batches takes OpenAI's",
-    "/api": f"Ollama's API is not offered: {_OPENAI}. An Ollama client that speaks OpenAI's API needs the URL with /v1",
+    **dict.fromkeys(
+        ("/api/create", "/api/copy", "/api/push", "/api/delete", "/api/blobs"),
+        "Models are not made, copied or deleted over HTTP: `penstock models publish` and `penstock models rm` do that",
+    ),
+    "/api": "There is no such path. Of Ollama's API there are POST /api/chat, POST /api/generate, POST /api/embed, "
+    "POST /api/show, POST /api/pull, GET /api/tags, GET /api/ps and GET /api/version",
     "/version": "There is no /version: the release is info.version of GET /openapi.json",
     "/pooling": "Pooling by token is not offered: POST /v1/embeddings takes texts, and gives a vector for each",
     "/openai": "The path begins with /openai, as Azure's: here it begins with /v1. A client's base URL ends with /v1",
@@ -166,6 +171,8 @@ def no_such_path(path: str) -> Problem | None:
         message = f"The path has a slash or a /v1 too many{which}. A client's base URL ends with /v1, without a slash."
         return Problem(404, message, code="not_found")
     known = next((name for name in ELSEWHERE if path == name or path.startswith(f"{name.rstrip('/')}/")), None)
+    if known is not None and known.startswith("/api/"):  # with Ollama, a 404 says that the model is not there
+        return Problem(501, f"{ELSEWHERE[known]}.", code="not_offered")
     return None if known is None else Problem(404, f"{ELSEWHERE[known]}.", code="not_found")
 
 

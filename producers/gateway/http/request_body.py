@@ -48,7 +48,7 @@ INLINE = 64 * 1024
 INLINE_FORM: Final = 2 * 1024
 #: Parameters that give outputs a form, or may.
 FORM_PARAMETERS: Final = frozenset(
-    {"json_schema", "response_format", "text", "tools", "output_config", "guided_json", "structured_outputs"}
+    {"json_schema", "response_format", "text", "tools", "output_config", "guided_json", "structured_outputs", "format"}
 )
 #: Most values of a body, numbers included: as many as the longest prompt has token ids, and all else.
 MAX_VALUES: Final = MAX_PROMPT_TOKENS + MAX_PARTS

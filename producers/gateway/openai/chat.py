@@ -109,7 +109,8 @@ class ChatRequest:
     """A chat request. `variables`: the template's, as the caller sets them. `template`: all besides the messages.
     `tools`: those that may be called. `token_ids`: whether the answer has token ids. `truncation`: how the prompt is
     cut. `begun`: the text of the last message, where the output goes on with it. `cut`: whether an output for which the
-    context has no room ends there; else the request is refused."""
+    context has no room ends there; else the request is refused. `text`: one that a model without a chat template
+    goes on with in place of the messages; with `begun`, which it is then, any model does."""
 
     text_request: TextRequest
     messages: list[dict[str, Any]]
@@ -122,6 +123,7 @@ class ChatRequest:
     truncation: Truncation | None
     begun: str | None = None
     cut: bool = False
+    text: str | None = None
 
     @property
     def n(self) -> int:
@@ -273,16 +275,20 @@ async def _prompt(
     """The token ids of the messages, after all other checks."""
     work, card = work_of(request), resolved.card
     spelled = chat.logprobs is not None or task.prompt_logprobs is not None
+    plain = chat.text is not None and (chat.begun == chat.text or "chat" not in card["capabilities"])
     with chat.text_request.naming():
         model_fit.check(task, card, counted=False)
-        check_chats(card)
+        if not plain:
+            check_chats(card)
         prompts = await idempotency.made_prompts(
             request, gateway.client, resolved, 1, tenant=task.tenant, spelled=spelled
         )
         if prompts is not None:
             return prompts[0]
-        text = await gateway.templates.render(card, chat.messages, work, **chat.template)
-        prompt = await gateway.prompts.encode(card, text, work, special=False, whole=chat.truncation is None)
+        text = chat.text if plain else None
+        if text is None:
+            text = await gateway.templates.render(card, chat.messages, work, **chat.template)
+        prompt = await gateway.prompts.encode(card, text, work, special=plain, whole=chat.truncation is None)
         if chat.truncation is not None:
             prompt = chat.truncation.of(prompt, task, card)
         model_fit.check(_cut(chat, task.model_copy(update={"prompt": prompt}), card), card)

@@ -254,10 +254,14 @@ class ParsedChoice(Choice):
     def take(self, output: Output) -> None:
         self._take(output, self._keep(self._parser.feed(output.tokens)))
 
-    def members(self) -> Iterator[bytes | bytearray]:
-        """The members of its message after the role, once all of the output was taken."""
+    def end(self) -> None:
+        """All of the output was taken."""
         self._take(Output(), self._keep(self._parser.end()))
         self.reason = CALLED if self.reason == "stop" and self._parser.called else self.reason
+
+    def members(self) -> Iterator[bytes | bytearray]:
+        """The members of its message after the role, once all of the output was taken."""
+        self.end()
         reasoning = self._syntax.reasoning
         if reasoning is not None and reasoning.include:
             yield b'"reasoning_content":'
@@ -265,11 +269,14 @@ class ParsedChoice(Choice):
             yield b","
         yield from content_of(self, null=bool(self._calls))
         if self._calls:
-            calls = json.dumps([*self._tool_calls()], ensure_ascii=False, separators=(",", ":"))
+            calls = json.dumps([*self.tool_calls()], ensure_ascii=False, separators=(",", ":"))
             yield b',"tool_calls":' + calls.encode()
 
-    def _tool_calls(self) -> Iterator[dict[str, Any]]:
+    def tool_calls(self) -> Iterator[dict[str, Any]]:
+        """Its calls as OpenAI has them. The last one's arguments may be cut."""
         calls = self._syntax.calls
+        if not self._calls:
+            return
         assert calls is not None, "an output without tools has no calls"
         for at, (name, arguments) in enumerate(self._calls):
             function = {"name": name, "arguments": "".join(arguments)}

@@ -125,8 +125,8 @@ class Endpoint:
 
     `schema`: of its body. `texts`: a task's field -> the body's. `answer`: the answer's body, in ASCII, of the body's
     fields and what was made. `checks`: as of `fields_of`. `cuts`: too long texts are cut, unless the body says no.
-    `entries`: of an answer that has one for each text in order, in `data`: those of some rows, from this text on.
-    `options`: fields of the task that the body has under the same names.
+    `entries`: of an answer that has one for each text in order, in its list `listed`: those of some rows, from this
+    text on. `options`: fields of the task that the body has under the same names.
     """
 
     kind: str
@@ -137,6 +137,7 @@ class Endpoint:
     cuts: bool = False
     entries: Entries | None = None
     options: Sequence[str] = ()
+    listed: str = "data"
 
     def fields(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of a body that is read. Raises InvalidTask."""
@@ -205,7 +206,7 @@ def _base64(row: array[float]) -> str:
     return base64.b64encode(row.tobytes()).decode()
 
 
-def _decimal(row: array[float]) -> str:
+def decimal(row: array[float]) -> str:
     """fp32 numbers as JSON. Nine digits tell each from all others, in a third of the time of the digits of a double."""
     return f"[{', '.join(['%.9g'] * len(row))}]" % tuple(row)
 
@@ -216,7 +217,7 @@ def _embeddings(fields: Mapping[str, Any], pooled: PooledRows, first: int) -> li
         json.dumps({"object": "embedding", "index": index, "embedding": "" if encoded else [], **error_view(row)})
         if isinstance(row, TextError)
         else f'{{"object": "embedding", "index": {index}, "embedding": '
-        + (f'"{_base64(row)}"}}' if encoded else f"{_decimal(row)}}}")
+        + (f'"{_base64(row)}"}}' if encoded else f"{decimal(row)}}}")
         for index, row in enumerate(pooled.vectors(), first)
     ]
 
@@ -397,11 +398,17 @@ def _openapi(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def _answer(request: Request) -> Response:
-    """Run the task of a request's body, and answer. Raises Problem, InvalidTask and UnknownModel, in the caller's
-    names."""
-    endpoint, gateway, tenant = ENDPOINTS[request.url.path], gateway_of(request), tenant_of(request)
+    """Run the task of a request's body, and answer. Raises as `pooled`."""
+    endpoint, gateway = ENDPOINTS[request.url.path], gateway_of(request)
     await gateway.streams.enter(request.scope, "answer")
     fields = await fields_of(request, gateway.settings.max_body, endpoint.schema, endpoint.checks)
+    return await pooled(request, gateway, endpoint, fields)
+
+
+async def pooled(request: Request, gateway: Gateway, endpoint: Endpoint, fields: Mapping[str, Any]) -> Response:
+    """Run the task of a body's fields, and answer. Raises Problem, InvalidTask and UnknownModel, in the caller's
+    names."""
+    tenant = tenant_of(request)
     task_fields = {} if tenant is None else {"tenant": tenant}
     task = await checked(request, lambda: endpoint.task(fields, **task_fields))
     with endpoint.naming():
@@ -418,16 +425,16 @@ async def _answer(request: Request) -> Response:
     if end.result is None and not chunks:
         raise Problem(500, "The task ended without a result.", code="failed")
     card = (foreground.resolved or resolved).card
-    pooled = PooledRows(foreground.ids[0], card, (), end.usage["prompt_tokens"], int(time.time()))
+    pooled_rows = PooledRows(foreground.ids[0], card, (), end.usage["prompt_tokens"], int(time.time()))
     response: Response
     if end.result is not None:
-        response = await _sent(endpoint, gateway, fields, replace(pooled, rows=rows_of(end.result)))
+        response = await _sent(endpoint, gateway, fields, replace(pooled_rows, rows=rows_of(end.result)))
     elif endpoint.entries is None:
         rows = [row for chunk in chunks for row in await gateway.client.rows(chunk)]
-        response = await _sent(endpoint, gateway, fields, replace(pooled, rows=rows))
+        response = await _sent(endpoint, gateway, fields, replace(pooled_rows, rows=rows))
     else:
         release = await large.turn(gateway, gateway.settings.patience)
-        pieces = _pieces(endpoint, endpoint.entries, gateway, fields, pooled, chunks)
+        pieces = _pieces(endpoint, endpoint.entries, gateway, fields, pooled_rows, chunks)
         response = large.Streamed(pieces, gateway.settings.stall, release)
     response.headers.update(idempotency.REPLAYED if foreground.replayed else {})
     return response
@@ -447,8 +454,9 @@ async def _pieces(
     chunks: Sequence[Chunk],
 ) -> AsyncGenerator[bytes]:
     """The answer's JSON, a chunk's entries at a time. `pooled`: without rows."""
-    before, _, after = endpoint.answer(fields, pooled).partition(b'"data": []')  # no string's text can have such quotes
-    yield before + b'"data": ['
+    name = f'"{endpoint.listed}": ['.encode()
+    before, _, after = endpoint.answer(fields, pooled).partition(name + b"]")  # no string's text can have such quotes
+    yield before + name
     for chunk in chunks:
         task_fields = replace(pooled, rows=await gateway.client.rows(chunk))
         encoded = await run_by_weight(

@@ -226,7 +226,7 @@ def test_a_path_of_another_server_says_what_there_is(http: httpx.Client, method:
 def test_an_error_on_a_path_of_ollamas_has_its_form(http: httpx.Client) -> None:
     answer = http.get("/api/nothing")
     assert (answer.status_code, answer.json().keys()) == (404, {"error", "code"})
-    assert answer.json()["error"].startswith("Ollama's API")
+    assert "Of Ollama's API there are" in answer.json()["error"]
 
 
 def test_what_is_named_in_place_of_another_path_is_there(http: httpx.Client) -> None:
