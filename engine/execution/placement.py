@@ -90,7 +90,7 @@ def _most_layers(model: Model) -> list[int]:
     """The most layers of each KV group that a rank has: those of a group may lie in few stages, or unevenly."""
     if not isinstance(model, DeviceLead):
         return [group.layers for group in model.kv_groups]
-    stages = model.ends.stage.ranks
+    stages = model.communicators.stage.ranks
     groups = [model.share.groups_of(Share(stage, stages)) for stage in range(stages)]
     return [max(group.layers for group in of_stages) for of_stages in zip(*groups, strict=True)]
 

@@ -122,8 +122,8 @@ def _shape_of(
     if ranks == 1:
         return shape_of(folder, dtype, kernels, quantization)
     # All shares have these shapes, but where a width is no multiple of the ranks.
-    ends = Communicators(0, ranks, 1, "nccl", ordered=deterministic)
-    return DeviceLead(shape_of(folder, dtype, kernels, quantization, ends.sums), None, ends)
+    communicators = Communicators(0, ranks, 1, "nccl", ordered=deterministic)
+    return DeviceLead(shape_of(folder, dtype, kernels, quantization, communicators.sums), None, communicators)
 
 
 def _launch_all(model: Model, slots: int, block_size: int) -> None:

@@ -254,11 +254,13 @@ class DeviceRunner:
     ) -> Tensor:
         """Send a step's numbers. `outputs`: how many of `more` are output rows; None: the step is a recorded one."""
         numbers = self._inputs.numbers(rows, shape, more)
-        self._tell(rows, numbers, shape, outputs)
+        self._send_to_ranks(rows, numbers, shape, outputs)
         return self._inputs.send(numbers)
 
-    def _tell(self, rows: Sequence_[ScheduledSeq], numbers: StepNumbers, shape: Shape, outputs: int | None) -> None:
-        """Pass a step on to the model's other ranks, if there are some; see _enter."""
+    def _send_to_ranks(
+        self, rows: Sequence_[ScheduledSeq], numbers: StepNumbers, shape: Shape, outputs: int | None
+    ) -> None:
+        """Send a step to the model's other ranks, if there are some; see _enter."""
 
     def _make(self, shape: Shape) -> StepInputs:
         """Make the inputs of the sent step."""

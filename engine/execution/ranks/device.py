@@ -9,7 +9,7 @@ Of several stages each is such ranks, and several steps are in flight, of disjoi
     launch: stage 0 computes, sends its hidden states -> stage 1 -> ... -> the last stage's logits
     collect: the lead waits for these logits, and samples
 
-All ranks do the same in the same order, so that their sums meet. A step that fails on one ends the group.
+All ranks run the same operations in the same order, so that their sums meet. A step that fails on one ends the group.
 """
 
 from __future__ import annotations
@@ -47,11 +47,8 @@ _RECORDED: Final = -1
 
 
 def backend_of(config: EngineConfig, device: torch.device) -> str | None:
-    """The library that sums over the ranks of `config` on `device`: "nccl" or "gloo". None: the native kernels of CPUs,
-    or a single process.
-
-    Raises EngineError if these ranks cannot compute on that device.
-    """
+    """The library that sums over the ranks of `config` on `device`: "nccl" or "gloo". None: the native kernels of CPUs
+    sum, or there is a single process. Raises EngineError if these ranks cannot compute on that device."""
     if config.ranks == 1 or (device.type == "cpu" and config.kernels not in ("ragged", "triton")):
         return None
     if device.type == "cpu":
@@ -81,40 +78,42 @@ def backend_of(config: EngineConfig, device: torch.device) -> str | None:
 
 
 def device_of(kind: str, index: int) -> torch.device:
-    """The device of a rank, by its index among those of its machine."""
+    """The device of a rank, by its `index` among the ranks of its machine. `kind`: "cpu" or "cuda". Ranks share GPUs if
+    there are fewer."""
     return torch.device("cpu") if kind == "cpu" else torch.device("cuda", index % torch.cuda.device_count())
 
 
 class DeviceLead(LeadModel):
     """The LeadModel of ranks on devices."""
 
-    def __init__(self, share: Decoder, exchange: Exchange | None, ends: Communicators) -> None:
-        """`exchange`: of all ranks, for messages alone. None: there are no others, as kernels are only compiled."""
+    def __init__(self, share: Decoder, exchange: Exchange | None, communicators: Communicators) -> None:
+        """`share`: the lead's. `exchange`: of all ranks, for messages alone. None: there are no others, as kernels are
+        only compiled. `communicators`: the lead's, for what is computed."""
         super().__init__(share, exchange)
-        self.ends = ends
+        self.communicators = communicators
 
     def logits(self, hidden: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
-        """See Model. Not of several stages."""
-        assert self.ends.sums is not None
+        """See Model. `hidden`: [rows, width]. Not of several stages. Raises DeviceLostError."""
+        assert self.communicators.sums is not None
         self.send(packed(Kind.LOGITS, (len(hidden),), ()))
-        return _gathered_logits(self.share, self.ends, self.ends.sums.broadcast(hidden.contiguous()))
+        return _gathered_logits(self.share, self.communicators, self.communicators.sums.broadcast(hidden.contiguous()))
 
     def fail(self) -> None:
-        """End the ranks' work: after an exception they are not at the same place any more."""
+        """End the ranks' work, for good: after an exception they may be at different steps. Any thread may call it."""
         if self.exchange is not None:
             self.exchange.fail()
-        self.ends.fail()
+        self.communicators.fail()
 
 
-def _gathered_logits(share: Decoder, ends: Communicators, hidden: Tensor) -> Tensor:
+def _gathered_logits(share: Decoder, communicators: Communicators, hidden: Tensor) -> Tensor:
     """The logits of `hidden`, which all ranks of a stage have, [rows, vocabulary]."""
     logits = share.logits(hidden)
-    if ends.sums is None:
+    if communicators.sums is None:
         return logits
-    vocabulary, ranks = share.vocab_size, ends.sums.share.ranks
-    own = [len(Share(rank, ranks).of(vocabulary)) for rank in range(ranks)]
-    every = ends.sums.gather(torch.nn.functional.pad(logits, (0, max(own) - logits.shape[1])))
-    return torch.cat([every[rank, :, :count] for rank, count in enumerate(own)], 1)
+    vocabulary, ranks = share.vocab_size, communicators.sums.share.ranks
+    widths = [len(Share(rank, ranks).of(vocabulary)) for rank in range(ranks)]
+    by_rank = communicators.sums.gather(torch.nn.functional.pad(logits, (0, max(widths) - logits.shape[1])))
+    return torch.cat([by_rank[rank, :, :width] for rank, width in enumerate(widths)], 1)
 
 
 class RanksDeviceRunner(DeviceRunner):
@@ -131,9 +130,10 @@ class RanksDeviceRunner(DeviceRunner):
         max_model_len: int,
         graphs: bool = True,
     ) -> None:
-        """`model`: a DeviceLead."""
+        """`model`: a DeviceLead. For the rest see DeviceRunner. Waits until all ranks have made their KV caches. Raises
+        DeviceLostError."""
         assert isinstance(model, DeviceLead)
-        self._lead, self._wanted = model, 0
+        self._lead, self._sampled_rows = model, 0
         numbers = (block_size, max_num_seqs, max_num_batched_tokens, max_model_len, int(graphs))
         model.send(packed(Kind.CACHES, (*numbers, *(space.num_blocks for space in spaces)), ()))
         super().__init__(
@@ -172,19 +172,21 @@ class RanksDeviceRunner(DeviceRunner):
             raise
 
     def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:
+        """See DeviceRunner. All ranks copy."""
         if copies:
             self._lead.send(packed(Kind.COPIES, [number for copy in copies for number in copy], ()))
         super().copy_blocks(copies)
 
-    def _tell(self, rows: Sequence[ScheduledSeq], numbers: StepNumbers, shape: Shape, outputs: int | None) -> None:
+    def _send_to_ranks(
+        self, rows: Sequence[ScheduledSeq], numbers: StepNumbers, shape: Shape, outputs: int | None
+    ) -> None:
         adapters, owners = owners_of(rows)
         counts = np.fromiter((row.count for row in rows), np.int64, len(rows))
         self._lead.send(self._lead.packed_adapters(adapters, (owners, counts) if adapters else ()))
-        kind = _RECORDED if outputs is None else outputs
-        self._wanted = sum(1 + len(row.draft) for row in rows if row.samples)
+        self._sampled_rows = sum(1 + len(row.draft) for row in rows if row.samples)
         sizes = (
-            kind,
-            self._wanted,
+            _RECORDED if outputs is None else outputs,
+            self._sampled_rows,
             numbers.end,
             numbers.more,
             numbers.changes,
@@ -202,13 +204,14 @@ class _Passing:
     """A step that passes through the stages."""
 
     logits: Forward
-    """The logits of the rows from which tokens are sampled, in place of their hidden states."""
+    """Its `hidden` is the logits of the rows from which tokens are sampled, [rows, vocabulary]."""
     arrived: Callable[[], None]
-    """Lets the device wait for them."""
+    """Lets the device wait for the logits."""
     sampling: list[ScheduledSeq]
     slots: list[int]
-    """Those of `sampling`, which may have lost them, or have others, when the logits arrive."""
+    """The slots of `sampling`, which may have lost them, or have others, when the logits arrive."""
     scored: list[tuple[ScheduledSeq, range]]
+    """See Launched."""
 
 
 class StagesDeviceRunner(RanksDeviceRunner):
@@ -216,11 +219,12 @@ class StagesDeviceRunner(RanksDeviceRunner):
     that do not wait for each other's tokens."""
 
     def __init__(self, model: Model, **settings: Any) -> None:
+        """See RanksDeviceRunner. `model`: a DeviceLead of several stages."""
         self._arrived: Callable[[], None] = lambda: None
         super().__init__(model, **settings)
-        assert self._lead.ends.after is not None
-        assert self._lead.ends.back is not None
-        self._after, self._back = self._lead.ends.after, self._lead.ends.back
+        assert self._lead.communicators.after is not None
+        assert self._lead.communicators.back is not None
+        self._after, self._back = self._lead.communicators.after, self._lead.communicators.back
 
     def needs_token(self, sequence: TokenSequence) -> bool:
         """Always: a token is known once its step has passed all stages."""
@@ -228,6 +232,7 @@ class StagesDeviceRunner(RanksDeviceRunner):
 
     @torch.inference_mode()
     def collect(self, launched: Any) -> list[Sampled]:
+        """Wait for the last stage's logits, sample from them, and wait for the tokens. See RanksDeviceRunner."""
         passing: _Passing = launched
         sequences = [row.seq for row in passing.sampling]
         current = [sequence.slot for sequence in sequences]
@@ -266,21 +271,23 @@ class StagesDeviceRunner(RanksDeviceRunner):
         return self._passing(super()._replay(plan, shape, step))
 
     def _passing(self, ended: Forward) -> Forward:
-        """What is left of the first stage's part of a step, with room for the last one's logits. They are received from
-        now on: the last stage must never wait for a lead that waits for it."""
-        logits = self._room(self._wanted)
-        self._arrived = self._back.begin_broadcast(logits) if self._wanted else lambda: None
+        """The first stage's part of a step, with room for the last one's logits. These are received from now on: the
+        last stage must never wait for a lead that waits for it."""
+        logits = self._room(self._sampled_rows)
+        self._arrived = self._back.begin_broadcast(logits) if self._sampled_rows else lambda: None
         return replace(ended, hidden=logits, slots=ended.slots.clone(), positions=ended.positions.clone())
 
     def _logits(self, hidden: Tensor, adapters: AdaptedRows | None) -> Tensor:
         return hidden
 
     def _prompt_logits(self, hidden: Tensor, start: int) -> Tensor:
-        """The logits of some of a step's scored rows, whose hidden states the last stage keeps."""
+        """The logits of a step's scored rows from `start` on, as many as `hidden` has, [rows, vocabulary]. The last
+        stage keeps their hidden states."""
         self._lead.send(packed(Kind.LOGITS, (start, len(hidden)), ()))
         return self._back.broadcast(self._room(len(hidden)))
 
     def _room(self, rows: int) -> Tensor:
+        """An empty tensor for logits, [rows, vocabulary]."""
         return torch.empty(rows, self.model.vocab_size, dtype=self.model.kernels.compute_dtype, device=self.device)
 
 
@@ -290,60 +297,63 @@ def _assign(sequences: list[TokenSequence], slots: list[int]) -> None:
 
 
 class _Follower(DeviceRunner):
-    """The runner of another rank: has no sequences, samples nothing."""
+    """The runner of a rank other than the lead: has no sequences, samples nothing."""
 
     def __init__(
         self,
         model: Model,
-        ends: Communicators,
+        communicators: Communicators,
         loaded: dict[int, Adapter],
         *,
         max_num_batched_tokens: int,
         **settings: Any,
     ) -> None:
-        """`loaded`: the loaded adapters by number, to which another thread adds some."""
+        """`loaded`: the loaded adapters by number, to which another thread adds some. For the rest see
+        DeviceRunner."""
         super().__init__(model, max_num_batched_tokens=max_num_batched_tokens, **settings)
-        self._ends, self._loaded = ends, loaded
+        self._communicators, self._loaded = communicators, loaded
         #: The next step's adapters, the index of each row's among them, and the tokens of each row.
         self._adapted: tuple[tuple[Adapter, ...], NDArray[np.int64], NDArray[np.int64]] | None = None
         #: The last hidden states of the scored rows of steps that the lead has not collected.
         self._scored: deque[Tensor] = deque()
-        if ends.before is not None:
+        if communicators.before is not None:
             width = model.embedding()[1].shape[1]
             dtype = model.kernels.compute_dtype
             self._entering = torch.zeros(max_num_batched_tokens, width, dtype=dtype, device=self.device)
 
     def repeat(self, numbers: Sequence[int], arrays: list[NDArray[Any]]) -> None:
-        """Run a step of the lead's."""
-        outputs, wanted, end, more, changes, rows, tokens, most_queries, tiles, *groups = numbers
+        """Run a step of the lead's. `numbers`, `arrays`: of its STEP message; see RanksDeviceRunner. Raises
+        DeviceLostError."""
+        outputs, sampled_rows, end, more, changes, rows, tokens, most_queries, tiles, *groups = numbers
         half = len(groups) // 2
         most_places, widths = tuple(groups[:half]), tuple(groups[half:])
         shape = Shape(rows, tokens, most_queries, most_places, tiles)
         self._rows.widen(widths)
         host, *separate = arrays
         sent = self._inputs.send(StepNumbers(self._inputs.lent(host), end, more, changes, widths, tuple(separate)))
-        if self._ends.before is not None:
+        if self._communicators.before is not None:
             assert self._entering is not None
-            self._ends.before.broadcast(self._entering[:tokens])
+            self._communicators.before.broadcast(self._entering[:tokens])
         if outputs == _RECORDED:
             self._send_recorded_adapters(shape)
             self._run_recorded(shape)
             assert self._hidden is not None
-            hidden, chosen = self._hidden[:rows], sent if more else slice(wanted)
+            hidden, sampled = self._hidden[:rows], sent if more else slice(sampled_rows)
         else:
             adapters = self._step_adapters(host[end : end + outputs].astype(np.int64))
             _, hidden = self._compute(shape, sent[:outputs], adapters)
-            chosen = slice(wanted)
-        if self._ends.after is not None:
-            self._ends.after.broadcast(hidden.contiguous())
+            sampled = slice(sampled_rows)
+        if self._communicators.after is not None:
+            self._communicators.after.broadcast(hidden.contiguous())
         elif self.model.staged:
-            if wanted:
-                self._send_logits(hidden[chosen])
-            if outputs > wanted:
-                self._scored.append(hidden[wanted:])
+            if sampled_rows:
+                self._send_logits(hidden[sampled])
+            if outputs > sampled_rows:
+                self._scored.append(hidden[sampled_rows:])
 
     def take_adapters(self, numbers: Sequence[int], arrays: list[NDArray[Any]]) -> None:
-        """Take the adapters of the next step, and forget those that the lead has freed."""
+        """Take the adapters of the next step, and forget those that the lead has freed. `numbers`, `arrays`: see
+        LeadModel.packed_adapters; these are the owner of each row and its number of tokens, int64 [rows]."""
         count, *numbers = numbers
         if arrays:
             present = [
@@ -375,8 +385,9 @@ class _Follower(DeviceRunner):
         self._adapters.send_recorded(step, shape.rows, shape.adapter_tiles)
 
     def logits(self, start: int, rows: int) -> None:
-        """Send the lead the logits of some scored rows of its oldest step; of none: it has had all that it wants."""
-        if self._ends.after is not None:
+        """Send the lead the logits of `rows` scored rows of its oldest step, from `start` on. 0: the step has been
+        collected, and its hidden states are dropped. Raises DeviceLostError."""
+        if self._communicators.after is not None:
             return
         if rows:
             self._send_logits(self._scored[0][start : start + rows])
@@ -385,14 +396,14 @@ class _Follower(DeviceRunner):
 
     def _send_logits(self, hidden: Tensor) -> None:
         assert isinstance(self.model, Decoder)
-        logits = _gathered_logits(self.model, self._ends, hidden).to(self.model.kernels.compute_dtype)
-        if self._ends.back is not None:
-            self._ends.back.broadcast(logits.contiguous())
+        logits = _gathered_logits(self.model, self._communicators, hidden).to(self.model.kernels.compute_dtype)
+        if self._communicators.back is not None:
+            self._communicators.back.broadcast(logits.contiguous())
 
 
 @dataclass(slots=True)
 class _Settings:
-    """Of a runner, as Kind.CACHES has them."""
+    """The settings of a DeviceRunner, in the order of a CACHES message."""
 
     block_size: int
     max_num_seqs: int
@@ -402,8 +413,11 @@ class _Settings:
 
 
 @torch.inference_mode()
-def follow_on_device(share: Decoder, exchange: Exchange, ends: Communicators, adapters: dict[int, Adapter]) -> None:
-    """Do what the lead sends, until DeviceLostError: a rank has failed. `adapters`: see _Follower."""
+def follow_on_device(
+    share: Decoder, exchange: Exchange, communicators: Communicators, adapters: dict[int, Adapter]
+) -> None:
+    """Handle the lead's messages until DeviceLostError: a rank has failed. `share`: this rank's. `exchange`: of all
+    ranks, by which messages come. `communicators`: this rank's. `adapters`: see _Follower's `loaded`."""
     runner: _Follower | None = None
     width = share.embedding()[1].shape[1]
     while True:
@@ -411,7 +425,7 @@ def follow_on_device(share: Decoder, exchange: Exchange, ends: Communicators, ad
         if kind == Kind.CACHES:
             runner = None
             torch.cuda.empty_cache()
-            runner = _runner(share, ends, adapters, _Settings(*numbers[:5]), numbers[5:])
+            runner = _runner(share, communicators, adapters, _Settings(*numbers[:5]), numbers[5:])
             if share.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(share.device)
             exchange.gather(torch.zeros(1))
@@ -434,17 +448,21 @@ def follow_on_device(share: Decoder, exchange: Exchange, ends: Communicators, ad
         elif share.staged:
             runner.logits(*numbers)
         else:
-            assert ends.sums is not None
+            assert communicators.sums is not None
             hidden = torch.empty(numbers[0], width, dtype=share.kernels.compute_dtype, device=share.device)
-            _gathered_logits(share, ends, ends.sums.broadcast(hidden))
+            _gathered_logits(share, communicators, communicators.sums.broadcast(hidden))
 
 
 def _runner(
-    share: Decoder, ends: Communicators, adapters: dict[int, Adapter], settings: _Settings, blocks: Sequence[int]
+    share: Decoder,
+    communicators: Communicators,
+    adapters: dict[int, Adapter],
+    settings: _Settings,
+    blocks: Sequence[int],
 ) -> _Follower:
     return _Follower(
         share,
-        ends,
+        communicators,
         adapters,
         spaces=[KvSpace(count, group.window) for count, group in zip(blocks, share.kv_groups, strict=True)],
         block_size=settings.block_size,

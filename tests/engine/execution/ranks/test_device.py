@@ -95,7 +95,7 @@ def ranks_of(
 
 def driver(lead: DeviceLead, **settings: Any) -> Driver:
     """A Driver of all ranks. It has as many steps in flight as stages, but two of a single stage."""
-    stages = lead.ends.stage.ranks
+    stages = lead.communicators.stage.ranks
     settings |= {"overlap": stages - 1, "batches": stages} if stages > 1 else {"overlap": 1}
     return Driver(lead, device_runner=device_runner_of(lead), **settings)
 
