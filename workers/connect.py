@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from redis.exceptions import RedisError
 
+from producers.admin.roles import ROLES
 from producers.broker.connect import check_broker, control_url
 from producers.connection.aws import AwsNotInstalled
 from producers.connection.connect import connect, is_redis, shown
@@ -23,27 +25,32 @@ LOST = (RedisError, OSError)
 
 
 def check_servers(
-    broker: str, store: str, queues: Sequence[str] | None = None, *, must_answer: bool = True, worker: bool = False
+    broker: str,
+    store: str,
+    queues: Sequence[str] | None = None,
+    *,
+    must_answer: bool = True,
+    worker: bool = False,
+    process: str = "",
 ) -> None:
     """Check store and broker. Raises Refused, with the reason, for one that cannot be used; Away if it does not answer.
 
     One that does not answer is only refused if it must answer. `queues`: as of `check_queues`. `worker`: a worker will
-    use them, and so Celery.
+    use them, and so Celery. `process`: the role whose rights this process needs (`producers.admin.roles`).
     """
     for url, role in {store: "store", broker: "broker"}.items():
         if role == "store" or is_redis(url):
             control, results = worker and url == control_url(broker, store), worker and url == store
-            check_server(url, role, must_answer=must_answer, control=control, results=results)
+            trials = ROLES[process].trials() if process else ()
+            check_server(url, role, must_answer=must_answer, control=control, results=results, trials=trials)
         else:
             check_queues(broker, store, queues, must_answer=must_answer)
 
 
-def check_server(
-    url: str, role: str, *, must_answer: bool = True, control: bool = False, results: bool = False
-) -> None:
+def check_server(url: str, role: str, **more: Any) -> None:
     """Check a Redis or Valkey server, as `producers.store.servers.check_server`. Raises Refused as `check_servers`."""
     try:
-        servers.check_server(url, role, must_answer=must_answer, control=control, results=results)
+        servers.check_server(url, role, **more)
     except servers.ServerRefused as refused:
         raise (Away if isinstance(refused, servers.ServerAway) else Refused)(str(refused)) from refused
 

@@ -64,6 +64,22 @@ class Rights:
             ]
         )
 
+    def trials(self) -> list[str]:
+        """Commands that the user may call who has these rights on what is Penstock's own: one on a key or channel of
+        each pattern, and each of `KEYS`. Nobody runs them: a server says whether it would (PROBE)."""
+        patterns = {
+            "SET {} x": f"{self.keys} {self.writes}",
+            "GET {}": f"{self.keys} {self.reads}",
+            "PUBLISH {} x": self.channels,
+        }
+        named = [
+            command.format(pattern.replace("*", "probe"))
+            for command, text in patterns.items()
+            for pattern in text.split()
+            if pattern.startswith("penstock:")
+        ]
+        return named + [f"{name.upper()}{' penstock:task:probe' * 4}" for name in KEYS.split()]
+
 
 #: Keys that a task's way through the store touches, from ADMIT to SETTLE: each process that may end a task needs it.
 _TASKS: Final = (

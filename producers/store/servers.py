@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from typing import Any, Final
 
@@ -26,6 +26,8 @@ RIGHTS: Final = "~* &* +@all -@admin -@dangerous +info"
 #: The server's default bounds (bytes) on what it keeps for one listener: at once, and for a minute. All tokens that a
 #: gateway reads come by one connection.
 BUFFERS: Final = (32 << 20, 8 << 20)
+#: Most commands that a refusal names.
+NAMED: Final = 6
 #: Commands on the keys and channels of Penstock's own, as `_try` takes them.
 CORE_COMMANDS: Final = (
     ("HSET", "penstock:task:probe", "v", "1"),
@@ -63,16 +65,23 @@ class ServerAway(ServerRefused):
 
 
 def check_server(
-    url: str, role: str, *, must_answer: bool = True, control: bool = False, results: bool = False
+    url: str,
+    role: str,
+    *,
+    must_answer: bool = True,
+    control: bool = False,
+    results: bool = False,
+    trials: Sequence[str] = (),
 ) -> None:
     """Check a server. Raises ServerRefused, with the reason, if it cannot be used as `role` (broker or store).
 
     An unreachable server is refused, with ServerAway, only if it must answer. Bad settings that Penstock can run with
-    are logged. `control`, `results`: a worker's Celery has its remote control there, its result backend.
+    are logged. `control`, `results`: a worker's Celery has its remote control there, its result backend. `trials`:
+    commands that its user must be allowed (`producers.admin.roles.Rights.trials`), none of which is run.
     """
     try:
         with closing(connect(url)) as client:
-            _may(client, control)
+            _may(client, control, trials)
             _may_look(client, role, shown(url))
             _check_epoch(client)
             if results:
@@ -104,14 +113,21 @@ def check_files(location: str) -> None:
         raise ServerRefused(f"cannot use --files-dir: {error}") from error
 
 
-def _may(client: Redis, control: bool) -> None:
-    """Check the user's permissions. Raises the server's error, with the command, and the key or channel."""
-    probe = Call(script(__package__, "probe"), ("penstock:task:probe",), ("penstock:tokens:probe",))
+def _may(client: Redis, control: bool, trials: Sequence[str]) -> None:
+    """Check the user's permissions. Raises the server's error, with the command, and the key or channel.
+
+    A script that is denied a command breaks off there, with what it wrote before: a task would end without its row of
+    the ledger.
+    """
+    probe = Call(script(__package__, "probe"), ("penstock:task:probe",), ("penstock:tokens:probe", *trials))
     try:
         _try(client, (*CORE_COMMANDS, *CONTROL) if control else CORE_COMMANDS)
         client.script_load(probe.script.text)
-        for command in (probe.command, probe.whole):
-            client.execute_command(*command)
+        denied, _ = [client.execute_command(*command) for command in (probe.command, probe.whole)]
+        if denied:
+            named = ", ".join(" ".join(text(words).split()[:2]) for words in denied[:NAMED])
+            more = f" and {len(denied) - NAMED} more" if len(denied) > NAMED else ""
+            raise NoPermissionError(f"No permissions for {named}{more}")
     except RedisError as error:
         if trouble(error) is Trouble.DENIED:
             user = text(client.execute_command("ACL", "WHOAMI"))

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from celery import Celery
+from redis import Redis
 
+from producers.admin.roles import ROLES
 from producers.contract import keys
 from tests.processes import ROOT, Worker, valkey
 from tests.waiting import PATIENCE_S
@@ -108,6 +110,31 @@ def test_the_least_rights_of_the_docs_suffice_and_a_worker_asks_for_each(caplog:
             assert redis.acl_log() == []
         finally:
             rig.close()
+
+
+def test_a_process_whose_user_lacks_a_right_of_its_role_is_refused_by_name(valkey: Redis, valkey_url: str) -> None:
+    """As with the users' file of an earlier release: a script that is denied a command breaks off there."""
+    anns = valkey_url.replace("//", "//ann:pw@")
+
+    def may(rules: list[str]) -> None:
+        valkey.execute_command("ACL", "SETUSER", "ann", "reset", "on", ">pw", "-@all", *rules)
+
+    try:
+        for process in ("gateway", "worker", "sweeper", "webhooks", "autoscaler", "workers", "sources"):
+            may(ROLES[process].rules().split())
+            check_servers(anns, anns, process=process)
+        rules = ROLES["worker"].rules().split()
+        for lacking, named in (
+            ("~penstock:ledger", "SET penstock:ledger, GET penstock:ledger"),
+            ("%R~penstock:revoked", "GET penstock:revoked"),
+            ("&penstock:control:*", "PUBLISH penstock:control:probe"),
+            ("+hvals", "HVALS"),
+        ):
+            may([rule for rule in rules if rule != lacking])
+            with pytest.raises(Refused, match=rf"user 'ann': No permissions for {named}"):
+                check_servers(anns, anns, process="worker")
+    finally:
+        valkey.execute_command("ACL", "DELUSER", "ann")
 
 
 def test_a_single_server_is_taken(valkey_url: str) -> None:

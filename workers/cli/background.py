@@ -148,7 +148,7 @@ def sweeper(
         settings = replace(settings, name=name)
     health = Health(health_port)
     with refusing(ValueError, PenstockError):
-        look_at_servers(broker, store)
+        look_at_servers(broker, store, "sweeper")
         look_at_files(settings.files_dir)
         if journal is not None:
             look_at_files(journal)
@@ -231,7 +231,7 @@ def sources(
     broker, store = addresses(broker, store, data_dir)
     health = Health(health_port)
     with refusing(ValueError):
-        look_at_servers(broker, store)
+        look_at_servers(broker, store, "sources")
         files = files_of(files_dir, data_dir)
         look_at_files(files)
         asyncio.run(_run_sources(configured, broker, store, files, drain_timeout, health))
@@ -373,7 +373,7 @@ def autoscaler(
             pools = opened(pool_settings, broker, store)
     health = Health(health_port)
     with refusing(ValueError):
-        look_at_servers(broker, store)
+        look_at_servers(broker, store, "autoscaler")
         asyncio.run(_run_autoscaler(broker, store, pools, settings, dry_run, health))
 
 

@@ -260,7 +260,7 @@ def gateway(
         process=process,
     )
     with refusing(ValueError):
-        look_at_servers(broker, store)
+        look_at_servers(broker, store, "gateway")
         look_at_files(settings.files_dir)
         serve(settings, listener, notify_ready if process else lambda: None)  # to the one that supervises it
 

@@ -124,11 +124,12 @@ def answering(*urls: str) -> Iterator[None]:
         raise Failure(f"no answer from {where} ({error_text(error)})", Exit.UNREACHABLE) from error
 
 
-def look_at_servers(broker: str, store: str) -> None:
-    """Check broker and store. Raises Refused for an unusable server; waits for one that does not answer."""
+def look_at_servers(broker: str, store: str, process: str) -> None:
+    """Check broker and store for a process of this role. Raises Refused for an unusable server, or one whose user lacks
+    rights; waits for one that does not answer."""
     from workers.connect import check_servers
 
-    check_servers(broker, store, must_answer=False)
+    check_servers(broker, store, must_answer=False, process=process)
 
 
 def look_at_files(location: str) -> None:

@@ -117,7 +117,7 @@ def run(
     server = store_address(broker, store, data_dir)
     settings = deliverer.WebhookSettings(server, allowed, drain=drain_timeout, health_port=health_port)
     with refusing(ValueError):
-        look_at_servers(server, server)
+        look_at_servers(server, server, "webhooks")
         asyncio.run(deliverer.run(settings))
 
 

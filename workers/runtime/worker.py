@@ -78,7 +78,7 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     stopping = Stopping()
     stopping.install()
     health = Health(settings.health_port, starting="the model is being loaded")
-    check_servers(settings.broker, settings.store, queues=(), worker=True)
+    check_servers(settings.broker, settings.store, queues=(), worker=True, process="worker")
     COLD_START.mark("connect")
     with Boot(settings, loglevel, ("celery.worker.consumer", "workers.runtime.assembly")) as boot:
         served = _loaded(settings, process)

@@ -159,7 +159,7 @@ def test_shares_that_cannot_be_are_refused(options: tuple[str, ...], reason: str
 def test_the_gateway_is_told_what_was_said(conducted: Conducted, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[GatewaySettings] = []
     monkeypatch.setattr("producers.gateway.serve", lambda settings, listener, ready: given.append(settings))
-    monkeypatch.setattr("workers.cli.gateway.look_at_servers", lambda broker, store: None)
+    monkeypatch.setattr("workers.cli.gateway.look_at_servers", lambda *_: None)
     origins = ("https://a.example", "http://localhost:3000")
     said = ("--max-queued", "60", "--max-queued-per-tenant", "6", "--max-queued-in-all", "0", "--max-wait", "9")
     said += (*(f"--cors-origin={origin}" for origin in origins), "--proxy-headers", "10.0.0.0/8")
