@@ -198,6 +198,8 @@ def test_the_page_has_the_versions_that_are_tried() -> None:
         "`pydantic-ai`": [ours["pydantic-ai-slim"]],
         "`instructor`": [ours["instructor"]],
         "`litellm`": [ours["litellm"]],
+        "`anthropic` (Python)": [ours["anthropic"]],
+        "`langchain-anthropic`": [ours["langchain-anthropic"]],
         "`cohere`": [ours["cohere"]],
         "`llama-index-embeddings-openai-like`": [ours["llama-index-embeddings-openai-like"]],
         "`infinity_client`": [ours["infinity-client"]],

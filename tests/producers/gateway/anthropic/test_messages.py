@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 from redis import Redis
 
+from producers.contract import keys
 from producers.contract.record import Record
 from producers.gateway.anthropic.request import PARAMETERS, read_message
 from producers.gateway.openai.reasoning import ReasoningRequest
 from tests.processes import ROOT
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import CARD, Make, Open
+from tests.producers.gateway.conftest import CARD, Door, Make, Open
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, ends, nothing_written, says, send
 from tests.producers.gateway.openai.conftest import answering as answering  # the fixture
 from tests.producers.gateway.openai.test_chat_tools import PIECES as CALLING
@@ -23,6 +25,7 @@ from tests.producers.gateway.openai.test_chat_tools import calls as calls  # the
 from tests.producers.gateway.openai.test_reasoning import PIECES as THINKING
 from tests.producers.gateway.openai.test_reasoning import thinker as thinker  # the fixture
 from tests.producers.gateway.test_keys import make as make  # the fixture
+from tests.waiting import until
 
 ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 20, "messages": MESSAGES}
 CACHED = {"cache_control": {"type": "ephemeral"}}
@@ -32,6 +35,15 @@ USED = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"place
 ONE = {"type": "text", "text": "a"}
 CALL = {"role": "assistant", "content": [USED]}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain"}
+
+
+@pytest.fixture
+def caller(calls: str, shared_door: Door) -> Iterator[str]:
+    """A model with a template that has tools. The gateway remembers no card of another test."""
+    directory = shared_door.app.state.gateway.client.directory
+    directory.forget(calls)
+    yield calls
+    directory.forget(calls)
 
 
 def ask(http: httpx.Client, **fields: Any) -> httpx.Response:
@@ -100,7 +112,9 @@ def test_a_message_in_one_piece_and_as_events(http: httpx.Client, model: str, an
     assert (task["max_tokens"], task["metadata"]) == (20, {"user_id": "u"})
 
 
-def test_prompt_and_grammar_are_those_of_chat_completions(calls: str, http: httpx.Client, answering: Answering) -> None:
+def test_prompt_and_grammar_are_those_of_chat_completions(
+    caller: str, http: httpx.Client, answering: Answering
+) -> None:
     turns = [
         {"role": "user", "content": "a"},
         {"role": "user", "content": [{"type": "text", "text": "b", **CACHED}]},
@@ -111,7 +125,7 @@ def test_prompt_and_grammar_are_those_of_chat_completions(calls: str, http: http
     assert ask(http, **asked).status_code == 200
     call = {"id": "toolu_1", "type": "function", "function": {"name": "weather", "arguments": '{"place": "Bern"}'}}
     chat = {
-        "model": calls,
+        "model": caller,
         "max_tokens": 20,
         "messages": [
             {"role": "system", "content": "s"},
@@ -128,11 +142,11 @@ def test_prompt_and_grammar_are_those_of_chat_completions(calls: str, http: http
     assert send(http, "/v1/chat/completions", chat).status_code == 200
     mine, theirs = (record.task for record in answering.records)
     assert (mine["prompt"], mine["grammar"]) == (theirs["prompt"], theirs["grammar"])
-    counted = send(http, "/v1/messages/count_tokens", {"model": calls, **asked})
+    counted = send(http, "/v1/messages/count_tokens", {"model": caller, **asked})
     assert counted.json() == {"input_tokens": len(mine["prompt"])}
 
 
-def test_calls_are_blocks(calls: str, http: httpx.Client, answering: Answering) -> None:
+def test_calls_are_blocks(caller: str, http: httpx.Client, answering: Answering) -> None:
     answering.scripts = [says(*CALLING)]
     message = both_ways(http, tools=TOOLS)
     assert message["content"] == [
@@ -210,6 +224,15 @@ def test_an_output_longer_than_the_context_is_cut_there(http: httpx.Client, mode
     answering.scripts = [fills_the_context]
     assert ask(http, max_tokens=64_000).json()["stop_reason"] == "model_context_window_exceeded"
     assert "max_tokens" not in answering.records[0].task
+
+
+def test_a_caller_who_leaves_cancels_its_message(http: httpx.Client, model: str, valkey: Redis) -> None:
+    with http.stream("POST", "/v1/messages", json=ASKED | {"stream": True}) as answer:
+        lines = answer.iter_lines()
+        start = next(line for line in lines if line.startswith("data: "))
+        task = keys.task(json.loads(start.removeprefix("data: "))["message"]["id"].removeprefix("msg_"))
+        assert valkey.hget(task, "status") == b"queued"
+    until(lambda: valkey.hget(task, "status") == b"cancelled")
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
