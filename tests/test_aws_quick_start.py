@@ -22,6 +22,7 @@ from producers.broker.sqs.address import read
 from tests.aws import ACCOUNT, Aws
 from tests.processes import ROOT, free_port, guarded
 from tests.producers.aws.users import user
+from tests.waiting import PATIENCE_S
 
 PAGE: Final = (ROOT / "docs" / "run" / "aws.md").read_text("utf-8")
 #: Commands that go on until they are told to stop.
@@ -86,7 +87,7 @@ class Terminal:
             assert process.poll() is None, f"{line} ended: {(self._folder / 'log').read_text()}"
         finally:
             process.send_signal(signal.SIGINT)
-            process.wait(60)
+            process.wait(PATIENCE_S)
 
     def ready(self) -> None:
         """Wait until a gateway serves a model."""

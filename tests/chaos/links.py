@@ -21,6 +21,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from tests.processes import free_port
+from tests.waiting import PATIENCE_S
 
 
 class Link:
@@ -155,4 +156,4 @@ class Links:
         self._loop.close()
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)

@@ -20,6 +20,7 @@ from producers.store import protocol
 from producers.store.usage.ledger import COUNTS
 from producers.sweeper.retention import Ages
 from producers.sweeper.sweeper import SweeperSettings
+from tests.waiting import PATIENCE_S
 from tests.warm import template
 from workers.cli.background import sweep
 
@@ -54,7 +55,7 @@ class Sweeper:
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
-        self._process.join(60)
+        self._process.join(PATIENCE_S)
 
 
 def _sweep(url: str, name: str, fields: dict[str, Any], env: dict[str, str]) -> None:

@@ -25,6 +25,7 @@ from typing import Literal, Self, get_args
 
 from tests.chaos.calls import LISTENS, MANNERS, Call, kind
 from tests.chaos.resp import arguments, frame_end
+from tests.waiting import PATIENCE_S
 
 Mode = Literal["before", "after", "drop"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -213,7 +214,7 @@ class Killer(Tap):
 
     def __init__(self, port: int, aim: Aim) -> None:
         self.pid: Future[int] = Future()
-        super().__init__(port, aim, lambda: os.kill(self.pid.result(60), signal.SIGKILL), lambda call: None)
+        super().__init__(port, aim, lambda: os.kill(self.pid.result(PATIENCE_S), signal.SIGKILL), lambda call: None)
         self.url = f"redis://127.0.0.1:{self.port}/0"
 
     def __enter__(self) -> Self:

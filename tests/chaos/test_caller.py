@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import PATIENCE_S
 from workers.trials.chaos.caller import Caller
 from workers.trials.chaos.checker.case import Journal, ObservedTask, lines_of
 from workers.trials.chaos.load import Manner
@@ -41,7 +42,7 @@ async def _cancelled(folder: Path, url: str, killed_at: int = 0) -> list[Any]:
     seen, journal = ObservedTask(0, 0, "http", {}, id="t"), Journal(folder, "client")
     async with Senders(url, "redis://127.0.0.1:1/0", "redis://127.0.0.1:1/0") as senders:
         following = asyncio.create_task(Caller(senders, journal).follow(seen, MANNER))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while not following.done() and not 0 < killed_at <= len(_said(lines_of(journal.path))):
                 await asyncio.wait([following], timeout=0.1)
         following.cancel()

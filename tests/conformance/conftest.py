@@ -15,7 +15,7 @@ from redis import Redis
 from producers.contract import keys
 from producers.gateway import GatewaySettings
 from tests.processes import Worker, valkey
-from tests.waiting import StepGate
+from tests.waiting import PATIENCE_S, StepGate
 from tests.warm import Forked, warm_gateway
 from workers.cli.servers import open_port
 
@@ -64,7 +64,7 @@ def sweeping(system: System, folder: Path) -> Iterator[None]:
         yield
     finally:
         sweeper.terminate()
-        sweeper.wait(60)
+        sweeper.wait(PATIENCE_S)
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,7 @@ from tests.conformance.examples import LANGUAGES, Running, examples_of
 from tests.engine.sentence_folders import TEXTS, write_encoder_with_tokenizer
 from tests.in_process import penstock
 from tests.processes import Worker, valkey
-from tests.waiting import auntil, until
+from tests.waiting import PATIENCE_S, auntil, until
 from workers.cli.up import first_call
 from workers.errors import Refused
 from workers.library import ResolvedModel
@@ -207,8 +207,8 @@ def test_parts_of_texts_are_labelled_as_the_engine_does(served: Served) -> None:
         assert len(many) == 300
         assert all(alike(row, expected[at % 3]) for at, row in enumerate(many))
         handle = client.submit(kind="token_classify", model="tagger", input=SHORT)
-        assert all(map(alike, handle.result(60).rows or (), plain))
-    view = httpx.get(f"{served.url}/v1/tasks/{handle.id}", timeout=60).json()
+        assert all(map(alike, handle.result(PATIENCE_S).rows or (), plain))
+    view = httpx.get(f"{served.url}/v1/tasks/{handle.id}", timeout=PATIENCE_S).json()
     assert all(map(alike, view["rows"], plain))
     chunked = served.post("/v1/token_classify", model="tagger", input=SHORT * 100, **options).json()["data"]
     assert all(alike(entry["entities"], expected[entry["index"] % 3]) for entry in chunked)
@@ -269,7 +269,7 @@ def test_a_task_of_a_kind_has_one_entry_with_its_result(served: Served) -> None:
     expected = served.embedder.embed(SHORT)
     with Client(served.store_url) as client:
         handle = client.submit(kind="embed", model="embedder", input=SHORT, metadata={"a": "b"})
-        result = handle.result(60)
+        result = handle.result(PATIENCE_S)
         assert close(np.array(result.rows, dtype=np.float32), expected)
         assert result.usage["output_tokens"] == 0
         assert served.store.xlen(keys.stream(handle.id)) == 1
@@ -279,7 +279,7 @@ def test_a_task_of_a_kind_has_one_entry_with_its_result(served: Served) -> None:
     (entry,) = (json.loads(fields["e"]) for _, fields in served.store.xrange(keys.stream(handle.id)))
     assert len(entry["result"]["data"]) == int(record["result_bytes"]) == 768
     assert int(record["kept"].split()[0]) > 768 + len(record["task"])
-    view = httpx.get(f"{served.url}/v1/tasks/{handle.id}", timeout=60).json()
+    view = httpx.get(f"{served.url}/v1/tasks/{handle.id}", timeout=PATIENCE_S).json()
     assert (view["status"], view["metadata"]) == ("completed", {"a": "b"})
     assert close(np.array(view["rows"], dtype=np.float32), expected)
     row = next(fields for _, fields in served.store.xrange(keys.LEDGER) if fields["id"] == handle.id)
@@ -332,12 +332,16 @@ def test_a_task_of_many_texts_is_a_task_as_any_other(served: Served) -> None:
     assert (view["status"], view["error"]) == ("completed", None)
     assert close(np.array(view["rows"], dtype=np.float32), expected)
     task = f"{url}/{view['id']}"
-    assert httpx.get(task, timeout=60).json() == httpx.get(task, timeout=60).json() | {"rows": view["rows"]}
-    events = [line for line in httpx.get(f"{task}/events", timeout=60).text.splitlines() if line.startswith("data:")]
+    assert httpx.get(task, timeout=PATIENCE_S).json() == httpx.get(task, timeout=PATIENCE_S).json() | {
+        "rows": view["rows"]
+    }
+    events = [
+        line for line in httpx.get(f"{task}/events", timeout=PATIENCE_S).text.splitlines() if line.startswith("data:")
+    ]
     assert [json.loads(line[5:]).get("first") for line in events] == [0, 256, None]
-    listed = httpx.get(url, params={"metadata[many]": "1"}, timeout=60).json()["data"]
+    listed = httpx.get(url, params={"metadata[many]": "1"}, timeout=PATIENCE_S).json()["data"]
     assert [entry["id"] for entry in listed] == [view["id"]]
-    assert httpx.get(f"{task}/explain", timeout=60).json()["status"] == "completed"
+    assert httpx.get(f"{task}/explain", timeout=PATIENCE_S).json()["status"] == "completed"
     rows = [fields for _, fields in served.store.xrange(keys.LEDGER)]
     of_chunks = [row for row in rows if row["id"] in {chunk_id(view["id"], number) for number in range(2)}]
     assert sum(int(row["prompt"]) for row in of_chunks) == view["usage"]["prompt_tokens"]
@@ -382,7 +386,7 @@ def test_a_bad_text_fails_itself_alone_if_its_request_says_so(served: Served) ->
     many[7] = many[299] = ""
     with Client(served.store_url) as client:
         handle = client.submit(kind="embed", model="embedder", input=many, on_error="item")
-        rows = handle.result(60).rows or ()
+        rows = handle.result(PATIENCE_S).rows or ()
         failed = [at for at, row in enumerate(rows) if isinstance(row, TextError)]
         assert (len(rows), failed) == (300, [7, 299])
         labels = client.classify("classifier", ["", SHORT[0]], on_error="item")
@@ -442,9 +446,9 @@ def test_a_plain_celery_task_of_a_kind_returns_its_rows(served: Served) -> None:
         results = [
             app.send_task(name, args, kwargs, queue=keys.model_queue(model)) for model, name, args, kwargs in sent
         ]
-        *rows, tagged = [result.get(timeout=60)["rows"] for result in results[:-1]]
+        *rows, tagged = [result.get(timeout=PATIENCE_S)["rows"] for result in results[:-1]]
         with pytest.raises(Exception, match="cannot embed; it can rerank"):
-            results[-1].get(timeout=60)
+            results[-1].get(timeout=PATIENCE_S)
     scores = served.reranker.score([(TEXTS[0], document) for document in SHORT])
     vectors, classes = served.embedder.embed(SHORT), served.classifier.classify(SHORT)
     for made, right in zip(rows[:4], (vectors, vectors, *[np.array(scores)[:, None]] * 2), strict=True):

@@ -16,7 +16,7 @@ from producers.contract import keys
 from tests.conformance.clients import INSTALLED
 from tests.conformance.conftest import System
 from tests.processes import free_port
-from tests.waiting import until, within
+from tests.waiting import PATIENCE_S, until, within
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -38,7 +38,7 @@ def flower(system: System, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             yield api
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(PATIENCE_S)
 
 
 def _answers(api: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> bool:

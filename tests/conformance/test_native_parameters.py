@@ -13,6 +13,7 @@ import pytest
 from engine.text import Tokenizer
 from producers import Client, InvalidTask, Prompt, Result, TaskFailed, Token
 from tests.conformance.conftest import TINY, System
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -32,7 +33,7 @@ def tokenizer() -> Tokenizer:
 
 def ask(client: Client, **task: Any) -> Result:
     shared = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
-    return client.submit(**shared | task).result(timeout=60)
+    return client.submit(**shared | task).result(timeout=PATIENCE_S)
 
 
 def test_penalties_reach_the_engine(client: Client) -> None:

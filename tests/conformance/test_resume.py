@@ -14,6 +14,7 @@ from tests.conformance.conftest import System, gateway
 from tests.conformance.javascript import start
 from tests.exhaustive import few
 from tests.processes import free_port
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -25,7 +26,7 @@ def in_javascript(url: str) -> Iterator[list[Any]]:
     process = start("resume.mjs", url)
     assert process.stdout is not None
     yield from map(json.loads, process.stdout)
-    assert process.wait(60) == 0, process.stderr and process.stderr.read()
+    assert process.wait(PATIENCE_S) == 0, process.stderr and process.stderr.read()
 
 
 def in_python(url: str) -> Iterator[list[Any]]:

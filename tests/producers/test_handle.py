@@ -28,7 +28,7 @@ from producers.contract import keys
 from tests.producers.conftest import QUEUE, subscribers
 from tests.producers.faces import Face
 from tests.producers.fake_worker import FakeWorker
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 
 def later(do: Callable[[], object], seconds: float = 0.2) -> threading.Timer:
@@ -46,7 +46,7 @@ def test_a_task_is_streamed_and_its_result_put_together(client: Face, worker: Fa
     assert [e.position for e in events] == [0, 1, 2, 3]
     assert isinstance(events[-1], End)
 
-    result = handle.result(timeout=60)
+    result = handle.result(timeout=PATIENCE_S)
     assert (result.id, result.model, result.tier, result.status) == (handle.id, "tiny", "default", "completed")
     assert (result.text, result.token_ids, result.choices[0].finish_reason) == ("Hello, world", (0, 1, 2), "stop")
     assert result.usage == {"prompt_tokens": 3, "cached_tokens": 0, "output_tokens": 3}
@@ -58,7 +58,7 @@ def test_a_task_is_streamed_and_its_result_put_together(client: Face, worker: Fa
 def test_result_waits_for_the_end(client: Face, worker: FakeWorker) -> None:
     handle = client.submit(model="tiny", prompt="x")
     timer = later(lambda: worker.serve(handle.id))
-    assert handle.result(timeout=60).text == "Hello, world"
+    assert handle.result(timeout=PATIENCE_S).text == "Hello, world"
     timer.join()
 
 
@@ -69,7 +69,7 @@ def test_several_choices_and_logprobs_are_kept_apart(client: Face, worker: FakeW
     worker.append(handle.id, 0, ["b", "c"], choice=0, logprobs=[(-1.0, ()), (-2.0, ())], finish_reason="length")
     worker.append(handle.id, 1, ["d"], choice=1, logprobs=[(-0.25, ((8, -0.125),))], finish_reason="stop")
     worker.finish(handle.id, [2, 2], reasons=["length", "stop"])
-    first, second = handle.result(timeout=60).choices
+    first, second = handle.result(timeout=PATIENCE_S).choices
     assert (first.text, first.token_ids, first.finish_reason) == ("bc", (0, 1), "length")
     assert (second.text, second.token_ids, second.finish_reason) == ("ad", (1000, 1001), "stop")
     assert first.logprobs == ((-1.0, ()), (-2.0, ()))
@@ -91,7 +91,7 @@ def test_a_prompts_logprobs_come_before_its_tokens_and_count_none(client: Face, 
     worker.append(handle.id, 0, ["a", "b"])
     worker.finish(handle.id, [2])
     assert [(e.position, getattr(e, "index", None)) for e in stream] == [(2, 0), (3, 1), (4, None)]
-    result = handle.result(timeout=60)
+    result = handle.result(timeout=PATIENCE_S)
     assert result.prompt_token_ids == tuple(range(700))
     assert result.prompt_logprobs == tuple(logprobs)
     assert result.usage["output_tokens"] == 2
@@ -124,9 +124,9 @@ def test_a_failed_task_raises_its_error_unless_asked_not_to(client: Face, worker
     error = {"code": "engine_error", "message": "The engine broke.", "param": "prompt"}
     worker.finish(handle.id, [1], status="failed", reasons=["error"], error=error)
     with pytest.raises(TaskFailed, match=r"The engine broke\.") as failed:
-        handle.result(timeout=60)
+        handle.result(timeout=PATIENCE_S)
     assert (failed.value.status, failed.value.code, failed.value.param) == ("failed", "engine_error", "prompt")
-    result = handle.result(timeout=60, raise_for_status=False)
+    result = handle.result(timeout=PATIENCE_S, raise_for_status=False)
     assert (result.status, result.text, result.error) == ("failed", "half", error)
 
 
@@ -135,7 +135,7 @@ def test_an_incomplete_task_is_no_failure(client: Face, worker: FakeWorker) -> N
     worker.claim(handle.id)
     worker.append(handle.id, 0, ["half"])
     worker.finish(handle.id, [1], status="incomplete", reasons=["length"])
-    assert handle.result(timeout=60).status == "incomplete"
+    assert handle.result(timeout=PATIENCE_S).status == "incomplete"
 
 
 def test_a_queued_task_is_cancelled_at_once(client: Face, worker: FakeWorker) -> None:
@@ -144,7 +144,7 @@ def test_a_queued_task_is_cancelled_at_once(client: Face, worker: FakeWorker) ->
     assert handle.status().status == "cancelled"
     assert [type(event) for event in handle.stream()] == [End]
     with pytest.raises(TaskFailed) as failed:
-        handle.result(timeout=60)
+        handle.result(timeout=PATIENCE_S)
     assert (failed.value.status, failed.value.code) == ("cancelled", "cancelled")
     assert handle.cancel() is True  # asked twice, still so
     assert worker.claim(worker.take(QUEUE) or "").answer == "settle"
@@ -166,14 +166,14 @@ def test_a_running_task_is_cancelled_by_its_worker(client: Face, valkey: Redis, 
     assert handle.status().cancel_accepted
     assert worker.append(handle.id, 1, ["b"]) == ("cancel", 1)
     assert worker.finish(handle.id, [1]) == ["won", "cancelled"]
-    assert handle.result(timeout=60, raise_for_status=False).text == "a"
+    assert handle.result(timeout=PATIENCE_S, raise_for_status=False).text == "a"
 
 
 def test_a_finished_task_is_not_cancelled(client: Face, worker: FakeWorker) -> None:
     handle = client.submit(model="tiny", prompt="x")
     worker.serve(handle.id)
     assert handle.cancel() is False
-    assert handle.result(timeout=60).status == "completed"
+    assert handle.result(timeout=PATIENCE_S).status == "completed"
 
 
 def test_a_deleted_task_is_unknown(client: Face, worker: FakeWorker, valkey: Redis) -> None:
@@ -289,7 +289,7 @@ def test_threads_share_a_client(valkey_url: str, model: str, worker: FakeWorker)
 
         def one(k: int) -> None:
             handle = client.submit(model=model, prompt="x")
-            texts[handle.id] = handle.result(timeout=60).text
+            texts[handle.id] = handle.result(timeout=PATIENCE_S).text
 
         threads = [threading.Thread(target=one, args=(k,)) for k in range(10)]
         for thread in threads:

@@ -33,7 +33,7 @@ from tests.producers.gateway.console.conftest import browser as browser
 from tests.producers.gateway.console.conftest import complaints as complaints
 from tests.producers.gateway.console.conftest import look as look
 from tests.producers.gateway.test_dead_letters import bury
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from tests.warm import Forked
 from workers.library.reference import BUNDLED, packaged
 
@@ -124,10 +124,10 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
             time.sleep(0.2)
         yield made
         ended.set()
-        loading.join(30)
+        loading.join(PATIENCE_S)
         for process in (sweeper, autoscaler):
             process.terminate()
-            process.wait(60)
+            process.wait(PATIENCE_S)
 
 
 class Reader:

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from tests.processes import ROOT, guarded
+from tests.waiting import PATIENCE_S
 
 (WHEEL,) = Path(__file__).parent.glob("*.whl")
 NATIVE = Path("engine/kernels/native")
@@ -78,7 +79,7 @@ class Before:
     def close(self) -> None:
         assert self._process.stdin
         self._process.stdin.close()
-        self._process.wait(60)
+        self._process.wait(PATIENCE_S)
 
 
 class Functions:

@@ -43,7 +43,7 @@ from tests.conformance.test_tools import MESSAGES, TEMPLATE, TOOLS
 from tests.exhaustive import few
 from tests.histories import TIMES, examples
 from tests.processes import ROOT, free_port, guarded, valkey
-from tests.waiting import within
+from tests.waiting import PATIENCE_S, within
 from tests.warm import Forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -182,7 +182,7 @@ class System:
         for process in processes:
             process.terminate()
         for process in processes:
-            assert process.wait(120) == 0, self.logs()
+            assert process.wait(PATIENCE_S) == 0, self.logs()
 
     def check_nothing_left(self) -> None:
         """No dead letter, and no message in SQS; acknowledgements may be on their way."""

@@ -21,6 +21,7 @@ from producers.contract.record import Record
 from producers.store.fleet import adapters
 from tests.engine.adapters.folders import CONFIG, tensors, write_adapter
 from tests.producers.gateway.conftest import Door, open_door
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import Rig
 from tests.workers.rig import rig as opened_rig
 from workers.library.reference import BUNDLED
@@ -110,7 +111,7 @@ def test_a_chat_and_a_task_take_its_name(door: Door) -> None:
     )
     assert chat.json()["choices"][0]["message"]["content"] is not None
     task = httpx.post(f"{door.url}/v1/tasks", json={"model": "tiny:one", "prompt": PROMPT, **GREEDY}).json()
-    result = httpx.get(f"{door.url}/v1/tasks/{task['id']}?wait=60", timeout=90).json()
+    result = httpx.get(f"{door.url}/v1/tasks/{task['id']}?wait=60", timeout=PATIENCE_S).json()
     assert result["model"] == "one"
 
 

@@ -18,6 +18,7 @@ from producers import Client
 from producers.contract import keys
 from producers.store.epoch import LOOK_S
 from tests.processes import TESTS, free_port, running_valkey
+from tests.waiting import PATIENCE_S
 from tests.warm import Forked, printed
 from tests.webhooks_process import WebhooksProcess
 from tests.workers.rig import Rig
@@ -142,10 +143,10 @@ def test_processes_that_began_before_a_restore_end(rig: Rig, tmp_path: Path) -> 
         rig.until(lambda: rig.redis.exists(keys.SWEEPER) and listens(port))
         time.sleep(2 * LOOK_S)  # each has looked
         rig.redis.hset(keys.EPOCH, mapping={"id": "e2", "state": "open"})
-        assert sweeping.wait(60) == 2
-        assert webhooks.process.wait(60) == 0
-        assert gateway.wait(60) == 0
-        assert worker.process.wait(60) == os.EX_SOFTWARE
+        assert sweeping.wait(PATIENCE_S) == 2
+        assert webhooks.process.wait(PATIENCE_S) == 0
+        assert gateway.wait(PATIENCE_S) == 0
+        assert worker.process.wait(PATIENCE_S) == os.EX_SOFTWARE
     assert "restored from a backup" in worker.log.read_text()
     rig.worker()  # who begins now knows the epoch
     rig.redis.hset(keys.EPOCH, "state", "restoring")

@@ -13,7 +13,7 @@ from celery import Celery
 from engine import Engine, EngineConfig, SamplingParams
 from producers.contract import keys
 from tests.producers.gateway.conftest import Door, open_door
-from tests.waiting import StepGate
+from tests.waiting import PATIENCE_S, StepGate
 from tests.workers.rig import rig as opened_rig
 from tests.workers.test_adapters import PROMPT, TINY, adapter_of_tiny, add
 
@@ -78,7 +78,7 @@ def test_whatever_computes_it(
 
         def result(task_id: str) -> dict[str, Any]:
             rig.until_settled([task_id])
-            return dict(httpx.get(f"{door.url}/v1/tasks/{task_id}", timeout=60).json())
+            return dict(httpx.get(f"{door.url}/v1/tasks/{task_id}", timeout=PATIENCE_S).json())
 
         def texts(task_id: str) -> list[str]:
             return [choice["text"] for choice in result(task_id)["choices"]]
@@ -88,7 +88,7 @@ def test_whatever_computes_it(
         assert texts(ids["tiny:mine"]) == expected["mine"]
         app = Celery("sender", broker=rig.url, backend=rig.store_url, set_as_current=False)
         sent = app.send_task(keys.TASK_NAME, kwargs={"prompt": PROMPT, **SEARCH}, queue=keys.model_queue("tiny"))
-        assert [choice["text"] for choice in sent.get(timeout=120)["choices"]] == expected["tiny"]
+        assert [choice["text"] for choice in sent.get(timeout=PATIENCE_S)["choices"]] == expected["tiny"]
         app.close()
 
         def generated() -> int:

@@ -15,6 +15,7 @@ from producers.contract import keys
 from producers.store.protocol import delete
 from tests.chaos import clock
 from tests.stub_engine import STALLED
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import Rig
 
 
@@ -91,8 +92,8 @@ def test_deleted_before_it_is_settled(rig: Rig) -> None:
     worker = rig.worker(WORKER_PLUGINS="tests.workers.plugins:settles_when_told", SEEN_URL=rig.url)
     app, kwargs = rig.sender(), {"prompt": [1], "max_tokens": 4, "seed": 0}
     lost, plain = (app.send_task(keys.TASK_NAME, kwargs=kwargs) for _ in range(2))
-    assert lost.get(timeout=60)
-    assert plain.get(timeout=60)
+    assert lost.get(timeout=PATIENCE_S)
+    assert plain.get(timeout=PATIENCE_S)
     (deleted,) = rig.fill(1)
     rig.until(lambda: rig.status(deleted) == "completed")
     rig.store.delete(keys.task(lost.id), keys.stream(lost.id))
@@ -175,14 +176,14 @@ def test_a_worker_whose_clock_was_set_ends_nothing_before_its_deadline(rig: Rig,
     its.set(3600)
     with Client(rig.url) as client:
         handle = client.submit(model="stub", prompt=[1, 2], max_tokens=4, timeout=600, seed=0)
-        assert handle.result(60).status == "completed"
+        assert handle.result(PATIENCE_S).status == "completed"
 
 
 def test_what_has_ended_by_the_deadline_keeps_its_reason(rig: Rig) -> None:
     """One choice ends by itself, before the other fails to."""
     rig.worker(STUB_STEP_S=0.02, STUB_SHORT_CHOICE=5)
     with Client(rig.url) as client:
-        result = _running(rig, client, 12, n=2).result(60)
+        result = _running(rig, client, 12, n=2).result(PATIENCE_S)
     assert result.status == "incomplete"
     assert [choice.finish_reason for choice in result.choices] == ["stop", "deadline"]
     assert len(result.choices[0].token_ids) == 5
@@ -224,7 +225,7 @@ def test_what_an_earlier_worker_made_of_it_stands(rig: Rig, left: str) -> None:
         deadline = int(rig.record(handle.id)["deadline"])
         rig.until(lambda: _server_ms(rig) > deadline)
         rig.worker()
-        result = handle.result(60)
+        result = handle.result(PATIENCE_S)
         rig.until_settled([handle.id])
     assert (result.status, result.choices[0].finish_reason) == ("incomplete", "deadline")
     assert len(result.token_ids) > 2

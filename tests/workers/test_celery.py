@@ -19,6 +19,7 @@ from producers.contract import keys
 from producers.store.protocol import cancel
 from producers.sweeper.compact import compact
 from tests.stub_engine import text_of
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import MODEL, Rig
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +36,7 @@ def generate(app: Celery, seed: int, max_tokens: int = 4, **options: Any) -> Any
 def test_a_result_comes_back_through_the_result_backend(served: Rig, app: Celery) -> None:
     seed = next(SEEDS)
     result = generate(app, seed, 5).apply_async()
-    value = result.get(timeout=60)
+    value = result.get(timeout=PATIENCE_S)
     assert value["text"] == text_of(seed, 0, 5)
     assert value["status"] == "completed"
     assert value["id"] == result.id
@@ -55,7 +56,7 @@ def test_an_ignored_result_is_not_stored(served: Rig, app: Celery) -> None:
 def test_an_invalid_task_fails_with_its_reason(served: Rig, app: Celery) -> None:
     result = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1], "max_tokenz": 4})
     with pytest.raises(Exception, match="max_tokenz"):
-        result.get(timeout=60)
+        result.get(timeout=PATIENCE_S)
     assert result.state == "FAILURE"
     served.until_settled([result.id])
     assert served.record(result.id)["status"] == "failed"
@@ -91,7 +92,7 @@ def test_a_link_gets_the_result(served: Rig, app: Celery) -> None:
     linked = app.signature("app.text", kwargs={"prefix": "linked:"})
     linked.freeze("linked-1")
     generate(app, seed).apply_async(link=linked)
-    assert AsyncResult("linked-1", app=app).get(timeout=60) == "linked:" + text_of(seed, 0, 4)
+    assert AsyncResult("linked-1", app=app).get(timeout=PATIENCE_S) == "linked:" + text_of(seed, 0, 4)
 
 
 def test_link_error_hears_of_a_failure(served: Rig, app: Celery) -> None:
@@ -104,36 +105,36 @@ def test_link_error_hears_of_a_failure(served: Rig, app: Celery) -> None:
 def test_a_chord_calls_back_when_all_are_done(served: Rig, app: Celery) -> None:
     seeds = [next(SEEDS) for _ in range(5)]
     result = chord([generate(app, seed) for seed in seeds], app=app)(app.signature("app.texts"))
-    assert result.get(timeout=60) == [text_of(seed, 0, 4) for seed in seeds]
+    assert result.get(timeout=PATIENCE_S) == [text_of(seed, 0, 4) for seed in seeds]
 
 
 def test_a_chord_with_a_failure_fails(served: Rig, app: Celery) -> None:
     bad = app.signature(keys.TASK_NAME, kwargs={"prompt": [1], "temperature": -1.0})
     result = chord([generate(app, next(SEEDS)), bad], app=app)(app.signature("app.texts"))
     with pytest.raises(Exception, match="temperature"):
-        result.get(timeout=60)
+        result.get(timeout=PATIENCE_S)
 
 
 def test_a_group_gives_results_in_order(served: Rig, app: Celery) -> None:
     seeds = [next(SEEDS) for _ in range(6)]
     result = group([generate(app, seed) for seed in seeds], app=app).apply_async()
-    assert [value["text"] for value in result.get(timeout=60)] == [text_of(seed, 0, 4) for seed in seeds]
+    assert [value["text"] for value in result.get(timeout=PATIENCE_S)] == [text_of(seed, 0, 4) for seed in seeds]
 
 
 def test_a_chain_goes_from_the_engine_to_ordinary_tasks(served: Rig, app: Celery) -> None:
     seed = next(SEEDS)
     result = chain(generate(app, seed), app.signature("app.text", kwargs={"prefix": ">"}), app=app).apply_async()
-    assert result.get(timeout=60) == ">" + text_of(seed, 0, 4)
+    assert result.get(timeout=PATIENCE_S) == ">" + text_of(seed, 0, 4)
 
 
 def test_a_chain_gives_the_next_prompt_what_the_last_said(served: Rig, app: Celery) -> None:
     seed = next(SEEDS)
     following = app.signature(keys.TASK_NAME, kwargs={"max_tokens": 4, "seed": 1})
     result = chain(generate(app, seed), following, app=app).apply_async()
-    assert result.get(timeout=60)["text"] == text_of(1, 0, 4)
+    assert result.get(timeout=PATIENCE_S)["text"] == text_of(1, 0, 4)
     assert prompt_of(served, result.id) == text_of(seed, 0, 4)
     after_text = chain(app.signature("app.text", args=({"text": "said"},)), following.clone(), app=app).apply_async()
-    assert after_text.get(timeout=60)["status"] == "completed"
+    assert after_text.get(timeout=PATIENCE_S)["status"] == "completed"
     assert prompt_of(served, after_text.id) == "said"
 
 
@@ -141,7 +142,7 @@ def test_a_chord_gives_the_last_prompt_what_all_said(served: Rig, app: Celery) -
     seeds = [next(SEEDS) for _ in range(3)]
     last = app.signature(keys.TASK_NAME, kwargs={"max_tokens": 4})
     result = chord([generate(app, seed) for seed in seeds], app=app)(last)
-    assert result.get(timeout=60)["status"] == "completed"
+    assert result.get(timeout=PATIENCE_S)["status"] == "completed"
     assert prompt_of(served, result.id) == "\n\n".join(text_of(seed, 0, 4) for seed in seeds)
 
 
@@ -162,16 +163,16 @@ def prompt_of(served: Rig, task_id: str) -> Any:
 
 
 def test_an_ordinary_task_runs_beside(served: Rig, app: Celery) -> None:
-    assert app.send_task("app.add", (2, 3)).get(timeout=60) == 5
+    assert app.send_task("app.add", (2, 3)).get(timeout=PATIENCE_S) == 5
 
 
 def test_an_ordinary_task_may_retry(served: Rig, app: Celery) -> None:
-    assert app.send_task("app.retry_once").get(timeout=60) == "done at the second try"
+    assert app.send_task("app.retry_once").get(timeout=PATIENCE_S) == "done at the second try"
 
 
 def test_an_ordinary_task_that_rejects_its_message_is_taken_again(served: Rig, app: Celery) -> None:
     results = [app.send_task("app.reject_once") for _ in range(20)]
-    assert {result.get(timeout=60) for result in results} == {"taken the second time"}
+    assert {result.get(timeout=PATIENCE_S) for result in results} == {"taken the second time"}
 
 
 def test_a_countdown_is_waited_out(served: Rig, app: Celery) -> None:
@@ -200,7 +201,7 @@ def test_a_task_that_expires_while_it_runs_ends(served: Rig, app: Celery) -> Non
             break
     assert served.record(result.id)["status"] == "incomplete"
     assert "expired" in served.record(result.id)["error"]
-    told = result.get(timeout=60)
+    told = result.get(timeout=PATIENCE_S)
     assert result.state == "SUCCESS"
     assert (told["status"], told["choices"][0]["finish_reason"]) == ("incomplete", "deadline")
     assert len(told["token_ids"]) == len(served.entries(result.id)) - 1 > 0
@@ -221,7 +222,7 @@ def test_a_task_that_is_sent_again_gives_its_result_again_and_the_engine_does_no
     seed, heard = next(SEEDS), app.signature("app.failed")
     first = generate(app, seed).apply_async()
     bad = app.send_task(keys.TASK_NAME, kwargs={"prompt": []}, link_error=heard)
-    value = first.get(timeout=60)
+    value = first.get(timeout=PATIENCE_S)
     served.check([first.id])
     served.until_settled([bad.id])
     served.until(lambda: served.redis.lrange("seen:failed", 0, -1).count(bad.id) == 1)
@@ -234,9 +235,9 @@ def test_a_task_that_is_sent_again_gives_its_result_again_and_the_engine_does_no
             assert not served.redis.exists(f"celery-task-meta-{result.id}")
         again = generate(app, seed, 400).apply_async(task_id=first.id)
         failed = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1]}, task_id=bad.id, link_error=heard)
-        assert again.get(timeout=60) == value
+        assert again.get(timeout=PATIENCE_S) == value
         with pytest.raises(Exception, match="prompt is empty"):
-            failed.get(timeout=60)
+            failed.get(timeout=PATIENCE_S)
     assert served.record(first.id)["claims"] == "1"
     served.until(lambda: all(lease["tasks"] == 0 for lease in served.leases()))
     served.check_nothing_left()
@@ -263,18 +264,18 @@ def test_a_client_s_task_does_not_give_its_output_to_whoever_knows_its_id(served
     served.check([ours])
     result = generate(app, next(SEEDS)).apply_async(task_id=ours)
     with pytest.raises(Exception, match="submitted in another way"):
-        result.get(timeout=60)
+        result.get(timeout=PATIENCE_S)
 
 
 def test_once_its_record_has_expired_a_task_that_is_sent_again_runs_anew(served: Rig, app: Celery) -> None:
     seed = next(SEEDS)
     result = generate(app, seed).apply_async()
-    result.get(timeout=60)
+    result.get(timeout=PATIENCE_S)
     served.until_settled([result.id])
     result.forget()
     served.redis.delete(keys.task(result.id), keys.stream(result.id))
     again = generate(app, seed + 100).apply_async(task_id=result.id)
-    assert again.get(timeout=60)["text"] == text_of(seed + 100, 0, 4)
+    assert again.get(timeout=PATIENCE_S)["text"] == text_of(seed + 100, 0, 4)
 
 
 def test_messages_of_the_model_s_queue_and_the_pool_s_are_both_taken(served: Rig, app: Celery) -> None:

@@ -13,7 +13,7 @@ import pytest
 from engine.text import ChatTemplate, Tokenizer
 from producers import AsyncClient, Client, InvalidTask, TaskFailed
 from producers.contract import keys
-from tests.waiting import StepGate
+from tests.waiting import PATIENCE_S, StepGate
 from tests.workers.rig import Rig, rig
 
 TINY = Path(__file__).parents[2] / "workers" / "models" / "tiny"
@@ -54,7 +54,7 @@ def written(chats: Rig, task_id: str) -> tuple[int, ...]:
 def test_a_client_s_messages_become_the_prompt(chats: Rig) -> None:
     with Client(chats.url) as client:
         handle = client.submit(model="chatty", messages=MESSAGES, max_tokens=4, prompt_logprobs=0)
-        result = handle.result(timeout=60)
+        result = handle.result(timeout=PATIENCE_S)
         assert result.prompt_token_ids == written(chats, handle.id)
         assert result.usage["prompt_tokens"] == len(written(chats, handle.id))
         assert handle.status().task["messages"] == MESSAGES
@@ -63,7 +63,7 @@ def test_a_client_s_messages_become_the_prompt(chats: Rig) -> None:
     async def awaited() -> tuple[str, Any]:
         async with AsyncClient(chats.url) as client:
             handle = await client.submit(model="chatty", messages=MESSAGES, max_tokens=4, prompt_logprobs=0)
-            return handle.id, await handle.result(timeout=60)
+            return handle.id, await handle.result(timeout=PATIENCE_S)
 
     task_id, result = asyncio.run(awaited())
     assert result.prompt_token_ids == written(chats, task_id)
@@ -73,7 +73,7 @@ def test_a_celery_sender_s_messages_become_the_prompt(chats: Rig) -> None:
     with chats.sender() as app, Client(chats.url) as client:
         kwargs = {"messages": MESSAGES, "max_tokens": 4, "prompt_logprobs": 0}
         sent = app.send_task(keys.TASK_NAME, queue=keys.model_queue("chatty"), kwargs=kwargs)
-        assert sent.get(timeout=60)["status"] == "completed"
+        assert sent.get(timeout=PATIENCE_S)["status"] == "completed"
         assert client.get(sent.id).result().prompt_token_ids == written(chats, sent.id)
 
 
@@ -85,15 +85,15 @@ def test_another_worker_goes_on_from_the_same_prompt(chats: Rig, chatty: dict[st
             chats.until(lambda: chats.tokens(handle.id) > 3)
             chats.kill(chats.workers[-1])
         chats.worker(**chatty)
-        said = handle.result(timeout=60).token_ids
+        said = handle.result(timeout=PATIENCE_S).token_ids
         assert int(chats.record(handle.id)["claims"]) == 2
-        assert said == client.submit(prompt=written(chats, handle.id), **options).result(timeout=60).token_ids
+        assert said == client.submit(prompt=written(chats, handle.id), **options).result(timeout=PATIENCE_S).token_ids
 
 
 def test_what_the_template_does_not_take_fails_the_task(chats: Rig) -> None:
     bad = [{"role": "user", "content": "x" * 100_000}]
     with Client(chats.url) as client:
-        result = client.submit(model="chatty", messages=bad).result(timeout=60, raise_for_status=False)
+        result = client.submit(model="chatty", messages=bad).result(timeout=PATIENCE_S, raise_for_status=False)
         assert result.error is not None
         assert result.error["code"] == "context_length_exceeded"
         with pytest.raises(InvalidTask, match='role is "robot"'):
@@ -117,4 +117,4 @@ def test_a_model_without_a_template_takes_no_messages(rig: Rig) -> None:
     with Client(rig.url) as client, pytest.raises(InvalidTask, match='model "stub" has no chat template'):
         client.submit(model="stub", messages=MESSAGES)
     with rig.sender() as app, pytest.raises(Exception, match='model "stub" has no chat template'):
-        app.send_task(keys.TASK_NAME, kwargs={"messages": MESSAGES}).get(timeout=60)
+        app.send_task(keys.TASK_NAME, kwargs={"messages": MESSAGES}).get(timeout=PATIENCE_S)

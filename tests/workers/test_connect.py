@@ -68,8 +68,8 @@ def test_over_a_unix_socket_tasks_run_and_waiting_senders_hear(tmp_path: Path) -
             app = Celery("sender", broker=local, backend=local, set_as_current=False)
             app.conf.task_default_queue = MODEL
             sent = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1], "max_tokens": 4})
-            assert sent.get(timeout=60)["status"] == "completed"
-            assert app.send_task("app.add", (1, 2)).get(timeout=60) == 3
+            assert sent.get(timeout=PATIENCE_S)["status"] == "completed"
+            assert app.send_task("app.add", (1, 2)).get(timeout=PATIENCE_S) == 3
             assert worker.stop() == 0
         finally:
             rig.close()
@@ -105,7 +105,7 @@ def test_the_least_rights_of_the_docs_suffice_and_a_worker_asks_for_each(caplog:
             rig.check(rig.submit(1))
             app = Celery("sender", broker=url, backend=url, set_as_current=False)
             sent = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1], "max_tokens": 4}, queue=MODEL)
-            assert sent.get(timeout=60)["status"] == "completed"
+            assert sent.get(timeout=PATIENCE_S)["status"] == "completed"
             assert app.control.ping(timeout=60, limit=1)
             assert redis.acl_log() == []
         finally:

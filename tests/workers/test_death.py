@@ -13,6 +13,7 @@ from producers.contract import keys
 from tests.exhaustive import few
 from tests.processes import Worker
 from tests.stub_engine import DEADLY, STALLED
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import Rig
 
 ORDINARY = "tests.workers.plugins:ordinary_tasks"
@@ -198,7 +199,7 @@ def test_a_plain_message_that_kills_before_its_claim_is_condemned(rig: Rig) -> N
     rig.check([result.id], "failed")
     assert result.state == "FAILURE"
     with pytest.raises(Exception, match="Given up"):
-        result.get(timeout=60)
+        result.get(timeout=PATIENCE_S)
 
 
 def test_a_condemned_message_of_a_completed_task_is_only_settled(rig: Rig) -> None:
@@ -207,7 +208,7 @@ def test_a_condemned_message_of_a_completed_task_is_only_settled(rig: Rig) -> No
     queue = keys.model_queue("stub")
     (message,) = rig.redis.lrange(queue, 0, -1)
     first = rig.worker()
-    assert sent.get(timeout=60)["status"] == "completed"
+    assert sent.get(timeout=PATIENCE_S)["status"] == "completed"
     rig.until_settled([sent.id])
     assert first.stop() == 0
     rig.redis.hdel(keys.task(sent.id), "settled")
@@ -216,7 +217,7 @@ def test_a_condemned_message_of_a_completed_task_is_only_settled(rig: Rig) -> No
     rig.redis.rpush(queue, message)
     rig.worker(max_redeliveries=2)
     rig.until_settled([sent.id])
-    assert rig.sender().AsyncResult(sent.id).get(timeout=60)["status"] == "completed"
+    assert rig.sender().AsyncResult(sent.id).get(timeout=PATIENCE_S)["status"] == "completed"
     rig.check_nothing_left()
 
 
@@ -262,7 +263,7 @@ def test_an_ordinary_task_survives_its_worker(rig: Rig, tmp_path: Path) -> None:
     rig.kill(first)
     go.touch()
     rig.worker(WORKER_PLUGINS=ORDINARY)
-    assert result.get(timeout=60) is None
+    assert result.get(timeout=PATIENCE_S) is None
     assert rig.redis.lrange("seen:survivor", 0, -1) == ["begun", "begun", "done"]
 
 

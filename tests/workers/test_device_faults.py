@@ -20,6 +20,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.contract.stream import Token
 from tests.exhaustive import few
 from tests.processes import ROOT, Worker, valkey
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import Rig
 from workers.processes.supervisor import Child, Program
 
@@ -49,7 +50,7 @@ class Supervised:
         self._do(self.child.start())
 
     def _do(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)
 
     @property
     def ends(self) -> list[str]:

@@ -16,6 +16,7 @@ from kombu.exceptions import OperationalError
 from producers import Client, SubmitFailed
 from producers.contract import keys
 from tests.processes import Worker
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import TIMES, Rig
 from tests.workers.rig import rig as own_rig
 
@@ -145,7 +146,7 @@ def test_a_flood_of_batch_work_keeps_no_stream_from_going_on(small: Rig) -> None
         streams = small.submit(20, max_tokens=100)
         small.until_settled(streams)
         assert not small.settled(before), "batch work that was there before them still waits"
-        sender.join(60)
+        sender.join(PATIENCE_S)
     finally:
         stop.set()
         sender.join()
@@ -181,6 +182,6 @@ def test_a_flood_by_plain_celery_senders_stops_no_stream_and_loses_nothing(small
     assert refused.value.code == "storage_full"
     small.redis.config_set("maxmemory", "400mb")
     small.check(list(ids.values()))
-    assert [result.get(timeout=120)["status"] for result in sent] == ["completed"] * len(sent)
+    assert [result.get(timeout=PATIENCE_S)["status"] for result in sent] == ["completed"] * len(sent)
     small.check_nothing_left()
     app.close()

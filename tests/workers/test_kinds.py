@@ -17,6 +17,7 @@ from producers.contract import keys, levels
 from producers.sweeper import queues
 from producers.sweeper.celery_results import CeleryResults
 from producers.sweeper.queues import OrphanedQueues, UnservedTasks
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import MODEL, QUEUE, TIMES, Rig
 
 NEXT: dict[str, Any] = {"times": TIMES | {"producers.contract.levels:LEVEL": levels.LEVEL + 1}}
@@ -54,7 +55,7 @@ def test_a_later_kind_is_done_by_the_next_release_and_waits_for_it(rig: Rig, app
     assert rig.dead() == []
     assert rig.redis.hgetall(broker_keys.REAPED) == {}
     rig.worker(**KNOWS)
-    assert [result.get(timeout=60) for result in results] == [3] * 5
+    assert [result.get(timeout=PATIENCE_S) for result in results] == [3] * 5
     assert this.process.poll() is None
     rig.check_nothing_left()
 
@@ -75,7 +76,7 @@ def test_no_worker_takes_back_what_it_put_aside(rig: Rig, app: Celery) -> None:
     second.stop()  # and is taken back: what it put aside is not left
     assert rig.waiting(FURTHER) == 1
     assert sweep(rig) == 1
-    assert "penstock.generat" in str(misspelt.get(timeout=60, propagate=False))
+    assert "penstock.generat" in str(misspelt.get(timeout=PATIENCE_S, propagate=False))
     rig.check_nothing_left()
 
 
@@ -85,7 +86,7 @@ def test_what_nobody_knows_ends_after_a_while_and_is_kept(rig: Rig, app: Celery)
     rig.until(lambda: rig.waiting(ASIDE) == 1)
     assert rig.store.keys(keys.task("*")) == []
     assert sweep(rig) == 1
-    error = result.get(timeout=60, propagate=False)
+    error = result.get(timeout=PATIENCE_S, propagate=False)
     assert result.state == "FAILURE"
     assert "No worker that is up knows 'penstock.later'" in str(error)
     assert "release_missing" in str(error.args)

@@ -14,6 +14,7 @@ from producers.contract import keys
 from producers.contract.message import check_in
 from producers.store.files import MessageBlobs
 from tests.stub_engine import text_of
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import MODEL, Rig, rig
 
 
@@ -48,7 +49,7 @@ def test_it_runs(large: Rig, tmp_path: Path) -> None:
     result, envelope = parked(large)
     put(large, envelope, tmp_path)
     large.redis.rename("parked", MODEL)
-    assert result.get(timeout=60)["text"] == text_of(5, 0, 4)
+    assert result.get(timeout=PATIENCE_S)["text"] == text_of(5, 0, 4)
     large.until_settled([result.id])
 
 
@@ -57,5 +58,5 @@ def test_without_its_body_it_fails_and_is_kept(large: Rig, tmp_path: Path) -> No
     put(large, envelope, tmp_path).unlink()
     large.redis.rename("parked", MODEL)
     with pytest.raises(Exception, match="body is gone"):
-        result.get(timeout=60)
+        result.get(timeout=PATIENCE_S)
     large.until(lambda: large.redis.llen("penstock:dead"))

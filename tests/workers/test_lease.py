@@ -10,6 +10,7 @@ from redis import Redis
 
 from producers.contract import keys
 from tests.processes import Worker
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import TIMES, Rig, rig, two_servers
 
 #: How long a worker that finds the servers back waits for the others to say that they live: a quarter of a lease (s).
@@ -102,7 +103,7 @@ def test_lapsed_while_it_drains_nothing_is_lost(rig: Rig) -> None:
     worker.process.send_signal(signal.SIGTERM)
     rig.until(lambda: any(lease["draining"] for lease in rig.leases()))
     rig.lapse(worker)
-    assert worker.process.wait(60) == 0
+    assert worker.process.wait(PATIENCE_S) == 0
     rig.worker()
     rig.check(ids)
 

@@ -13,6 +13,7 @@ from producers.client import aio, hub, reader
 from tests.chaos.links import Links
 from tests.processes import TESTS, running_valkey
 from tests.stub_engine import STALLED
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import TIMES, Rig
 
 pytestmark = pytest.mark.slow
@@ -59,7 +60,7 @@ def test_connections_that_are_forgotten_on_the_way(
             if not again:
                 rig.until(lambda: _connected_since(rig, newest) >= 2)
         for future in reading:
-            assert [event.position for event in future.result(60)] == list(range(151))
+            assert [event.position for event in future.result(PATIENCE_S)] == list(range(151))
     rig.check(ids)
     rig.until(lambda: rig.cancel(stalled) and rig.settled([stalled]))
     rig.check([stalled], "cancelled")

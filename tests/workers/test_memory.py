@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import Rig
 
 PLUGINS = "tests.workers.plugins:ordinary_tasks,tests.workers.plugins:tells_its_books"
@@ -34,7 +35,7 @@ def test_nothing_is_kept_of_hundreds_of_tasks(rig: Rig) -> None:
     kept: dict[str, int] = {}
 
     def empty() -> bool:
-        assert app.send_task("app.add", (1, 2)).get(timeout=60) == 3  # Celery flushes with the next message
+        assert app.send_task("app.add", (1, 2)).get(timeout=PATIENCE_S) == 3  # Celery flushes with the next message
         (answer,) = app.control.broadcast("books", destination=[hostname], reply=True, limit=1, timeout=60)
         kept.update(answer[hostname])
         return not any(kept.values())

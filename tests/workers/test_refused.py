@@ -12,6 +12,7 @@ from producers import Client, TaskFailed
 from producers.contract import keys
 from producers.contract.stream import encode_token
 from tests.stub_engine import PANIC, STALLED
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import Rig
 
 
@@ -43,7 +44,7 @@ def test_celery_hears_of_a_cancel_whose_end_cannot_be_written(served: Rig) -> No
     served.redis.hset(keys.task(sent.id), "n", "no number")
     assert served.cancel(sent.id) == [1, "in_progress"]
     with pytest.raises(TaskRevokedError):
-        sent.get(timeout=60)
+        sent.get(timeout=PATIENCE_S)
     served.until(lambda: kept(served, sent.id))
     assert served.status(sent.id) == "cancelled"
 
@@ -56,7 +57,7 @@ def test_a_task_whose_stream_takes_no_tokens_is_tried_once(served: Rig) -> None:
     served.check(served.fill(5))
     assert served.record(broken)["claims"] == "1"
     with Client(served.url, served.store_url) as client, pytest.raises(TaskFailed, match="takes no more tokens"):
-        client.get(broken).result(timeout=60)
+        client.get(broken).result(timeout=PATIENCE_S)
     assert served.status(broken) == "failed"
     assert "settled" in served.record(broken)
 
@@ -82,7 +83,7 @@ def test_a_task_that_cannot_be_claimed_holds_up_no_other(served: Rig) -> None:
     others = served.fill(20)
     served.check(others)
     with pytest.raises(TaskFailed, match="its record cannot be used"):
-        sent.get(timeout=60)
+        sent.get(timeout=PATIENCE_S)
     served.until(lambda: kept(served, sent.id))
 
 
@@ -102,7 +103,7 @@ def test_a_sender_s_own_header_makes_it_no_client_s(served: Rig, said: Any) -> N
     sent = served.sender().send_task(
         keys.TASK_NAME, kwargs={"prompt": [1], "max_tokens": 3}, headers={"penstock": said}
     )
-    assert sent.get(timeout=60)["status"] == "completed"
+    assert sent.get(timeout=PATIENCE_S)["status"] == "completed"
 
 
 @pytest.mark.parametrize("how", [{"serializer": "pickle"}, {"shadow": "\ud800"}])
@@ -110,7 +111,7 @@ def test_who_waits_for_a_message_that_cannot_be_decoded_hears_of_it(served: Rig,
     """By Celery, or by the broker's script, whose decoder takes no half of a pair of surrogates."""
     sent = served.sender().send_task(keys.TASK_NAME, kwargs={"prompt": [1]}, **how)
     with pytest.raises(TaskFailed, match="cannot be used"):
-        sent.get(timeout=60)
+        sent.get(timeout=PATIENCE_S)
     served.until(lambda: any(sent.id in letter["message"] for letter in served.dead()))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from producers.contract import keys
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import TIMES, Rig
 
 #: Between two tries there is time enough for a test to do something.
@@ -17,7 +18,7 @@ def test_a_plain_task_is_retried_and_its_stream_goes_on(rig: Rig) -> None:
     rig.worker(STUB_FAULTS=1)
     app = rig.sender()
     result = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1], "seed": 3, "max_tokens": 20})
-    assert result.get(timeout=60)["choices"][0]["finish_reason"] == "length"
+    assert result.get(timeout=PATIENCE_S)["choices"][0]["finish_reason"] == "length"
     assert result.state == "SUCCESS"
     rig.check([result.id])
     record = rig.record(result.id)
@@ -73,7 +74,7 @@ def test_when_no_retry_is_left_it_fails(rig: Rig, plain: bool) -> None:
     if plain:
         assert result.state == "FAILURE"
         with pytest.raises(Exception, match="a fault of the stub"):
-            result.get(timeout=60)
+            result.get(timeout=PATIENCE_S)
     rig.until(lambda: not rig.leases()[0]["tasks"])
     rig.check_nothing_left()
 

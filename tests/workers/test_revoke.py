@@ -9,6 +9,7 @@ from celery import Celery
 from celery.exceptions import TaskRevokedError
 
 from producers.contract import keys
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import Rig
 from tests.workers.test_orphaned_queues import sweeping
 
@@ -22,7 +23,7 @@ def check_revoked(rig: Rig, result: Any) -> None:
     rig.check([result.id], "cancelled")
     assert result.state == "REVOKED"
     with pytest.raises(TaskRevokedError):
-        result.get(timeout=60)
+        result.get(timeout=PATIENCE_S)
     rig.until(lambda: all((lease["tasks"], lease["running"], lease["waiting"]) == (0, 0, 0) for lease in rig.leases()))
     rig.check_nothing_left()
 
@@ -86,7 +87,7 @@ def test_without_terminate_a_running_task_goes_on(rig: Rig) -> None:
     result = send(app, 100)
     rig.until(lambda: rig.tokens(result.id) > 3)
     result.revoke()
-    assert result.get(timeout=60)["status"] == "completed"
+    assert result.get(timeout=PATIENCE_S)["status"] == "completed"
     rig.check([result.id])
 
 

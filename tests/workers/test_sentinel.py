@@ -11,6 +11,7 @@ import pytest
 
 from producers import Client
 from tests.sentinels import Watched, watched
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import Rig
 
 pytestmark = pytest.mark.slow
@@ -45,7 +46,7 @@ def streams(rig: SentinelRig, client: Client) -> Iterator[list[str]]:
         reading = [readers.submit(lambda task=task: list(task.stream())) for task in tasks]
         rig.until(lambda: all(rig.tokens(task_id) > 40 for task_id in ids))
         yield ids
-        for length, events in zip(lengths, (future.result(60) for future in reading), strict=True):
+        for length, events in zip(lengths, (future.result(PATIENCE_S) for future in reading), strict=True):
             assert [event.position for event in events] == list(range(length + 1))
 
 

@@ -7,6 +7,7 @@ from celery import Celery
 from producers import Client
 from producers.contract import keys
 from tests.producers.contract.test_record import GOOD, TRACE
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import Rig
 
 
@@ -27,5 +28,5 @@ def test_from_a_client(served: Rig) -> None:
     served.publish_card()
     with Client(served.url) as client:
         handle = client.submit(model="stub", prompt=[1], max_tokens=2, traceparent=GOOD)
-        assert handle.result(60).status == "completed"
+        assert handle.result(PATIENCE_S).status == "completed"
     served.until(lambda: f"Task {handle.id} has ended: completed trace={TRACE}\n" in served.logs())

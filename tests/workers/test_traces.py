@@ -21,6 +21,7 @@ from tests.collector import Collector, Received
 from tests.producers.contract.test_record import GOOD, TRACE
 from tests.producers.gateway.conftest import Door
 from tests.receiver import Receiver
+from tests.waiting import PATIENCE_S
 from tests.webhooks_process import WebhooksProcess
 from tests.workers.rig import Rig
 from tests.workers.test_failover import HELD, SOON
@@ -140,7 +141,7 @@ def test_lines_of_a_workers_log_as_json(rig: Rig) -> None:
     task: dict[str, Any] = {"prompt": [1], "max_tokens": 2, "tenant": "acme", "metadata": {"x": SECRET}}
     with Client(rig.url) as client:
         handle = client.submit(model="stub", **task, traceparent=GOOD)
-        assert handle.result(60).status == "completed"
+        assert handle.result(PATIENCE_S).status == "completed"
     rig.until(lambda: "has ended" in worker.log.read_text())
     lines = [json.loads(line) for line in worker.log.read_text().splitlines() if line.startswith("{")]
     (claimed,) = [line for line in lines if line["message"] == f"Task {handle.id} is claimed"]

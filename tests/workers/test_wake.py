@@ -6,6 +6,7 @@ import time
 
 from producers.contract import keys
 from tests.processes import fill
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import MODEL, QUEUE, Rig
 
 NEVER_IDLE = "tests.workers.plugins:never_looks_idly"
@@ -20,7 +21,7 @@ def test_a_worker_that_never_looks_by_itself_is_woken(rig: Rig) -> None:
         ids += fill(rig.redis, MODEL, 2, tier="batch", max_tokens=5)
         rig.check(ids)
         result = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1], "max_tokens": 2}, priority=6)
-        assert result.get(timeout=60)["status"] == "completed"
+        assert result.get(timeout=PATIENCE_S)["status"] == "completed"
 
 
 def test_it_is_woken_again_after_its_wake_up_connection_broke(rig: Rig) -> None:

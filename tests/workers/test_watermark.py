@@ -12,6 +12,7 @@ import pytest
 from engine import Engine, EngineConfig, SamplingParams
 from producers import Client
 from tests.producers.gateway.conftest import Door, open_door
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import Rig
 from tests.workers.rig import rig as opened_rig
 from workers.library.reference import BUNDLED
@@ -72,10 +73,10 @@ def test_each_api_takes_a_name_and_no_secret_reaches_the_store(
         assert said in refused.json()["error"]["message"]
     with Client(system.url) as client:
         task = client.submit(model="tiny", prompt=PROMPT, **GREEDY, watermark="news")
-        assert task.result(timeout=120).text == expected["news"]
+        assert task.result(timeout=PATIENCE_S).text == expected["news"]
         assert '"watermark":"news"' in system.record(task.id)["task"]
         default = client.submit(model="tiny", prompt=PROMPT, **GREEDY)
-        assert default.result(timeout=120).text == expected["usual"]
+        assert default.result(timeout=PATIENCE_S).text == expected["usual"]
         # A retry, or another worker, keeps it though the operator changes the default.
         assert '"watermark":"usual"' in system.record(default.id)["task"]
     stored = b"".join(dumped for key in system.store.scan_iter() if (dumped := system.store.dump(key)))

@@ -20,6 +20,7 @@ from engine.grammar.source import budget_line
 from engine.request import Event
 from tests.engine.conftest import Load
 from tests.engine.random_models import write_model
+from tests.waiting import PATIENCE_S
 
 TINY = Path(__file__).parents[3] / "workers" / "models" / "tiny"
 MAIL = r"[a-z]{1,8}@[a-z]{2,9}\.(com|org)"
@@ -108,7 +109,7 @@ def check_resumed(engine: Engine, params: SamplingParams) -> None:
                 done.set()
 
         engine.submit(Request(f"after-{published}", prompt, params, resume=[whole.token_ids[:published]]), take)
-        assert done.wait(60)
+        assert done.wait(PATIENCE_S)
         assert whole.token_ids[:published] + [one for event in events for one in event.token_ids] == whole.token_ids
         assert events[-1].finish_reason == "stop"
 
@@ -145,7 +146,7 @@ def test_what_cannot_be_followed_is_refused_with_the_reason(engine: Engine, para
         ended.set()
 
     engine.submit(Request("refused", [1], SamplingParams(**params, n=3)), take)
-    assert ended.wait(60)
+    assert ended.wait(PATIENCE_S)
     (event,) = events
     assert re.search(f"{name} cannot be followed.*{why}", event.error or "")
     assert (event.finish_reason, event.done, event.refused, event.param) == ("error", True, True, name)

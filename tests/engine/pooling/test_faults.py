@@ -18,6 +18,7 @@ from engine.pooling.runner import normalised, numbers
 from engine.request import Event, Pooling, Request
 from tests.engine.looping import until
 from tests.engine.random_encoders import write_encoder
+from tests.waiting import PATIENCE_S
 
 pytest.importorskip("transformers")
 BAD = 7
@@ -43,7 +44,7 @@ def run_together(engine: PoolingEngine, texts: list[list[int]]) -> list[Event]:
 
     def hold(*arguments: Any) -> torch.Tensor:
         began.set()
-        assert go.wait(60)
+        assert go.wait(PATIENCE_S)
         return forward(*arguments)
 
     def take(event: Event) -> None:
@@ -53,12 +54,12 @@ def run_together(engine: PoolingEngine, texts: list[list[int]]) -> list[Event]:
 
     engine._model.forward = hold  # type: ignore[method-assign]
     engine.submit(Request("first", [9], pooling=Pooling("embed", (1,))), take)
-    assert began.wait(60)
+    assert began.wait(PATIENCE_S)
     for number, ids in enumerate(texts):
         engine.submit(Request(str(number), ids, pooling=Pooling("embed", (len(ids),))), take)
     engine._model.forward = forward  # type: ignore[method-assign]
     go.set()
-    assert done.wait(60)
+    assert done.wait(PATIENCE_S)
     return [ends[str(number)] for number in range(len(texts))]
 
 
@@ -127,7 +128,7 @@ def test_engines_of_one_cpu_take_turns_and_batches_give_way_to_those_that_genera
         until(lambda: generator.due() or bool(generator._members["waits"].any()))
         assert made == []
         generator.hand_over()
-        thread.join(60)
+        thread.join(PATIENCE_S)
         assert np.array_equal(made[0], lone.embed([[5, 6]]))
         assert engine.turn_wait_s is not None
         assert engine.turn_wait_s > 0

@@ -19,6 +19,7 @@ from engine.errors import ModelError, RequestError
 from engine.text import ChatTemplate, ConfinedTemplate, TemplateSource
 from engine.text.confined_template import Limits
 from tests.exhaustive import few
+from tests.waiting import PATIENCE_S
 
 MESSAGES = [{"role": "user", "content": "a\u2028🙂"}]
 PLAIN = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -155,7 +156,7 @@ def test_close_ends_the_child_and_so_does_the_end_of_its_parent(make: Make) -> N
     assert orphan is not None
     assert orphan.stdin is not None
     orphan.stdin.close()
-    assert orphan.wait(60) == 0
+    assert orphan.wait(PATIENCE_S) == 0
     template._process._child = None
 
 

@@ -42,7 +42,7 @@ from tests.infra.deploy.pods import (
 from tests.infra.deploy.programs import program
 from tests.infra.deploy.templates import document, documents
 from tests.processes import ROOT, free_port, guarded
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 OVERLAYS = ROOT / "infra" / "kubernetes" / "overlays"
 NAMES = sorted(path.name for path in OVERLAYS.iterdir())
@@ -267,7 +267,7 @@ def test_valkey_serves_by_the_files_options_and_probes_tell_whether_it_does(tmp_
         with probe, pytest.raises(NoPermissionError):
             probe.get("penstock:task:1")
         running.terminate()
-        running.wait(60)
+        running.wait(PATIENCE_S)
         users.write_text("".join(line for line in users.open() if not line.startswith("user probe ")))
         running = server()
         until(lambda: asks("livenessProbe"))
@@ -275,7 +275,7 @@ def test_valkey_serves_by_the_files_options_and_probes_tell_whether_it_does(tmp_
         assert not asks("startupProbe")
     finally:
         running.kill()
-        running.wait(60)
+        running.wait(PATIENCE_S)
 
 
 # ---- the checks find what is wrong --------------------------------------------------------------------------------

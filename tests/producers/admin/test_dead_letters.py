@@ -17,6 +17,7 @@ from producers.contract.message import Message
 from producers.store import protocol
 from tests.producers.conftest import CARD, POOL, QUEUE
 from tests.producers.fake_worker import FakeWorker
+from tests.waiting import PATIENCE_S
 
 LIST = broker_keys.tier_list(QUEUE, "default")
 
@@ -94,7 +95,7 @@ async def test_a_task_that_was_given_up_is_asked_for_anew(aclient: AsyncClient, 
     worker = FakeWorker(valkey)
     assert worker.take(QUEUE) == done.task_id
     worker.serve(str(done.task_id))
-    assert (await aclient.get(str(done.task_id)).result(60)).text == "Hello, world"
+    assert (await aclient.get(str(done.task_id)).result(PATIENCE_S)).text == "Hello, world"
     assert not valkey.exists(broker_keys.DEAD)
 
 

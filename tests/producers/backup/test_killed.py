@@ -40,7 +40,7 @@ def test_killed_processes_go_on(
     killed.kill()
     killed.wait()
     whole = (place / "manifest").exists()
-    assert start(tmp_path, *backup).wait(120) == (2 if whole else 0)
+    assert start(tmp_path, *backup).wait(PATIENCE_S) == (2 if whole else 0)
     restore = (
         "restore",
         str(place),
@@ -58,7 +58,7 @@ def test_killed_processes_go_on(
     half = elsewhere.hget(keys.EPOCH, "state") == b"restoring"
     if half:
         assert start(tmp_path, "sweeper", "--broker", elsewhere_url).wait(PATIENCE_S) == 2
-    assert start(tmp_path, *restore).wait(120) == (0 if half else 2)
+    assert start(tmp_path, *restore).wait(PATIENCE_S) == (0 if half else 2)
     assert elsewhere.hget(keys.EPOCH, "state") == b"open"
     assert {text(name) for name in elsewhere.zrange(keys.SUBMITTING, 0, -1)} == {*ids[50:]}
     assert elsewhere.xlen(keys.LEDGER) == 50

@@ -18,7 +18,7 @@ from producers.contract import keys
 from producers.store.access.audit import Actor
 from tests.processes import ROOT, running_valkey
 from tests.producers.fake_worker import FakeWorker
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from tests.warm import Forked, printed
 
 PAGE = (ROOT / "docs" / "run" / "backup.md").read_text("utf-8").replace("\\\n", "")
@@ -96,7 +96,7 @@ def test_the_runbook(model: str, valkey: Redis, valkey_url: str, tmp_path: Path)
             until(lambda: len(list(journal.iterdir())) > before)
         finally:
             sweeper.terminate()
-            assert sweeper.wait(60) == 0
+            assert sweeper.wait(PATIENCE_S) == 0
         written = len(list(journal.glob("journal-*")))
         prune = command("penstock prune-journal")
         assert "no backup in" in shell.run(prune.replace("2026-11-28", "2026-11-27"), 2)

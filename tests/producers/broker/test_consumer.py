@@ -16,6 +16,7 @@ from producers.broker.values import Ack, Back, Credit, Fetched, PutDown
 from producers.contract import keys
 from producers.contract.message import Message
 from tests.producers.broker.conftest import INC, RULES, url_of
+from tests.waiting import PATIENCE_S
 
 POOL = keys.Pool("m", "1", "x")
 OWN, QUEUE, OTHER = POOL.queues
@@ -185,8 +186,8 @@ def test_the_waker_hears_of_what_comes(consumer: Consumer, sender: Sender) -> No
     waker = consumer.waker(heard.release)
     waker.start()
     try:
-        assert heard.acquire(timeout=60), "once it listens, for what came before"
+        assert heard.acquire(timeout=PATIENCE_S), "once it listens, for what came before"
         send(sender, "a", OTHER)
-        assert heard.acquire(timeout=60)
+        assert heard.acquire(timeout=PATIENCE_S)
     finally:
         waker.stop()

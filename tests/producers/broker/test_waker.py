@@ -10,6 +10,7 @@ import pytest
 from redis import Redis
 
 from producers.broker.redis.broker import TrackingWaker, shortest_prefixes
+from tests.waiting import PATIENCE_S
 
 
 @contextmanager
@@ -22,7 +23,7 @@ def waking(url: str, *queues: str) -> Iterator[tuple[TrackingWaker, threading.Ev
         yield waker, poked
     finally:
         waker.stop()
-        waker.join(60)
+        waker.join(PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def test_prefixes_do_not_overlap(queues: list[str], prefixes: list[str]) -> None
 
 def test_it_tells_of_every_change_of_a_list_and_of_no_other(valkey: Redis, valkey_url: str) -> None:
     with waking(valkey_url, "queue:x", "queue:x@1") as (waker, poked):
-        assert poked.wait(60), "once when it begins, for what came before"
+        assert poked.wait(PATIENCE_S), "once when it begins, for what came before"
         for change in (
             lambda: valkey.lpush("queue:x", "1"),
             lambda: valkey.rpush("queue:x@1:3", "1"),
@@ -52,7 +53,7 @@ def test_it_tells_of_every_change_of_a_list_and_of_no_other(valkey: Redis, valke
         ):
             poked.clear()
             change()
-            assert poked.wait(60)
+            assert poked.wait(PATIENCE_S)
         poked.clear()
         valkey.lpush("other", "1")
         assert not poked.wait(0.3)
@@ -61,13 +62,13 @@ def test_it_tells_of_every_change_of_a_list_and_of_no_other(valkey: Redis, valke
 
 def test_it_connects_again(valkey: Redis, valkey_url: str) -> None:
     with waking(valkey_url, "queue:x") as (_, poked):
-        assert poked.wait(60)
+        assert poked.wait(PATIENCE_S)
         poked.clear()
         valkey.client_kill_filter(_type="normal", skipme=True)
-        assert poked.wait(60), "something may have come while it was away"
+        assert poked.wait(PATIENCE_S), "something may have come while it was away"
         poked.clear()
         valkey.lpush("queue:x", "1")
-        assert poked.wait(60)
+        assert poked.wait(PATIENCE_S)
 
 
 def test_where_the_server_offers_no_tracking_it_looks_often(valkey: Redis, valkey_url: str) -> None:
@@ -75,7 +76,7 @@ def test_where_the_server_offers_no_tracking_it_looks_often(valkey: Redis, valke
     try:
         with waking(valkey_url.replace("redis://", "redis://limited:x@"), "queue:x") as (_, poked):
             for _ in range(3):
-                assert poked.wait(60)
+                assert poked.wait(PATIENCE_S)
                 poked.clear()
     finally:
         valkey.acl_deluser("limited")

@@ -14,7 +14,7 @@ from producers.client.hub import Hub
 from producers.connection.connect import connect_async
 from producers.contract import keys
 from tests import processes
-from tests.waiting import auntil
+from tests.waiting import PATIENCE_S, auntil
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ async def test_a_server_that_says_nothing_is_left_for_a_new_connection(
     subscription = a_hub.follow("t")
     assert await subscription.take(60) is None
     before = subscribers(valkey)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while not (deaf and subscribers(valkey) - before):
             await subscription.take(0.05)
         # A message may fall between two connections: on a busy machine there may be more than these.
@@ -180,7 +180,7 @@ async def test_an_idle_connection_is_kept_by_its_pongs(
 
     async def answered() -> None:
         pongs.clear()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while sum(b"pong" in reply for reply in pongs) < 5:
                 await subscription.take(0.01)
 
@@ -207,7 +207,7 @@ async def test_a_hub_that_listens_to_another_server_than_the_store_moves_to_it(
         assert await subscription.take(60) is None
         assert not valkey.pubsub_channels()
         a_hub.doubt(subscription)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while not valkey.pubsub_numsub(keys.channel("t"))[0][1]:
                 await subscription.take(0.05)
         await other.aclose()
@@ -313,5 +313,5 @@ async def test_a_hub_is_closed_in_the_moment_in_which_its_connection_fails() -> 
     a_hub.follow("t")
     await connection.reads.wait()
     connection.fail.set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         await a_hub.aclose()

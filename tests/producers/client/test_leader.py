@@ -13,7 +13,7 @@ from producers.client import leases
 from producers.client.leases import Leadership
 from producers.contract import keys
 from tests.producers.proxy import Proxy
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 #: Far longer than any process is held up by a busy machine.
 LEASE = 60.0
@@ -46,7 +46,7 @@ async def test_who_is_not_heard_of_is_followed_and_notices(aclient: AsyncClient,
     one, other = (Leadership(aclient, name, LEASE) for name in "ab")
     await one.acquire()
     valkey.pexpire(keys.SWEEPER, 200)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         await other.acquire()
         assert valkey.get(keys.SWEEPER) == b"b"
         kept = asyncio.create_task(other.keep())
@@ -78,7 +78,7 @@ async def test_who_cannot_reach_the_store_stops_leading_before_another_begins(
         one, other = Leadership(cut_off, "a", 1.0), Leadership(fine, "b", LEASE)
         await one.acquire()
         proxy.fail(b"penstock:sweeper", "before", 10_000)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(one.keep(), other.acquire())
         assert valkey.get(keys.SWEEPER) == b"b"
         proxy.heal()
@@ -94,7 +94,7 @@ async def test_who_is_refused_does_not_say_that_the_store_was_away(
 ) -> None:
     caplog.set_level(logging.WARNING)
     valkey.acl_setuser("limited", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-evalsha"])
-    async with AsyncClient(valkey_url.replace("//", "//limited:x@")) as client, asyncio.timeout(60):
+    async with AsyncClient(valkey_url.replace("//", "//limited:x@")) as client, asyncio.timeout(PATIENCE_S):
         one = Leadership(client, "a", LEASE)
         while "a leads no more: no renewal for 60.0 s, the store cannot be used: " not in caplog.text:
             await one.keep()

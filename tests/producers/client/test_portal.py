@@ -12,7 +12,7 @@ import pytest
 
 from producers import PenstockError
 from producers.client.blocking import Expired, Portal
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 
 async def answer(value: int) -> int:
@@ -94,9 +94,9 @@ def test_closing_ends_the_calls_of_other_threads() -> None:
 
     thread = threading.Thread(target=call)
     thread.start()
-    assert started.wait(60)
+    assert started.wait(PATIENCE_S)
     portal.close()
-    thread.join(60)
+    thread.join(PATIENCE_S)
     assert [type(error) for error in errors] == [PenstockError]
 
 
@@ -111,7 +111,7 @@ def test_a_call_that_comes_while_it_closes_is_told_so() -> None:
             await asyncio.Event().wait()
         finally:
             closing.set()
-            go.wait(60)
+            go.wait(PATIENCE_S)
 
     def call() -> None:
         with suppress(PenstockError):
@@ -119,15 +119,15 @@ def test_a_call_that_comes_while_it_closes_is_told_so() -> None:
 
     calls = [threading.Thread(target=call), threading.Thread(target=portal.close)]
     calls[0].start()
-    assert started.wait(60)
+    assert started.wait(PATIENCE_S)
     calls[1].start()
-    assert closing.wait(60)
+    assert closing.wait(PATIENCE_S)
     with pytest.raises(PenstockError, match="closed"):
         portal.call(answer(1), timeout=60)
     portal.soon(lambda: pytest.fail("called on a loop that ends"))
     go.set()
     for one in calls:
-        one.join(60)
+        one.join(PATIENCE_S)
         assert not one.is_alive()
 
 
@@ -142,5 +142,5 @@ def test_a_stream_may_be_collected_in_the_middle_of_a_call(monkeypatch: pytest.M
 
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", collecting)
     assert portal.call(answer(1)) == 1
-    assert collected.wait(60)
+    assert collected.wait(PATIENCE_S)
     portal.close()

@@ -28,7 +28,7 @@ from tests.histories import examples
 from tests.producers.conftest import QUEUE, subscribers
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.proxy import Proxy
-from tests.waiting import auntil
+from tests.waiting import PATIENCE_S, auntil
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ async def test_readers_that_join_while_tokens_are_made_miss_none(aclient: AsyncC
         await asyncio.sleep(after)
         assert [event async for event in handle.stream(start)] == expected[start:]
 
-    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
         for k in range(20):
             group.create_task(join(k * 0.02, rng.choice([0, 1, 500, 2999, 3000])))
     thread.join()
@@ -202,7 +202,7 @@ class Following:
             self._news.set()
 
     async def have(self, count: int) -> list[Event]:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while len(self.events) < count:
                 await self._news.wait()
                 self._news.clear()
@@ -213,7 +213,7 @@ class Following:
         await asyncio.wait([self._task])
 
     async def end(self) -> list[Event]:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             await self._task
         return self.events
 
@@ -551,11 +551,11 @@ async def test_a_cancelled_wait_is_cancelled_at_whatever_point(aclient: AsyncCli
         for _ in range(ticks):
             await asyncio.sleep(0)
         waiting.cancel()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             await asyncio.wait([waiting])
         assert waiting.cancelled()
     worker.serve(handle.id, ["a"])
-    assert (await handle.result(60)).text == "a"  # and the connections are good
+    assert (await handle.result(PATIENCE_S)).text == "a"  # and the connections are good
 
 
 async def test_a_long_past_comes_in_slices_whatever_its_entries_are(aclient: AsyncClient, worker: FakeWorker) -> None:
@@ -600,4 +600,4 @@ async def test_a_stream_with_what_no_script_wrote_is_broken_by_name(
     handle = await aclient.submit(model=model, prompt=[1])
     valkey.xadd(keys.stream(handle.id), {"e": entry}, id="1000000-0")
     with pytest.raises(BrokenRecord, match=f"{handle.id} cannot be read: its field stream"):
-        await handle.result(60)
+        await handle.result(PATIENCE_S)

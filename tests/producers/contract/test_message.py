@@ -20,6 +20,7 @@ from producers.contract.message import Message, is_native, kind_of, task_headers
 from producers.contract.record import Record
 from tests.producers.conftest import QUEUE
 from tests.producers.faces import Face
+from tests.waiting import PATIENCE_S
 
 
 def parsed(raw: bytes | str) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def test_a_stock_celery_worker_takes_both_clients_messages(client: Face, valkey:
         latest = handle.status().time("created")
     level = logging.getLogger().level  # of all this process: unless told, Celery's helper leaves it at ERROR
     with start_worker(app, pool="solo", perform_ping_check=False, shutdown_timeout=60, loglevel=level):
-        assert every.wait(60)
+        assert every.wait(PATIENCE_S)
     for _, _, size, _ in seen.values():
         assert abs(size.pop("at") - latest) < 60_000, "the store's clock, as nearly as it is known"
     assert seen == expected

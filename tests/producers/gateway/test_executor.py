@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from producers.gateway.executor import CallerLeft, Executor, ExecutorBusy, ExecutorFull
-from tests.waiting import auntil, until
+from tests.waiting import PATIENCE_S, auntil, until
 
 
 async def test_work_is_done_in_turn_and_its_answer_or_error_comes_back() -> None:
@@ -145,7 +145,7 @@ async def test_work_is_ended_when_its_caller_leaves_and_no_other_work_is(how: st
 
     def work() -> str:
         began.set()
-        return "ended" if how == "stays" or killed.wait(60) else "went on"
+        return "ended" if how == "stays" or killed.wait(PATIENCE_S) else "went on"
 
     running = asyncio.create_task(executor.run_killable(work, killed.set, lambda: gone, tenant="acme"))
     behind = asyncio.create_task(executor.run_killable(lambda: "next", killed.set, asyncio.Event().wait))

@@ -43,7 +43,7 @@ from tests.processes import guarded
 from tests.producers.gateway.conftest import Door, Make, Open
 from tests.producers.gateway.test_keys import as_caller
 from tests.producers.gateway.test_keys import make as make  # the fixture
-from tests.waiting import auntil, until
+from tests.waiting import PATIENCE_S, auntil, until
 
 LATE: Final = {"late": 0.05, "load": 0.9}
 WELL: Final = {"late": 0.0, "load": 0.9}
@@ -241,7 +241,7 @@ async def test_a_line_is_served_in_its_order_and_is_bounded() -> None:
     for at in (0, 2, 3):
         places[at].add_done_callback(lambda _, at=at: order.append(at))
     fair.cap = None
-    await asyncio.wait_for(places[3], 60)
+    await asyncio.wait_for(places[3], PATIENCE_S)
     await asyncio.sleep(0)
     assert order == [0, 2, 3]
 
@@ -263,7 +263,7 @@ async def test_requests_that_wait_for_their_tasks_or_use_much_do_not_lock_their_
     share, fair.cap = Share(fair), FIRST
     share.running, share.first = 500, 0.1
     SHARE.set(share)
-    await asyncio.wait_for(turn(), 60)  # it is one of them
+    await asyncio.wait_for(turn(), PATIENCE_S)  # it is one of them
 
 
 async def test_a_line_goes_on_as_fast_as_its_caller_may_and_at_once_without_a_cap(
@@ -311,7 +311,7 @@ def line_of(door: Door) -> list[asyncio.Future[bool]]:
 
 def test_requests_wait_in_line_and_those_whose_clients_left_are_not_handled(capped: Door) -> None:
     with ExitStack() as stack:
-        assert httpx.get(f"{capped.url}/livez", timeout=60).is_success  # a probe has a line of its own
+        assert httpx.get(f"{capped.url}/livez", timeout=PATIENCE_S).is_success  # a probe has a line of its own
         clients = [
             stack.enter_context(socket.create_connection(("127.0.0.1", capped.port), timeout=60)) for _ in range(3)
         ]
@@ -330,7 +330,7 @@ def test_requests_wait_in_line_and_those_whose_clients_left_are_not_handled(capp
 
 def test_more_waiting_requests_than_a_line_has_are_refused(capped: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_WAITING", 0)
-    answer = httpx.get(f"{capped.url}/nowhere", timeout=60)
+    answer = httpx.get(f"{capped.url}/nowhere", timeout=PATIENCE_S)
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "too_many_waiting")
     assert "x-request-id" in answer.headers
 

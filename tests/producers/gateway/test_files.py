@@ -32,6 +32,7 @@ from producers.store.blobs.folder import FolderWriter
 from producers.store.files import LEASE_S
 from tests.conformance.conftest import gateway
 from tests.producers.gateway.conftest import Ask, Door, Open, until
+from tests.waiting import PATIENCE_S
 
 DATA = b'{"custom_id": "a"}\n' * 50_000
 MINUTE = {"anchor": "created_at", "seconds": 3600}
@@ -317,7 +318,7 @@ def test_kill_9_in_the_middle_of_an_upload_leaves_no_half_of_a_file(
         process.join()
 
     with gateway(valkey_url, sweep=False, files_dir=str(folder)) as (url, process):
-        assert httpx.get(f"{url}/livez", timeout=100).status_code == 200
+        assert httpx.get(f"{url}/livez", timeout=PATIENCE_S).status_code == 200
         with pytest.raises(httpx.TransportError):
             httpx.post(f"{url}/v1/files", timeout=100, **form() | {"content": chunks()})
     assert FolderBlobs(folder).clean(0) == 1
@@ -416,7 +417,7 @@ def test_uploads_of_one_tenant_keep_no_thread_that_others_need(
         if vars(writer).get("slow") or given == (b"slow",):
             with lock:
                 running[0] += 1
-            over.wait(60)
+            over.wait(PATIENCE_S)
         as_it_is(writer, *given)
 
     def marked(writer: FolderWriter, data: bytes) -> None:

@@ -27,6 +27,7 @@ from producers.store.access.audit import Change
 from producers.store.fleet.adapters import StoredAdapter
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door, Make, Open, until
+from tests.waiting import PATIENCE_S
 
 #: The documented paths that are open to all.
 OPEN = {"/", "/livez", "/readyz"}
@@ -273,7 +274,7 @@ def test_a_key_that_comes_for_the_first_time_is_one_caller_and_not_two(
     monkeypatch.setattr(FairShare, "look", lambda *_: None)
     door = open_door(auth="keys")
     fair = door.app.state.fair_share
-    assert httpx.get(f"{door.url}/v1/models", headers=as_caller(make("acme")), timeout=60).status_code == 200
+    assert httpx.get(f"{door.url}/v1/models", headers=as_caller(make("acme")), timeout=PATIENCE_S).status_code == 200
     assert until(lambda: fair.of(("tenant", "acme")).last_request_at > 0)
     assert fair.of("127.0.0.1").last_request_at < 0
 

@@ -37,6 +37,7 @@ from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import POOL, QUEUE, Door, Open, Submit, until
 from tests.producers.gateway.http.test_connection import busy
 from tests.producers.gateway.test_health import NOWHERE
+from tests.waiting import PATIENCE_S
 
 POOL_NAME = POOL.queue.removeprefix("penstock:queue:")
 VERSION = QUEUE.removeprefix("penstock:queue:")
@@ -252,7 +253,7 @@ def test_who_comes_while_the_store_is_away_or_without_a_connection_is_counted(op
         assert http.post("/v1/tasks", json={"model": "tiny", "prompt": [1], "tier": "batch"}).status_code == 503
         assert http.get("/v1/models").status_code == 503
         with busy(door):  # which takes the only place, of a connection that is idle
-            assert httpx.get(f"{door.url}/livez", timeout=60).status_code == 503
+            assert httpx.get(f"{door.url}/livez", timeout=PATIENCE_S).status_code == 503
         until(lambda: not len(door.peers))
         assert refused(http) == {
             ("service_unavailable", "batch"): 1,

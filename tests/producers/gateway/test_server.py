@@ -15,7 +15,7 @@ from producers.gateway import GatewaySettings
 from tests.producers.conftest import subscribers
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.http.test_sse import follow
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from tests.warm import warm_gateway
 from workers.cli.exits import Failure
 from workers.cli.servers import open_port
@@ -60,7 +60,7 @@ def test_sigterm_stops_listening_lets_streams_finish_and_exits_0(
             worker.append(task_id, 0, ["a"])
             worker.finish(task_id, [1])
             assert [event["event"] for event in events] == ["token", "end"]
-        process.join(60)
+        process.join(PATIENCE_S)
         assert process.exitcode == 0
 
 
@@ -77,7 +77,7 @@ def test_a_request_that_has_begun_to_come_in_is_answered_after_sigterm(valkey_ur
             answer = caller.makefile("rb").read()
         assert answer.startswith(b"HTTP/1.1 200 OK\r\n"), answer
         assert b"\r\nconnection: close\r\n" in answer.lower()
-        process.join(60)
+        process.join(PATIENCE_S)
         assert process.exitcode == 0
 
 
@@ -94,7 +94,7 @@ def test_streams_are_ended_after_the_drain_time_or_at_a_second_signal(
             if drain == 60:
                 process.terminate()
             assert list(events) == []
-        process.join(60)
+        process.join(PATIENCE_S)
         assert process.exitcode == 0
 
 

@@ -22,7 +22,7 @@ from producers.store.usage.ledger import COUNTS
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door, Make, Open
 from tests.producers.gateway.test_keys import as_caller, make
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 __all__ = ["make"]
 
@@ -173,11 +173,11 @@ def test_a_tenants_reports_are_made_one_after_another_and_few_wait(
     acme, other = as_caller(make("acme")), as_caller(make("other"))
 
     def ask(headers: dict[str, str]) -> int:
-        return httpx.get(f"{door.url}/v1/usage", headers=headers, timeout=60).status_code
+        return httpx.get(f"{door.url}/v1/usage", headers=headers, timeout=PATIENCE_S).status_code
 
     with ThreadPoolExecutor(8) as threads:
         first = threads.submit(ask, acme)
-        assert going.wait(60)
+        assert going.wait(PATIENCE_S)
         asked = [threads.submit(ask, acme) for _ in range(7)]
         until(lambda: sum(one.done() for one in asked) == 3)
         assert ask(other) == 200

@@ -32,6 +32,7 @@ from producers.store.fleet import canaries, cards, rollouts, routing
 from producers.store.fleet.canaries import ALIAS, Canary, Plan
 from producers.store.fleet.rollouts import Rollout
 from producers.store.fleet.routing import Shadow
+from tests.waiting import PATIENCE_S
 
 PLAN = Plan(steps=(10.0, 50.0), hold_s=0.0, min_samples=5, lost_s=0.0, warm_up_s=0.0, block_s=0.0)
 UP = Fleet([Pool("m@b.f", "m", workers=[{"worker": "w"}])])
@@ -433,7 +434,7 @@ def test_a_row_counts_once_whoever_dies_and_however_many_look_at_once(store: Red
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     evidence = Evidence.of(canaries.read_evidence(store, "m"), state)
     assert (evidence.candidate.tasks, evidence.baseline.tasks) == (7, 56)
 
@@ -549,7 +550,7 @@ def test_another_rollout_is_refused_while_one_is_under_way_and_of_two_at_once_on
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     assert did(store) == ["start"]
     with pytest.raises(RolloutError, match="rollout abort m"):
         started(store)

@@ -16,6 +16,7 @@ from producers.sources.source import Context
 from producers.store.measurements import read_source_items
 from tests.chaos.sourcing import SourcesProcess
 from tests.producers.sources.test_cron import at
+from tests.waiting import PATIENCE_S
 
 TASK = {"model": "tiny", "prompt": "def main():", "max_tokens": 3}
 HOURLY: dict[str, Any] = {"type": "schedule", "cron": "0 * * * *", "task": TASK}
@@ -132,7 +133,7 @@ def test_processes_share_a_schedule(valkey_url: str, valkey: Redis, records: Any
         leader = next(one for one in (first, second) if "another schedule" not in one.log.read_text())
         other = second if leader is first else first
         leader.process.kill()
-        leader.process.wait(60)
+        leader.process.wait(PATIENCE_S)
         valkey.hset(keys.SCHEDULES, "daily", int(valkey.time()[0]) - 2 * 24 * 3600)  # type: ignore[index]
         valkey.delete(keys.source_leader("daily"))  # as if its lease were over
         other.until(lambda: "made daily-" in other.log.read_text())

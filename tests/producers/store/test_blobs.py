@@ -21,6 +21,7 @@ from tests.aws import Aws
 from tests.exhaustive import few
 from tests.histories import examples
 from tests.producers.store.test_s3 import bucket_of, put
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -116,7 +117,7 @@ def test_a_killed_writer_leaves_nothing_visible_and_what_it_leaves_is_cleaned(tm
     written = spawn.Event()
     writer = spawn.Process(target=_write_for_ever, args=(str(tmp_path), written))
     writer.start()
-    assert written.wait(60)
+    assert written.wait(PATIENCE_S)
     os.kill(writer.pid or 0, signal.SIGKILL)
     writer.join()
     blobs = FolderBlobs(tmp_path)

@@ -12,6 +12,7 @@ from producers.sweeper import sweeper, tasks
 from producers.sweeper.tasks import expire_late
 from tests.producers.conftest import QUEUE
 from tests.producers.fake_worker import FakeWorker
+from tests.waiting import PATIENCE_S
 
 
 async def late(client: AsyncClient, valkey: Redis) -> str:
@@ -27,7 +28,7 @@ async def test_who_waits_for_a_queued_task_is_told_when_its_time_is_over(aclient
     task_id = await late(aclient, valkey)
     sweeping = asyncio.create_task(sweeper.run(aclient))
     with pytest.raises(TaskFailed, match="deadline passed") as told:
-        await aclient.get(task_id).result(60)
+        await aclient.get(task_id).result(PATIENCE_S)
     assert told.value.code == "expired"
     sweeping.cancel()
     assert [event async for event in aclient.get(task_id).stream()][-1].status == "failed"

@@ -19,6 +19,7 @@ from producers.store.files import File
 from producers.sweeper.retention import UPLOAD_S, RemovedFiles, remove_files
 from producers.sweeper.sweeper import SweeperSettings, lead
 from tests.producers.store.test_s3 import put
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ async def test_the_leader_does_it(
     settings = SweeperSettings(valkey_url, valkey_url, "s", seldom=0.05, files_dir=str(tmp_path))
     sweeping = asyncio.create_task(lead(aclient, settings))
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while not valkey.hget(keys.SWEPT, "files_expired"):  # noqa: ASYNC110 - another task's doing
                 await asyncio.sleep(0.02)
         assert over not in os.listdir(tmp_path)

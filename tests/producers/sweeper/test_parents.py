@@ -28,6 +28,7 @@ from producers.sweeper.compact import Offload, compact
 from producers.sweeper.tasks import advance_parents
 from tests.producers.conftest import CARD, QUEUE
 from tests.producers.fake_worker import FakeWorker
+from tests.waiting import PATIENCE_S
 
 EMBEDDER = {**CARD, "capabilities": ["embed"], "pooling": {"dimensions": 2}}
 #: Of three chunks.
@@ -296,7 +297,7 @@ async def test_a_task_whose_stream_takes_no_more_chunks_fails(
     worker.claim(chunk)
     assert worker.finish(chunk, [0], result=encode_rows([[0.0]] * 256)) == ["won", "completed"]
     with pytest.raises(TaskFailed, match="takes no more texts"):
-        await handle.result(60)
+        await handle.result(PATIENCE_S)
 
 
 async def test_a_task_of_an_earlier_ones_id_has_chunks_of_its_own(

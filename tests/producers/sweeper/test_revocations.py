@@ -20,6 +20,7 @@ from producers.store import protocol
 from producers.sweeper.revocations import hear, revoked_ids
 from tests.producers.conftest import POOL, QUEUE
 from tests.producers.fake_worker import FakeWorker
+from tests.waiting import PATIENCE_S
 
 PLAIN: dict[str, str | int] = {"model": "tiny", "queue": QUEUE, "tier": "default", "n": 1, "task": "{}", "nonce": ""}
 
@@ -43,7 +44,7 @@ def claim(worker: FakeWorker, task_id: str) -> protocol.Claimed:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - the server has no event for it
             await asyncio.sleep(0.01)
 
@@ -95,7 +96,7 @@ async def test_it_answers_nothing(hearing: Celery) -> None:
 
 async def test_it_goes_on_hearing_after_its_connection_was_lost(hearing: Celery, valkey: Redis) -> None:
     valkey.client_kill_filter(_type="pubsub")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         # Redis keeps no message: what is sent before it hears again is lost.
         while not valkey.zscore(keys.REVOKED, "p"):
             await asyncio.to_thread(hearing.control.revoke, "p")

@@ -17,7 +17,7 @@ from producers.sweeper.sweeper import SweeperSettings
 from producers.sweeper.tasks import Swept
 from tests.producers.conftest import QUEUE
 from tests.producers.fake_worker import FakeWorker
-from tests.waiting import auntil
+from tests.waiting import PATIENCE_S, auntil
 
 
 async def test_the_loop_goes_on_after_a_failed_sweep(
@@ -38,7 +38,7 @@ async def test_the_loop_goes_on_after_a_failed_sweep(
 
     monkeypatch.setattr(tasks, "send_unsent", one_sweep)
     loop = asyncio.create_task(sweeper.run(aclient, every_s=0.001))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         await done.wait()
     assert not loop.done()
     loop.cancel()

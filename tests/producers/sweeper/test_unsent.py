@@ -19,6 +19,7 @@ from producers.sweeper.tasks import Swept, send_unsent
 from tests.producers.conftest import QUEUE
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.proxy import Proxy
+from tests.waiting import PATIENCE_S
 
 
 def admit(valkey: Redis, task_id: str, **fields: Any) -> None:
@@ -38,7 +39,7 @@ async def test_an_abandoned_submit_is_sent(aclient: AsyncClient, valkey: Redis, 
     expected = json.loads(Message("t", QUEUE, "flex", 1, 9, at=created).envelope())
     assert json.loads(raw)["headers"] == expected["headers"]
     worker.serve(worker.take(QUEUE) or "")
-    assert (await aclient.get("t").result(60)).text == "Hello, world"
+    assert (await aclient.get("t").result(PATIENCE_S)).text == "Hello, world"
     assert await send_unsent(aclient, age_ms=0) == Swept()
 
 
@@ -145,4 +146,4 @@ async def test_a_submit_that_failed_is_finished_when_the_broker_is_back(
         proxy.heal()
         assert await send_unsent(client, age_ms=0) == Swept(sent=1)
         worker.serve(worker.take(QUEUE) or "")
-        assert (await client.get("t").result(60)).status == "completed"
+        assert (await client.get("t").result(PATIENCE_S)).status == "completed"

@@ -19,6 +19,7 @@ from producers.sweeper.celery_results import CeleryResults
 from producers.sweeper.tasks import Orphans
 from tests.producers.conftest import POOL, QUEUE
 from tests.producers.fake_worker import FakeWorker
+from tests.waiting import PATIENCE_S
 
 PLAIN: dict[str, str | int] = {"model": "tiny", "queue": QUEUE, "tier": "default", "n": 1, "task": "{}", "nonce": ""}
 
@@ -62,7 +63,7 @@ async def test_one_whose_worker_died_before_its_tracer_is_settled(
     for _ in range(tasks.ALL_EVERY):
         await aclient.run(sweeping.sweep())
     assert settled(valkey, handle.id)
-    assert (await handle.result(60)).text == "a"
+    assert (await handle.result(PATIENCE_S)).text == "a"
 
 
 async def test_what_is_young_is_left_to_its_worker(aclient: AsyncClient, valkey: Redis) -> None:
@@ -156,13 +157,13 @@ async def test_who_waits_for_a_plain_task_is_told_though_nobody_has_its_message(
     await aclient.run(Orphans(age_ms=0, waiting=results.wait).sweep())
     assert await results.store_waiting() == 3
     told: dict[str, Any] = {name: celery_app.AsyncResult(name) for name in ("fine", "failed", "cancelled", "known")}
-    assert told["fine"].get(timeout=60)["text"] == "xx"
+    assert told["fine"].get(timeout=PATIENCE_S)["text"] == "xx"
     with pytest.raises(Exception, match="It broke") as raised:
-        told["failed"].get(timeout=60)
+        told["failed"].get(timeout=PATIENCE_S)
     assert isinstance(raised.value, TaskFailed)
     with pytest.raises(TaskRevokedError):
-        told["cancelled"].get(timeout=60)
-    assert told["known"].get(timeout=60) == {"told": "before"}
+        told["cancelled"].get(timeout=PATIENCE_S)
+    assert told["known"].get(timeout=PATIENCE_S) == {"told": "before"}
     assert not any(settled(valkey, name) for name in told), "their links still wait for their messages"
     await aclient.run(Orphans(age_ms=0, waiting=results.wait).sweep())
     assert await results.store_waiting() == 0

@@ -84,7 +84,7 @@ class Up:
     def ended(self) -> int:
         """The status with which it ends by itself."""
         status = self.process.wait(PATIENCE_S)
-        self._reader.join(60)
+        self._reader.join(PATIENCE_S)
         return status
 
     def nothing_left(self) -> bool:

@@ -23,6 +23,7 @@ from producers.contract.record import Record
 from tests.in_process import unchanged
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door, until
+from tests.waiting import PATIENCE_S
 from tests.workers.cli.conftest import Answer, Ran, Run, Scripted, send
 from workers.cli.exits import Failure
 from workers.cli.run import _about, _gateway
@@ -176,7 +177,7 @@ class TestConversation:
         serving = threading.Thread(target=serve)
         serving.start()
         ran = chat(door.url, "1\n")
-        serving.join(60)
+        serving.join(PATIENCE_S)
         assert (ran.status, ran.out, served) == (0, "answer\n", [None])
 
     @pytest.mark.parametrize("status", [200, 401])
@@ -314,8 +315,8 @@ class Terminal:
         until(lambda: self.shown.count(text) >= times)
 
     def close(self) -> int:
-        status = self.process.wait(60)
-        self._reader.join(60)
+        status = self.process.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
         os.close(self._ours)
         return status
 

@@ -33,6 +33,7 @@ from producers.contract import keys
 from producers.store.servers import check_server
 from tests.in_process import app
 from tests.processes import ROOT, free_port, guarded, valkey
+from tests.waiting import PATIENCE_S
 from tests.warm import Forked
 from tests.workers.http_server import Handler
 
@@ -185,7 +186,7 @@ def test_each_process_does_its_work_as_its_own_user_and_is_denied_nothing(tmp_pa
         sent = sender.send_task(
             keys.TASK_NAME, kwargs={"prompt": "c", "max_tokens": 2}, queue=keys.model_queue("tiny"), priority=3
         )
-        assert sent.get(timeout=60)["status"] == "completed"
+        assert sent.get(timeout=PATIENCE_S)["status"] == "completed"
         sender.close()
         assert json.loads(until(lambda: admin.lpop("answers")))["status"] == "completed"
         until(lambda: http.get(f"/v1/batches/{batch}").json()["status"] == "completed")

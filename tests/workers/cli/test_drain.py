@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
+from tests.waiting import PATIENCE_S
 from tests.workers.cli.conftest import invoke
 from workers.cli import worker as worker_command
 from workers.cli.exits import Exit, Failure
@@ -61,7 +62,7 @@ def refused(*argv: str) -> Failure:
 def test_it_is_over_when_the_worker_is(worker: subprocess.Popen[str], options: tuple[str, ...], sent: str) -> None:
     result = run("--pid", str(worker.pid), *options)
     assert (result.exit_code, result.output) == (0, f"worker {worker.pid} has ended\n")
-    assert worker.wait(60) == 0
+    assert worker.wait(PATIENCE_S) == 0
     assert worker.stdout is not None
     assert worker.stdout.read() == sent
 
@@ -71,7 +72,7 @@ def test_one_that_takes_too_long_goes_on(tmp_path: Path) -> None:
         error = refused("--pid", str(worker.pid), "--timeout", "0.05")
         assert error.status is Exit.TIMEOUT
         (tmp_path / "go").touch()
-        assert worker.wait(60) == 0
+        assert worker.wait(PATIENCE_S) == 0
 
 
 def test_no_other_process_is_touched() -> None:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.processes import free_port
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from tests.warm import Forked
 from tests.workers.cli.conftest import Run
 from workers.cli.exits import Failure
@@ -85,6 +85,6 @@ def test_a_gateway_says_at_its_start_whether_it_asks_for_keys(valkey_url: str, t
 
 def _status(url: str) -> int:
     try:
-        return httpx.get(url, timeout=60).status_code
+        return httpx.get(url, timeout=PATIENCE_S).status_code
     except httpx.TransportError:
         return 0

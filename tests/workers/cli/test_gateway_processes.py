@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.processes import ROOT, free_port, guarded
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from workers.processes import PENSTOCK
 
 
@@ -33,7 +33,7 @@ def url(valkey_url: str, log: Path) -> Iterator[str]:
             until(lambda: all(served(log, name) for name in "12"))
             yield f"http://127.0.0.1:{port}"
             parent.terminate()
-            assert parent.wait(60) == 0, log.read_text()
+            assert parent.wait(PATIENCE_S) == 0, log.read_text()
         finally:
             parent.kill()
     with pytest.raises(httpx.ConnectError):
@@ -47,7 +47,7 @@ def served(log: Path, name: str) -> list[int]:
 
 def answering(url: str) -> str:
     """The name of the process that answers on a new connection."""
-    answer = httpx.get(f"{url}/metrics", timeout=60)
+    answer = httpx.get(f"{url}/metrics", timeout=PATIENCE_S)
     assert answer.status_code == 200
     match = re.search(r'^penstock_build_info\{process="(.)"', answer.text, re.MULTILINE)
     assert match is not None, answer.text

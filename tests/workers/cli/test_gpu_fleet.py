@@ -22,7 +22,7 @@ from redis import Redis
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.processes import ROOT, fill
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from tests.workers.cli.running_up import lives
 from workers.cli import supervised
 from workers.processes import notify as readinesses
@@ -57,7 +57,7 @@ class Running:
         self.task = asyncio.create_task(supervised.supervise(programs, lambda *line: self.said.append(line), drain))
 
     async def says(self, name: str, pattern: str, times: int = 1) -> str:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 found = [line for who, line in self.said if who == name and re.search(pattern, line)]
                 if len(found) >= times:
@@ -68,7 +68,7 @@ class Running:
     async def status(self, sig: signal.Signals | None = None) -> int:
         if sig is not None:
             os.kill(os.getpid(), sig)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             return await self.task
 
 
@@ -205,7 +205,7 @@ class TestReadiness:
                 systemd.recv(100)
             waits.unlink()
             await running.says("gpu1", "serves")
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 assert await asyncio.get_running_loop().sock_recv(systemd, 100) == b"STATUS=\nREADY=1"
             assert await running.status(signal.SIGTERM) == 0
 
@@ -216,7 +216,7 @@ class TestReadiness:
             monkeypatch.setenv("NOTIFY_SOCKET", readiness.address)
             for status in ("Ready in 2.31 s: imports 1.20", ""):
                 notify_ready(status)
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(PATIENCE_S):
                     assert await heard.get() == status
         finally:
             readiness.close()
@@ -228,7 +228,7 @@ class TestReadiness:
             monkeypatch.setenv("NOTIFY_SOCKET", readiness.address)
             notify_start("reading weights")
             notify_ready("Ready in 2 s")
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 assert [await heard.get() for _ in range(2)] == ["reading weights", "ready: Ready in 2 s"]
         finally:
             readiness.close()
@@ -323,7 +323,7 @@ def test_workers_have_a_gpu_and_a_name_each_come_back_with_it_and_lose_nothing(f
         until(lambda: nodes() == ["node.gpu0", "node.gpu3"])  # its first lease ended with it, minutes early
         until(lambda: all(redis.hget(keys.task(one), "status") == "completed" for one in ids))
         parent.process.send_signal(signal.SIGTERM)
-        assert parent.process.wait(60) == 0
+        assert parent.process.wait(PATIENCE_S) == 0
         assert not redis.hkeys(broker_keys.INCARNATIONS)
     assert not any(map(lives, parent.pids(3)))
 

@@ -18,7 +18,7 @@ from engine.execution.turns import Turns
 from producers import Client
 from producers.contract import keys
 from tests.processes import ROOT, guarded, suspend
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from tests.workers.cli.conftest import Run, told
 from workers.cli.options import shares_of
 from workers.processes import PENSTOCK
@@ -113,7 +113,7 @@ def serving(valkey_url: str, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[
         yield parent, {name: int(pid) for name, pid in pids.items()}
     finally:
         parent.terminate()
-        assert parent.wait(60) == 0, log.read_text()
+        assert parent.wait(PATIENCE_S) == 0, log.read_text()
 
 
 @pytest.mark.exhaustive

@@ -188,7 +188,7 @@ def _hastened(system: Up, gateway: Gateway) -> None:
     system.process.send_signal(signal.SIGINT)
     until(lambda: not gateway.ready())
     # Its stream is open until the task's end, though the gateway takes no new callers.
-    reader.join(60)
+    reader.join(PATIENCE_S)
     assert streamed[-1]["event"] == "end"
     assert len(streamed) == 401
     assert system.stop(signal.SIGTERM) == 0

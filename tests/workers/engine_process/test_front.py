@@ -17,7 +17,7 @@ from engine.params import SamplingParams
 from engine.request import Event, Request
 from tests.processes import suspend
 from tests.stub_engine import STALLED, token
-from tests.waiting import gone, until
+from tests.waiting import PATIENCE_S, gone, until
 from workers.engine_process.child import Child
 from workers.engine_process.front import ProcessEngine
 from workers.engine_process.ring import Ring
@@ -108,7 +108,7 @@ def test_what_a_process_made_before_it_died_is_delivered_before_it_is_said_to_be
 
     def deliver(event: Event) -> None:
         delivered.append(event)
-        assert free.wait(60)
+        assert free.wait(PATIENCE_S)
 
     engine.on_lost = lambda why, suspects: delivered.append(why)
     engine.submit(request("long", tokens=4000), deliver)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.processes import Worker, suspend
 from tests.stub_engine import DEADLY
-from tests.waiting import gone, until
+from tests.waiting import PATIENCE_S, gone, until
 from tests.workers.rig import Rig
 
 HERE = "tests.workers.engine_process.engines"
@@ -53,7 +53,7 @@ def test_an_engine_that_is_killed_costs_nobody_a_token(rig: Rig) -> None:
     first = begin(rig, STUB_HOLD_AT=20)
     ids = rig.begun(6, more_than=5, max_tokens=60)
     os.kill(engine_of(first), signal.SIGKILL)
-    assert first.process.wait(60) == os.EX_SOFTWARE
+    assert first.process.wait(PATIENCE_S) == os.EX_SOFTWARE
     assert "was killed by SIGKILL" in first.log.read_text()
     assert not rig.leases()
     begin(rig)
@@ -65,7 +65,7 @@ def test_an_engine_that_dies_in_a_step_costs_the_tasks_of_that_step_a_death_and_
     first = begin(rig, engine_factory=f"{HERE}:halves", STUB_HOLD_AT=20)
     ids = rig.begun(6, more_than=5, max_tokens=60)
     (deadly,) = rig.fill(1, prompt=[DEADLY])
-    assert first.process.wait(60) == os.EX_SOFTWARE
+    assert first.process.wait(PATIENCE_S) == os.EX_SOFTWARE
     rig.cancel(deadly)
     begin(rig)
     rig.check(ids)
@@ -87,7 +87,7 @@ def test_an_engine_that_is_stopped_counts_as_dead_after_a_lease(rig: Rig) -> Non
     first = begin(rig, STUB_HOLD_AT=20, lease=1.0)
     ids = rig.begun(3, more_than=5, max_tokens=60)
     suspend(engine_of(first))
-    assert first.process.wait(60) == os.EX_SOFTWARE
+    assert first.process.wait(PATIENCE_S) == os.EX_SOFTWARE
     assert "has been stopped for" in first.log.read_text()
     begin(rig)
     rig.check(ids)
@@ -120,5 +120,5 @@ def test_a_drained_worker_hands_back_what_its_engine_did_not_finish(rig: Rig) ->
 )
 def test_an_engine_that_does_not_start_ends_its_worker(rig: Rig, factory: str, says: str) -> None:
     worker = rig.begin_worker(engine_process=True, engine_factory=f"{HERE}:{factory}")
-    assert worker.process.wait(60) == 1
+    assert worker.process.wait(PATIENCE_S) == 1
     assert says in worker.log.read_text()

@@ -15,6 +15,7 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
 from tests.producers.proxy import Proxy
+from tests.waiting import PATIENCE_S
 from workers.flow.deliveries import Acker
 from workers.state.delivery import Incarnation
 
@@ -34,7 +35,7 @@ def acker(proxy: Proxy) -> Iterator[Acker]:
     acker.start()
     yield acker
     acker.stop(60)
-    acker.join(60)
+    acker.join(PATIENCE_S)
     assert not acker.is_alive()
 
 
@@ -120,5 +121,5 @@ def test_its_end_tells_when_the_broker_is_away() -> None:
     acker.start()
     acker.ack(Incarnation("w"), "0")
     assert not acker.stop(0.5)
-    acker.join(60)
+    acker.join(PATIENCE_S)
     assert not acker.is_alive()

@@ -15,6 +15,7 @@ from redis import Redis
 from engine.errors import AdapterRoomError, EngineClosedError
 from producers.contract import keys
 from producers.store.fleet import adapters
+from tests.waiting import PATIENCE_S
 from workers.flow.adapters import AdapterLoader
 from workers.flow.claimer import Claimer
 
@@ -65,7 +66,7 @@ def test_files_are_not_read_again_and_again_while_there_is_no_room(
     loader.start()
     try:
         assert not loader.ready(VERSION, "one")
-        assert looked.wait(60)
+        assert looked.wait(PATIENCE_S)
         while not loader.ready(VERSION, "one"):
             looked.clear()
             looked.wait(0.01)
@@ -108,7 +109,7 @@ def test_no_adapter_is_to_blame_for_an_engine_that_is_lost(valkey: Redis, valkey
     loader = AdapterLoader(served, SimpleNamespace(running={}))  # type: ignore[arg-type]
     assert not loader.ready(VERSION, "one")
     loader.start()
-    loader.join(60)
+    loader.join(PATIENCE_S)
     assert not loader.is_alive()
     assert not loader.ready(VERSION, "one")
     assert loader.stop(0)

@@ -17,6 +17,7 @@ from producers.contract.task import Task
 from tests.engine.sentence_folders import TEXTS, write_encoder_with_tokenizer
 from tests.stub_embedder import StubEmbedder, StubTexts
 from tests.stub_engine import StubEngine
+from tests.waiting import PATIENCE_S
 from workers.errors import Refused
 from workers.flow.claimer import pooled
 from workers.flow.probe import check_model
@@ -86,7 +87,7 @@ def test_a_text_of_too_many_parts_fails_itself_alone_if_its_request_says_so(
                 done.set()
 
             engine.submit(Request(on_error, ids, pooling=pooling), take)
-            assert done.wait(60)
+            assert done.wait(PATIENCE_S)
     item, request = ends
     assert item.rows is not None
     bad = [row if isinstance(row, TextError) else None for row in item.rows]

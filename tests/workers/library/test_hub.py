@@ -19,7 +19,7 @@ from engine.text import ModelCard
 from engine.text.checkpoint import model_version
 from tests.engine.gguf_files import write_gguf
 from tests.engine.random_models import write_model
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from tests.workers.library.hub_server import COMMIT, Hub, Repo, running_hub
 from workers.cli import models as models_command
 from workers.errors import Refused
@@ -440,7 +440,7 @@ def test_a_command_that_was_killed_goes_on_where_it_was(hub: Hub, tmp_path: Path
     hub.repos[REPO].files["model.safetensors"] = weights
     hub.hold = 21_000_000
     first = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    assert hub.held.wait(60)
+    assert hub.held.wait(PATIENCE_S)
     partial = tmp_path / "models" / "tiny-py" / f".{COMMIT}.partial" / "model.safetensors"
     until(lambda: partial.stat().st_size >= 20_000_000)
     first.kill()

@@ -14,6 +14,7 @@ from engine.text import ModelCard
 from engine.text.checkpoint import model_version
 from tests.engine.gguf_files import write_gguf
 from tests.engine.random_models import write_model
+from tests.waiting import PATIENCE_S
 from workers.errors import Refused
 from workers.library import LocalModels
 from workers.library.local_models import Source, needed, sha256_of
@@ -146,9 +147,9 @@ def test_a_workplace_is_for_one_at_a_time_and_keeps_what_is_in_it(models: LocalM
         (place / "half").write_text("half")
         thread = threading.Thread(target=second)
         thread.start()
-        assert waits.wait(60)
+        assert waits.wait(PATIENCE_S)
         order.append("first")
-    thread.join(60)
+    thread.join(PATIENCE_S)
     assert order == ["first", "second found half"]
 
 

@@ -17,6 +17,7 @@ from unittest.mock import Mock, call
 import pytest
 
 from producers.client.blocking import Client
+from tests.waiting import PATIENCE_S
 from tests.waiting import auntil as until
 from tests.workers.processes.test_supervisor import gone, said
 from workers.processes import PENSTOCK, ahead, supervisor
@@ -329,5 +330,5 @@ async def test_one_that_is_ended_before_it_is_ready_leaves_the_loop_as_it_was(ma
         with theirs, ours:
             ours.setblocking(False)
             loop.call_soon(theirs.send, b"x")
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 assert await loop.sock_recv(ours, 1) == b"x"

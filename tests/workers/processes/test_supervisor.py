@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import PATIENCE_S
 from workers.processes import GUARD, supervisor
 from workers.processes.supervisor import Child, Program, ended
 
@@ -58,12 +59,12 @@ async def begun(child: Child) -> int:
 async def status(child: Child) -> int:
     """Its last exit status."""
     assert child.keeper is not None
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         return await child.keeper
 
 
 async def said(child: Child, line: str, times: int = 1) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             if list(child.lines).count(line) >= times:
                 return
@@ -141,7 +142,7 @@ class TestStop:
             """
         )
         await begun(child)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             assert await child.stop(90)
         os.kill(int(child.lines[0]), signal.SIGKILL)
 
@@ -228,7 +229,7 @@ class TestRestart:
         child.restart = True
         await child.start()
         await said(child, "exited with status 0; starting it again in 60 s")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             assert await child.stop(60)
 
     async def test_is_not_done_where_it_is_not_wanted(self, make: Make) -> None:

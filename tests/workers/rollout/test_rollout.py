@@ -23,6 +23,7 @@ from producers.store.fleet import cards, rollouts
 from producers.store.fleet.rollouts import Rollout
 from tests.processes import Worker
 from tests.stub_engine import token
+from tests.waiting import PATIENCE_S
 from tests.warm import Forked
 from tests.workers.rig import Rig
 from workers import rollout
@@ -82,7 +83,7 @@ class Requests:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         for thread in self._threads:
-            thread.join(60)
+            thread.join(PATIENCE_S)
 
     def _run(self, seed: int) -> None:
         with Client(self._rig.url) as client:
@@ -124,7 +125,7 @@ async def test_no_request_fails_and_each_is_made_by_one_version(rig: Rig) -> Non
     assert requests.failed == []
     made = requests.versions()
     assert made.keys() == {OLD, NEW}
-    assert old.process.wait(60) == 0
+    assert old.process.wait(PATIENCE_S) == 0
     assert len(requests.ended) == sum(made.values())
 
 
@@ -191,11 +192,11 @@ async def test_starts_that_are_given_up_end_it_at_once(rig: Rig) -> None:
         trouble("tiny", "given up", begun.asked + 1, 5)
         trouble(f"tiny@{NEW}", "the next try is in 5 s", begun.asked - 1, 1)
         carrying = asyncio.create_task(Carrier(client, rig.store, new(), say, 600.0).run(begun))
-        await asyncio.wait_for(said.wait(), 60)
+        await asyncio.wait_for(said.wait(), PATIENCE_S)
         trouble(f"tiny@{NEW}", "the next try is in 4 s", None, 1)
         await asyncio.sleep(0.3)
         trouble(f"tiny@{NEW}", "given up: no such file", begun.asked + 1, 5)
-        ended = await asyncio.wait_for(carrying, 60)
+        ended = await asyncio.wait_for(carrying, PATIENCE_S)
     assert (ended.phase, "no such file" in ended.reason, len(lines)) == ("failed", True, 1)
     assert standing(rig.store)["version"] == OLD
 
@@ -214,7 +215,7 @@ async def test_a_run_goes_on_where_another_one_died(rig: Rig) -> None:
     process = command(rig, "tiny=tiny-v2", "--workers", "1")
     rig.until(lambda: rig.store.hexists(keys.ROLLOUTS, "tiny"))
     process.kill()
-    process.wait(60)
+    process.wait(PATIENCE_S)
     begun = begin(rig.store, new(), None, 5)
     assert (begun.phase, begun.workers) == ("starting", 1), "the same rollout"
     cards.publish(rig.store, new().card, new().files, over=OLD)
@@ -229,11 +230,11 @@ def test_the_command_tells_what_it_waits_for_and_may_be_interrupted_and_cancelle
     process = command(rig, "tiny=tiny-v2", log=log)
     rig.until(lambda: f"ready workers of version {NEW}: 0 of 1" in log.read_text())
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    assert process.wait(PATIENCE_S) == 130
     status = command(rig, "--status", "tiny", "--json", log=tmp_path / "status")
-    assert (status.wait(60), json.loads((tmp_path / "status").read_text())["phase"]) == (0, "starting")
-    assert command(rig, "tiny", "--cancel", log=log).wait(60) == 0
-    assert command(rig, "tiny", "--cancel", log=log).wait(60) == 2
+    assert (status.wait(PATIENCE_S), json.loads((tmp_path / "status").read_text())["phase"]) == (0, "starting")
+    assert command(rig, "tiny", "--cancel", log=log).wait(PATIENCE_S) == 0
+    assert command(rig, "tiny", "--cancel", log=log).wait(PATIENCE_S) == 2
     assert "no rollout of tiny is under way: it is cancelled" in log.read_text()
     assert standing(rig.store)["version"] == OLD
 
@@ -252,7 +253,7 @@ def test_the_command_tells_that_nobody_serves_what_is_left_and_how_to_start_a_wo
     hint = "(no worker takes more of them: start one with `penstock worker --model tiny=FOLDER`, the folder of"
     rig.until(lambda: f"tasks left of version {OLD}: 1 {hint}" in log.read_text())
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    assert process.wait(PATIENCE_S) == 130
 
 
 def test_plain_celery_tasks_go_to_the_version_of_the_card(rig: Rig) -> None:
@@ -265,7 +266,7 @@ def test_plain_celery_tasks_go_to_the_version_of_the_card(rig: Rig) -> None:
         waits = keys.model_queue("tiny")
         rig.until(lambda: rig.waiting(waits) == 3)
         old = up(rig, OLD)
-        assert [one.get(timeout=60)["status"] for one in sent] == ["completed"] * 3
+        assert [one.get(timeout=PATIENCE_S)["status"] for one in sent] == ["completed"] * 3
         assert {rig.record(one.id)["version"] for one in sent} == {OLD}
         cards.publish(rig.store, new().card, new().files)
         rig.until(lambda: rig.record(again(app, kwargs))["version"] == NEW)
@@ -274,7 +275,7 @@ def test_plain_celery_tasks_go_to_the_version_of_the_card(rig: Rig) -> None:
 
 def again(app: Any, kwargs: dict[str, Any]) -> str:
     sent = app.send_task(keys.TASK_NAME, queue=keys.model_queue("tiny"), kwargs=kwargs)
-    sent.get(timeout=60)
+    sent.get(timeout=PATIENCE_S)
     return str(sent.id)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.processes import ROOT, free_port
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 PAGE = (ROOT / "docs" / "run" / "rollouts.md").read_text("utf-8")
 COMMANDS = re.findall(r"^    (.+)$", PAGE, re.MULTILINE)
@@ -63,4 +63,4 @@ def test_a_bad_folder_is_rolled_back_by_itself(tmp_path: Path) -> None:
         assert (split["default"], split["split"]) == (state["before"], {})
     finally:
         system.send_signal(signal.SIGTERM)
-        system.wait(120)
+        system.wait(PATIENCE_S)

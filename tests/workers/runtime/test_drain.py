@@ -15,6 +15,7 @@ from producers.contract.record import Record
 from tests.exhaustive import few
 from tests.processes import suspend
 from tests.stub_engine import STALLED
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import QUEUE, TIMES, Rig, two_servers
 from workers.runtime.signals import SAME_S
 
@@ -104,7 +105,7 @@ def test_a_third_ends_it_on_the_spot(rig: Rig) -> None:
             worker.process.send_signal(sig)
             rig.until(lambda heard=heard: heard in worker.log.read_text())
         worker.process.terminate()
-        assert worker.process.wait(60) == os.EX_SOFTWARE
+        assert worker.process.wait(PATIENCE_S) == os.EX_SOFTWARE
     finally:
         os.kill(server, signal.SIGCONT)
     assert "the third signal" in worker.log.read_text()
@@ -133,7 +134,7 @@ def test_while_the_model_is_loaded_it_just_ends(rig: Rig) -> None:
 def test_told_to_end_as_it_takes_its_first_lease_it_leaves_none(rig: Rig) -> None:
     """Before any of its threads runs."""
     worker = rig.begin_worker(WORKER_PLUGINS="tests.workers.plugins:is_told_to_end_at_its_first_lease")
-    assert worker.process.wait(60) == 0
+    assert worker.process.wait(PATIENCE_S) == 0
     check_gone(rig)
 
 
@@ -171,7 +172,7 @@ def test_nothing_is_fetched_while_it_drains(rig: Rig) -> None:
     made = rig.tokens(running)
     rig.until(lambda: rig.tokens(running) > made + 30)
     rig.cancel(running)
-    assert worker.process.wait(60) == 0
+    assert worker.process.wait(PATIENCE_S) == 0
     rig.check([running], "cancelled")
     assert rig.status(late) == "queued"
     assert "claims" not in rig.record(late)

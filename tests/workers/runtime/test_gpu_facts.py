@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import PATIENCE_S
 from workers.runtime import gpu_facts
 from workers.runtime.gpu_facts import GpuFacts, open_nvml, read
 
@@ -131,7 +132,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch, look: Callable[[], Any], device: 
 def test_without_a_gpu_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     facts = looked_at(monkeypatch, lambda: asked.append("look"), "cpu")
-    facts.join(60)
+    facts.join(PATIENCE_S)
     assert (facts.is_alive(), facts.latest, asked) == (False, None, [])
 
 
@@ -142,7 +143,7 @@ def test_it_goes_on_after_trouble_tells_of_it_once_and_keeps_nothing_stale(
     seen, begun = list[Any](), threading.Event()
 
     def look() -> Any:
-        begun.wait(60)
+        begun.wait(PATIENCE_S)
         seen.append(facts.latest)
         if not looks:
             facts.stop()
@@ -153,7 +154,7 @@ def test_it_goes_on_after_trouble_tells_of_it_once_and_keeps_nothing_stale(
 
     facts = looked_at(monkeypatch, look)
     begun.set()
-    facts.join(60)
+    facts.join(PATIENCE_S)
     assert seen == [None, {"n": 1}, None, None, {"n": 2}, None]
     told = [record.getMessage() for record in caplog.records]
     assert told == ["NVML says nothing of the GPU: lost", "NVML says nothing of the GPU: again"]
@@ -164,12 +165,12 @@ def test_it_keeps_nobody_waiting_where_the_driver_does_not_answer(monkeypatch: p
 
     def hang() -> None:
         asked.set()
-        answer.wait(60)
+        answer.wait(PATIENCE_S)
 
     facts = looked_at(monkeypatch, hang)
-    assert asked.wait(60)
+    assert asked.wait(PATIENCE_S)
     assert facts.latest is None
     facts.stop()
     assert facts.daemon  # the process can end all the same
     answer.set()
-    facts.join(60)
+    facts.join(PATIENCE_S)

@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from tests.workers.http_server import Handler, HttpServer
 from tests.workers.rig import Rig
 from workers.runtime import aws
@@ -78,7 +78,7 @@ class Watched:
 
     def end(self) -> None:
         self.thread.stop()
-        self.thread.join(60)
+        self.thread.join(PATIENCE_S)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_it_is_seen_once_also_after_the_token_went_bad(metadata: Metadata, watch
     assert metadata.asked.count("PUT /latest/api/token") == 1, "a token is used again"
     metadata.good.clear()
     metadata.announce(3600)
-    watched.thread.join(60)
+    watched.thread.join(PATIENCE_S)
     assert metadata.asked.count("PUT /latest/api/token") == 2
     ((left, why),) = watched.found
     assert 3500 < left <= 3595
@@ -117,7 +117,7 @@ def test_an_instance_that_its_group_ends_has_all_the_drain_time(metadata: Metada
     until(lambda: len(metadata.asked) > 5)
     assert not watched.found
     metadata.state = b"Terminated"
-    watched.thread.join(60)
+    watched.thread.join(PATIENCE_S)
     assert watched.found == [(math.inf, "The Auto Scaling group ends this instance")]
 
 
@@ -126,7 +126,7 @@ def test_what_answers_before_the_metadata_do_is_not_believed_for_ever(metadata: 
     metadata.first = [b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(page), page), b"no HTTP\r\n\r\n"]
     metadata.announce(120)
     watched = watch(metadata.url)
-    watched.thread.join(60)
+    watched.thread.join(PATIENCE_S)
     assert len(watched.found) == 1
 
 
@@ -173,7 +173,7 @@ def test_a_worker_drains_in_the_time_that_is_left(metadata: Metadata, rig: Rig) 
     )
     (task_id,) = rig.begun(1, max_tokens=4000)
     metadata.announce(7)
-    assert worker.process.wait(60) == 0
+    assert worker.process.wait(PATIENCE_S) == 0
     assert "A spot notice came: terminate" in worker.log.read_text()
     assert (rig.status(task_id), rig.record(task_id)["deaths"]) == ("queued", "0")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from tests.workers.http_server import Handler, HttpServer
 from tests.workers.rig import Rig
 from workers.runtime import aws
@@ -63,7 +63,7 @@ def held(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     following.start()
     yield found
     following.stop()
-    following.join(60)
+    following.join(PATIENCE_S)
 
 
 def test_a_task_is_protected_while_it_holds_something(agent: Agent, held: list[str]) -> None:

@@ -18,6 +18,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.processes import Worker, free_port
 from tests.stub_engine import SPOILED
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import QUEUE, TIMES, Rig, two_servers
 from workers.flow import intake
 
@@ -30,7 +31,7 @@ AGAIN = {"workers.pool.app:RETRY_COUNTDOWN_S": 0.05, "workers.flow.intake:IDLE_S
 
 def given_up(worker: Worker) -> str:
     """It ends by itself, says why, and leaves no lease."""
-    assert worker.process.wait(60) == os.EX_SOFTWARE
+    assert worker.process.wait(PATIENCE_S) == os.EX_SOFTWARE
     return worker.log.read_text()
 
 
@@ -148,7 +149,7 @@ def test_requests_that_give_nan_break_no_model(rig: Rig) -> None:
 def test_a_model_that_is_broken_from_the_start_is_never_announced(rig: Rig) -> None:
     ids = rig.fill(2)
     worker = rig.begin_worker(STUB_NAN_AFTER=0)
-    assert worker.process.wait(60) != 0
+    assert worker.process.wait(PATIENCE_S) != 0
     assert "cannot serve stub: after '1 + 1 =', the model's logits are not finite" in worker.log.read_text()
     assert (rig.redis.exists(keys.MODELS, keys.POOLS), rig.leases()) == (0, [])
     assert rig.waiting(QUEUE) == len(ids)
@@ -265,5 +266,5 @@ def test_a_port_that_is_taken_is_refused(rig: Rig) -> None:
     port = free_port()
     begin(rig, health_port=port)
     second = rig.begin_worker(health_port=port)
-    assert second.process.wait(60) == 1
+    assert second.process.wait(PATIENCE_S) == 1
     assert f"port {port} for /readyz" in second.log.read_text()

@@ -14,6 +14,7 @@ from producers.contract import keys
 from producers.store.protocol import delete
 from tests.aws_faults import Fault, Faults
 from tests.stub_engine import text_of
+from tests.waiting import PATIENCE_S
 from tests.workers.sqs.conftest import SqsRig
 
 PLUGINS = "tests.workers.plugins:ordinary_tasks"
@@ -26,7 +27,7 @@ def test_kombus_senders_reach_workers_at_the_default_tier(sqs: SqsRig) -> None:
         app.send_task(keys.TASK_NAME, kwargs={"prompt": [1], "seed": 3, "max_tokens": 5}, priority=priority)
         for priority in (0, 9)
     ]
-    assert [one.get(timeout=60)["text"] for one in sent] == [text_of(3, 0, 5)] * 2
+    assert [one.get(timeout=PATIENCE_S)["text"] for one in sent] == [text_of(3, 0, 5)] * 2
     assert {sqs.record(one.id)["tier"] for one in sent} == {"default"}
     sqs.until_settled([one.id for one in sent])
     sqs.check_nothing_left()
@@ -37,7 +38,7 @@ def test_a_kind_that_is_unknown_is_refused_at_once(sqs: SqsRig) -> None:
     sqs.worker()
     app = sqs.sender()
     sent = app.send_task("penstock.later", (2,))
-    assert "penstock.later" in str(error := sent.get(timeout=60, propagate=False))
+    assert "penstock.later" in str(error := sent.get(timeout=PATIENCE_S, propagate=False))
     assert "release_missing" in str(error.args)
     sqs.until(lambda: sqs.store.llen(broker_keys.DEAD))
     (letter,) = map(json.loads, sqs.store.lrange(broker_keys.DEAD, 0, -1))
@@ -55,7 +56,7 @@ def test_a_deleted_task_is_not_made_again_by_its_message(sqs: SqsRig) -> None:
     run(sqs.store, delete(sent.id, "x"))
     app.send_task(keys.TASK_NAME, kwargs=kwargs, task_id=sent.id)
     other = app.send_task(keys.TASK_NAME, kwargs=kwargs | {"max_tokens": 5})
-    assert other.get(timeout=60)["text"] == text_of(3, 0, 5)
+    assert other.get(timeout=PATIENCE_S)["text"] == text_of(3, 0, 5)
     sqs.check_nothing_left()
     assert [name for name in sqs.store.keys("*") if sent.id in name] == [keys.erased(sent.id)]
 
@@ -82,7 +83,7 @@ def test_a_chord_goes_by_sqs(sqs: SqsRig) -> None:
     app = sqs.sender()
     parts = [app.signature(keys.TASK_NAME, kwargs={"prompt": [1], "seed": seed, "max_tokens": 4}) for seed in (1, 2)]
     result = chord(parts, app=app)(app.signature("app.texts"))
-    assert result.get(timeout=60) == [text_of(1, 0, 4), text_of(2, 0, 4)]
+    assert result.get(timeout=PATIENCE_S) == [text_of(1, 0, 4), text_of(2, 0, 4)]
     sqs.check_nothing_left()
 
 

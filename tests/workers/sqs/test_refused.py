@@ -40,7 +40,7 @@ def door(aws: Aws, valkey_url: str, valkey: Redis, tmp_path: Path, monkeypatch: 
 
 
 def asked(port: int) -> Callable[[], dict[str, Any]]:
-    return lambda: httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=60).json()
+    return lambda: httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=PATIENCE_S).json()
 
 
 def test_a_worker_that_may_make_no_queues_names_them_and_who_may(faults: tuple[SqsRig, Faults]) -> None:
@@ -61,13 +61,13 @@ def test_a_worker_refuses_a_lease_that_outlasts_what_sqs_hides(sqs: SqsRig) -> N
 
 
 def test_a_gateway_is_ready_when_the_queues_are_there(door: Door, aws: Aws) -> None:
-    answer = httpx.get(f"{door.url}/readyz", timeout=60)
+    answer = httpx.get(f"{door.url}/readyz", timeout=PATIENCE_S)
     assert answer.status_code == 503
     assert f"queue {NAMES[0]} in us-east-1" in answer.json()["error"]["message"]
     assert "penstock aws setup" in answer.json()["checks"]["broker"]
     for name in NAMES:
         aws.client("sqs").create_queue(QueueName=name)
-    until(lambda: httpx.get(f"{door.url}/readyz", timeout=60).status_code == 200)
+    until(lambda: httpx.get(f"{door.url}/readyz", timeout=PATIENCE_S).status_code == 200)
 
 
 def test_a_worker_that_may_not_receive_is_not_ready_until_it_may(faults: tuple[SqsRig, Faults]) -> None:

@@ -15,6 +15,7 @@ from producers.admin.fleet import read_fleet
 from producers.contract import keys
 from tests.aws import Aws
 from tests.stub_engine import text_of
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import LEASE, POOL, TIMES
 from tests.workers.sqs.conftest import SqsRig
 from workers.connect import check_queues
@@ -33,7 +34,7 @@ def test_a_task_streams_and_leaves_nothing_behind(sqs: SqsRig) -> None:
         *tokens, end = handle.stream()
         assert [token.position for token in tokens] == list(range(20))
         assert end.status == "completed"
-        assert handle.result(timeout=60).text == text_of(7, 0, 20)
+        assert handle.result(timeout=PATIENCE_S).text == text_of(7, 0, 20)
     ids = [handle.id, *sqs.submit(30)]
     sqs.check(ids)
     sqs.check_nothing_left()

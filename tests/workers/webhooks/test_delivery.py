@@ -27,7 +27,7 @@ from producers.store import outbox
 from producers.store.endpoints import Endpoint, Secrets
 from producers.store.outbox import Row
 from tests.receiver import Event, Receiver
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from tests.webhooks_process import WebhooksProcess
 from workers.webhooks import deliverer
 from workers.webhooks.deliverer import Deliverer, WebhookSettings
@@ -233,7 +233,7 @@ async def test_a_store_that_answers_and_refuses_is_told_from_one_that_does_not_a
     valkey.acl_setuser("limited", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-evalsha"])
     said = {valkey_url.replace("//", "//limited:x@"): "cannot be used: ", "redis://127.0.0.1:1/0": "does not answer"}
     for url, reason in said.items():
-        async with AsyncClient(url, url) as client, asyncio.timeout(60):
+        async with AsyncClient(url, url) as client, asyncio.timeout(PATIENCE_S):
             one = Deliverer(client, WebhookSettings(url))
             running = asyncio.create_task(one.run())
             words = f"the store {reason}"
@@ -302,7 +302,7 @@ async def test_a_trace_changes_nothing_about_a_delivery(valkey_url: str, valkey:
     tracer: Any = SimpleNamespace(sampled=sampled, put=spans.append)
     valkey.hset(keys.task("good"), "created", 1)  # its event is of the response resp_good
     valkey.hset(keys.task("resp_bad"), "traceparent", b"\xff")
-    async with AsyncClient(valkey_url, valkey_url) as client, asyncio.timeout(60):
+    async with AsyncClient(valkey_url, valkey_url) as client, asyncio.timeout(PATIENCE_S):
         deliveries = Deliverer(client, WebhookSettings(valkey_url, allowed=("127.0.0.0/8",)), tracer)
         running = asyncio.create_task(deliveries.run())
         await asyncio.to_thread(

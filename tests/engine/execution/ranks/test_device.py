@@ -39,6 +39,7 @@ from tests.engine.execution.ranks.test_parity import SHAPES, run
 from tests.engine.random_models import VARIANTS, write_model
 from tests.exhaustive import few
 from tests.parity.driver import Driver, greedy, prompts_of, recorded
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
 
@@ -387,7 +388,7 @@ def test_processes_compute_what_one_computes_until_one_is_killed(family: str, wh
         engine.on_lost = lambda why, suspects: lost.put(why)
         process = engine.stats().rank_processes[0]
         os.kill(process, signal.SIGKILL)
-        assert f"rank 1 of {ranks} (process {process}): it was killed by SIGKILL" in lost.get(timeout=60)
+        assert f"rank 1 of {ranks} (process {process}): it was killed by SIGKILL" in lost.get(timeout=PATIENCE_S)
 
 
 def test_ranks_on_gpus_of_other_kinds_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from engine.request import Request
 from tests.engine.adapters.folders import tensors, write_adapter
 from tests.engine.random_models import VARIANTS, write_model
 from tests.limits import bound_memory
-from tests.waiting import gone, until
+from tests.waiting import PATIENCE_S, gone, until
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
 
@@ -88,13 +88,13 @@ def test_a_group_is_one_engine_and_a_dead_rank_is_a_lost_device(
         engine.on_lost = lambda why, suspects: lost.put((why, suspects))
         events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         engine.submit(Request("a", [1, 2, 3], ENDLESS), events.put)
-        events.get(timeout=60)
+        events.get(timeout=PATIENCE_S)
         (follower,) = followers(engine)
         for sent in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # the lead's to answer
             os.kill(follower, sent)
-        events.get(timeout=60)
+        events.get(timeout=PATIENCE_S)
         os.kill(follower, signal.SIGKILL)
-        why, suspects = lost.get(timeout=60)
+        why, suspects = lost.get(timeout=PATIENCE_S)
         assert why.endswith(f"rank 1 of 2 (process {follower}): it was killed by SIGKILL")
         assert suspects <= {"a"}
         with pytest.raises(EngineError, match="is not loaded: rank 1 of 2"):
@@ -119,10 +119,10 @@ def test_stages_are_one_engine_and_a_dead_one_is_a_lost_device(ranks: int, folde
         events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for name in "abcd":
             engine.submit(Request(name, [1, 2, 3], ENDLESS), events.put)
-        events.get(timeout=60)
+        events.get(timeout=PATIENCE_S)
         last = followers(engine)[-1]
         os.kill(last, signal.SIGKILL)
-        why, suspects = lost.get(timeout=60)
+        why, suspects = lost.get(timeout=PATIENCE_S)
         assert why.endswith(f"rank {2 * ranks - 1} of {2 * ranks} (process {last}): it was killed by SIGKILL")
         assert suspects <= set("abcd")
         assert until(lambda: all(map(gone, followers(engine))))
@@ -134,7 +134,7 @@ def test_a_rank_that_dies_while_nothing_runs_is_noticed_and_takes_the_others_alo
         lost: queue.SimpleQueue[str] = queue.SimpleQueue()
         engine.on_lost = lambda why, suspects: lost.put(why)
         os.kill(followers(engine)[1], signal.SIGKILL)
-        assert "rank 2 of 4" in lost.get(timeout=60)
+        assert "rank 2 of 4" in lost.get(timeout=PATIENCE_S)
         assert until(lambda: all(map(gone, followers(engine))))
 
 
@@ -148,7 +148,7 @@ def test_a_stopped_rank_is_gone_once_the_engine_is_closed_and_keeps_no_caller(fo
         assert until(lambda: engine._loading.locked())
         engine.close()
         with pytest.raises(EngineError, match="is not loaded: the engine is closed"):
-            loading.result(timeout=60)
+            loading.result(timeout=PATIENCE_S)
     assert gone(follower)
 
 
@@ -158,7 +158,7 @@ def test_the_rank_for_which_the_others_wait_is_named(stages: int, folder: Path) 
     with Engine.load(folder, config(3 - stages, pipeline_parallel=stages)) as engine:
         events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         engine.submit(Request("a", [1, 2, 3], ENDLESS), events.put)
-        events.get(timeout=60)
+        events.get(timeout=PATIENCE_S)
         (follower,) = followers(engine)
         os.kill(follower, signal.SIGSTOP)
         named = f"the others wait for rank 1 of 2 (process {follower}) at "
@@ -217,7 +217,7 @@ def test_a_rank_without_memory_for_a_step_is_a_lost_device(stages: int, kernels:
         for i in range(16):
             engine.submit(Request(str(i), [5 + i] * 480, GREEDY), lambda event: None)
         # Native kernels end the process, torch raises.
-        assert re.search(rf"rank 1 of 2 \(process {follower}\): .*(SIGABRT|[Mm]emory)", lost.get(timeout=60))
+        assert re.search(rf"rank 1 of 2 \(process {follower}\): .*(SIGABRT|[Mm]emory)", lost.get(timeout=PATIENCE_S))
 
 
 @pytest.mark.exhaustive
@@ -236,7 +236,7 @@ def test_a_lead_without_memory_for_a_step_is_named(
         for model in (engine._model, engine._model.share):
             monkeypatch.setattr(model, "forward", fail)
         engine.submit(Request("a", [5] * 20, GREEDY), lambda event: None)
-        assert lost.get(timeout=60).endswith(f"rank 0 of 2 (the lead): {type(error).__name__}: {error}")
+        assert lost.get(timeout=PATIENCE_S).endswith(f"rank 0 of 2 (the lead): {type(error).__name__}: {error}")
 
 
 #: A lead that says its follower's process and waits.

@@ -28,7 +28,7 @@ from engine.execution.ranks.nodes import Node, SocketLink, differing, gather, tr
 from engine.kernels.native import load_library
 from engine.request import Request
 from tests.engine.random_models import VARIANTS, write_model
-from tests.waiting import gone, until
+from tests.waiting import PATIENCE_S, gone, until
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
 
@@ -107,7 +107,7 @@ def test_two_machines_are_one_engine_and_a_lost_rank_is_named(
         closed.set()
 
     def late(follower: group._Follower) -> None:
-        closed.wait(60)
+        closed.wait(PATIENCE_S)
         kill(follower)
 
     monkeypatch.setattr(nodes.Joined, "close", closing)
@@ -123,11 +123,11 @@ def test_two_machines_are_one_engine_and_a_lost_rank_is_named(
             events: queue.SimpleQueue[Any] = queue.SimpleQueue()
             endless = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
             engine.submit(Request("a", [1, 2, 3], endless), events.put)
-            events.get(timeout=60)
+            events.get(timeout=PATIENCE_S)
             (process,) = part._processes.values()
             os.kill(process.pid, signal.SIGKILL)
-            assert lost.get(timeout=60).endswith("rank 1 of 2 (on node 1): it was killed by SIGKILL")
-        assert running.result(timeout=60) is False
+            assert lost.get(timeout=PATIENCE_S).endswith("rank 1 of 2 (on node 1): it was killed by SIGKILL")
+        assert running.result(timeout=PATIENCE_S) is False
 
 
 @pytest.mark.exhaustive
@@ -143,7 +143,7 @@ def test_two_stages_of_two_machines_each(kernels: str, folder: Path, secret: str
         settings = config(secret, ports[0], nodes=4, tensor_parallel=2, pipeline_parallel=2, kernels=kernels)
         with Engine.load(folder, settings) as engine:
             assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == alone(folder, kernels)
-        assert [each.result(timeout=60) for each in running] == [True] * 3
+        assert [each.result(timeout=PATIENCE_S) for each in running] == [True] * 3
 
 
 @pytest.mark.exhaustive
@@ -178,8 +178,8 @@ def test_the_rank_that_is_lost_is_named_and_not_who_says_that_one_is(
             monkeypatch.setattr(Group, "_read", later)
             (process,) = others[0]._processes.values()
             os.kill(process.pid, signal.SIGKILL)
-            assert lost.get(timeout=60).endswith("rank 1 of 3 (on node 1): it was killed by SIGKILL")
-        assert [each.result(timeout=60) for each in running] == [False, False]
+            assert lost.get(timeout=PATIENCE_S).endswith("rank 1 of 3 (on node 1): it was killed by SIGKILL")
+        assert [each.result(timeout=PATIENCE_S) for each in running] == [False, False]
 
 
 @pytest.mark.exhaustive
@@ -203,7 +203,7 @@ def test_chains_of_machines(ranks: int, stages: int, machines: int, kernels: str
         settings = {"tensor_parallel": ranks, "pipeline_parallel": stages, "nodes": machines}
         with Engine.load(folder, config(secret, port, kernels=kernels, **settings)) as engine:
             assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == alone(folder, kernels)
-        assert [each.result(timeout=60) for each in others] == [True] * (machines - 1)
+        assert [each.result(timeout=PATIENCE_S) for each in others] == [True] * (machines - 1)
 
 
 @pytest.mark.exhaustive
@@ -217,14 +217,14 @@ def test_a_slow_rank_of_another_machine_is_named(divided: str, folder: Path, sec
             events: queue.SimpleQueue[Any] = queue.SimpleQueue()
             endless = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
             engine.submit(Request("a", [1, 2, 3], endless), events.put)
-            events.get(timeout=60)
+            events.get(timeout=PATIENCE_S)
             (process,) = part._processes.values()
             os.kill(process.pid, signal.SIGSTOP)
             named = "the others wait for rank 1 of 2 (on node 1) at "
             assert until(lambda: engine.stats().slow_rank.startswith(named))
             engine.on_lost = lambda why, suspects: None
             os.kill(process.pid, signal.SIGKILL)
-        assert running.result(timeout=60) is False
+        assert running.result(timeout=PATIENCE_S) is False
 
 
 @pytest.mark.exhaustive
@@ -240,7 +240,7 @@ def test_a_machine_whose_lead_is_gone_ends_its_ranks(folder: Path, port_of_lead:
         os.kill(process.pid, signal.SIGSTOP)
         for end in (*joined.nodes.values(), *joined.ranks.values()):
             end.close()
-        assert running.result(timeout=60) is False
+        assert running.result(timeout=PATIENCE_S) is False
         assert until(lambda: gone(process.pid))
 
 
@@ -270,7 +270,7 @@ def test_a_machine_that_differs_is_refused_by_name(
         with pytest.raises(EngineError, match=rf"node 1 of 2 \(127.0.0.1\) does not fit: {why}"):
             gather(port_of_lead, 2, 1, own, {}, lambda: False, stages=2)
         with pytest.raises(EngineError, match=f"the lead refuses this machine: {why}"):
-            running.result(timeout=60)
+            running.result(timeout=PATIENCE_S)
 
 
 def test_until_all_have_come_a_machine_may_go_and_come_again(
@@ -296,7 +296,7 @@ def test_until_all_have_come_a_machine_may_go_and_come_again(
         assert b"another machine, 127.0.0.1, is node 1 already" in second.recv(1024)
         ends.enter_context(come("node", 2))
         with pytest.raises(EngineError, match="rank 1, rank 2: not connected in 1 s though"):
-            waiting.result(timeout=60)
+            waiting.result(timeout=PATIENCE_S)
     assert "Node 1 (127.0.0.1) has ended before all have come; it is waited for again" in caplog.text
     assert "Node 1 of 3 (127.0.0.1) has come; to come: 2" in caplog.text
 
@@ -341,9 +341,9 @@ def test_a_machine_whose_number_is_still_held_calls_again_until_it_is_free(
         before.close()
         assert until(lambda: caplog.text.count("Node 1 of 3 (127.0.0.1) has come; to come: 2") == 2)
         ends.enter_context(come(2))
-        assert coming.result(timeout=60) == {"dtype": "float32", "link": None, "peers": []}
+        assert coming.result(timeout=PATIENCE_S) == {"dtype": "float32", "link": None, "peers": []}
         with pytest.raises(EngineError, match="not connected"):
-            waiting.result(timeout=60)
+            waiting.result(timeout=PATIENCE_S)
 
 
 def reset() -> socket.socket:
@@ -393,7 +393,7 @@ def test_a_machine_that_cannot_connect_to_another_once_the_lead_has_all_says_why
         return joined
 
     def arrival(node: Node, peer: str) -> tuple[socket.socket, dict[str, Any]]:
-        gathered.wait(60)
+        gathered.wait(PATIENCE_S)
         return of_others(node, peer)
 
     monkeypatch.setattr(group, "gather", gathering)
@@ -423,8 +423,8 @@ def test_a_machine_that_cannot_connect_to_another_once_the_lead_has_all_says_why
         why = r"not served: rank 1 of 3 \(on node 1\): node 1 needs ranks_address, for the nodes after it"
         with pytest.raises(EngineError, match=why):
             Engine.load(folder, config(secret, port, nodes=3, tensor_parallel=3))
-        assert running.result(timeout=60) == "node 1 needs ranks_address, for the nodes after it"
-        for connection in coming.result(timeout=60):
+        assert running.result(timeout=PATIENCE_S) == "node 1 needs ranks_address, for the nodes after it"
+        for connection in coming.result(timeout=PATIENCE_S):
             connection.close()
 
 
@@ -514,7 +514,7 @@ def test_a_lead_that_is_busy_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
             while len(said) < 70:
                 said += end.recv(70)
             end.sendall(meeting._proof(SECRET, b"lead", said[:32], bytes(32), said[68:]))
-            coming.result(timeout=60).close()
+            coming.result(timeout=PATIENCE_S).close()
 
 
 def test_who_does_not_come_or_is_not_reached_is_named_in_bounded_time(
@@ -548,7 +548,7 @@ def test_behind_a_firewall_that_drops_packets_both_sides_say_who_is_missing(
         with pytest.raises(
             EngineError, match=r"the lead at 127.0.0.1:\d+ is not reached in 0 s \(timed out\).*firewall"
         ):
-            coming.result(timeout=60)
+            coming.result(timeout=PATIENCE_S)
 
 
 @contextmanager
@@ -593,8 +593,8 @@ def test_a_machine_that_is_gone_without_a_word_is_lost(divided: str, folder: Pat
             for end in (*joined.nodes.values(), *joined.ranks.values(), joined.after, joined.back, *sums):
                 if end is not None:
                     drop_packets(end)
-            assert lost.get(timeout=60).endswith("rank 1 of 2 (on node 1): its connection is lost")
-        assert running.result(timeout=60) is False
+            assert lost.get(timeout=PATIENCE_S).endswith("rank 1 of 2 (on node 1): its connection is lost")
+        assert running.result(timeout=PATIENCE_S) is False
 
 
 @pytest.mark.exhaustive
@@ -649,7 +649,7 @@ def test_a_link_is_read_while_its_end_computes() -> None:
     sender = threading.Thread(target=send, daemon=True)
     sender.start()
     received = [bytes(other.receive())]
-    sender.join(60)
+    sender.join(PATIENCE_S)
     assert not sender.is_alive()
     assert received + [bytes(other.receive()) for _ in messages[1:]] == messages
     one.fail()

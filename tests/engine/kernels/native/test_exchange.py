@@ -15,6 +15,7 @@ from engine.kernels.native import load_library
 from engine.kernels.native.exchange import SLOT, Exchange, Share
 from engine.kernels.native.library import Pool
 from tests.engine.execution.ranks.in_threads import exchanges_of
+from tests.waiting import PATIENCE_S
 
 LIBRARY = load_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="native kernels are not built for this CPU")
@@ -93,7 +94,7 @@ def test_a_failure_ends_the_waiting_of_all() -> None:
 
     threading.Thread(target=wait, daemon=True).start()
     exchanges[0].fail()
-    assert ended.wait(60)
+    assert ended.wait(PATIENCE_S)
     with pytest.raises(DeviceLostError):
         exchanges[0].send(b"too late")
 

@@ -29,6 +29,7 @@ from tests.aws import Aws
 from tests.aws_faults import Fault, Faults
 from tests.producers.broker.conftest import make_queues
 from tests.producers.broker.sqs.place import QUEUE
+from tests.waiting import PATIENCE_S
 
 DEFAULT, BATCH = f"{QUEUE}#default", f"{QUEUE}#batch"
 
@@ -223,6 +224,6 @@ def test_kombu_reads_what_is_put_into_a_celery_queue(aws: Aws, valkey: Redis, qu
         transport_options={"region": address.region, "queue_name_prefix": address.prefix, "is_secure": False},
     )
     with theirs as connection, connection.SimpleQueue(queue) as inbox:
-        messages = [inbox.get(timeout=60) for _ in range(2)]
+        messages = [inbox.get(timeout=PATIENCE_S) for _ in range(2)]
         assert sorted(message.headers["id"] for message in messages) == ["a", "b"]
         assert [json.loads(message.body)[0] for message in messages] == [[], []]

@@ -25,7 +25,7 @@ from producers.store.access import api_keys
 from producers.store.access.audit import Change
 from tests.processes import valkey
 from tests.producers.gateway.conftest import Door
-from tests.waiting import auntil
+from tests.waiting import PATIENCE_S, auntil
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ def test_a_key_of_the_metrics_alone_reads_that_the_store_is_away_for_longer(monk
         door = Door(GatewaySettings(url, url, auth="keys", sweep=False))
 
         def scraped(token: str) -> httpx.Response:
-            return httpx.get(f"{door.url}/metrics", headers={"authorization": f"Bearer {token}"}, timeout=60)
+            return httpx.get(f"{door.url}/metrics", headers={"authorization": f"Bearer {token}"}, timeout=PATIENCE_S)
 
         assert ["penstock_up 1.0" in scraped(token).text for token in tokens] == [True, True]
     monkeypatch.setattr(module, "REMEMBERED_S", 0.0)
@@ -107,7 +107,7 @@ def test_a_gateway_without_its_store_lets_in_whom_it_knows_alone() -> None:
 
         def told(token: str | None) -> int:
             headers = {} if token is None else {"authorization": f"Bearer {token}"}
-            return httpx.get(f"{door.url}/v1/tasks?limit=none", headers=headers, timeout=60).status_code
+            return httpx.get(f"{door.url}/v1/tasks?limit=none", headers=headers, timeout=PATIENCE_S).status_code
 
         assert told(seen) == 400
     try:

@@ -19,6 +19,7 @@ from tests.producers.gateway.conftest import QUEUE, Door, Make, Open, until
 from tests.producers.gateway.test_keys import as_caller
 from tests.producers.gateway.test_keys import make as make  # the fixture
 from tests.producers.gateway.test_metrics import figures
+from tests.waiting import PATIENCE_S
 
 MODEL = QUEUE.removeprefix("penstock:queue:")
 #: What waits of 100 -> the stage that it leads to, and the tiers that are refused there.
@@ -59,7 +60,7 @@ def test_each_stage_refuses_what_it_says_and_is_seen_everywhere(
     assert {tier for tier, answer in answers.items() if answer.status_code == 429} == refused
     told = {answer.headers.get("penstock-degraded") for answer in answers.values()}
     assert told == {None if stage == "normal" else stage}
-    ready = httpx.get(f"{door.url}/readyz", timeout=60)
+    ready = httpx.get(f"{door.url}/readyz", timeout=PATIENCE_S)
     assert (ready.status_code, ready.json()["degraded"]) == (200, stage != "normal")
     assert ready.json()["checks"].get("overload") == (None if stage == "normal" else f"{MODEL}: {stage}")
     operator = as_caller(make(scopes=("metrics",)))
@@ -99,7 +100,7 @@ def test_outputs_of_keys_that_say_so_are_shortened(
     assert answer.json().get("shortened_to") == left
     record = valkey.hgetall(keys.task(answer.json()["id"]))
     assert json.loads(record[b"task"]).get("max_tokens") == (left or asked)
-    seen = httpx.get(f"{door.url}{answer.headers['location']}", headers=as_caller(make()), timeout=60).json()
+    seen = httpx.get(f"{door.url}{answer.headers['location']}", headers=as_caller(make()), timeout=PATIENCE_S).json()
     assert seen["shortened_to"] == left
     for spared in (submit(door, make(), **asked_for), submit(door, make(shorten_to=16), tier="priority", **asked_for)):
         assert "shortened_to" not in spared.json()

@@ -29,6 +29,7 @@ from tests.producers.gateway.http import test_head
 from tests.producers.gateway.tasks.test_websocket import read
 from tests.producers.gateway.test_keys import as_caller
 from tests.producers.gateway.test_keys import make as make  # the fixture
+from tests.waiting import PATIENCE_S
 
 PAGE = Path(__file__).parents[4] / "docs" / "run" / "gateway.md"
 #: The whole of nginx' settings beside the page's. One process, of whoever runs the tests.
@@ -94,7 +95,7 @@ def front(shared_door: Door, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield Front(port, folder / "access.log")
     finally:
         running.terminate()
-        running.wait(60)
+        running.wait(PATIENCE_S)
 
 
 def _listens(port: int) -> bool:
@@ -190,7 +191,9 @@ def test_callers_cannot_forge_their_address(front: Front, door: Door, make: Make
     head += b"Content-Type: application/json\r\n" + forged
     answer = front.send(head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
     assert re.findall(test_head.STATUS, answer) == [b"200", b"200"], answer
-    audit = httpx.get(f"http://127.0.0.1:{front.port}/v1/audit", headers=as_caller(admin), timeout=60).json()["data"]
+    audit = httpx.get(f"http://127.0.0.1:{front.port}/v1/audit", headers=as_caller(admin), timeout=PATIENCE_S).json()[
+        "data"
+    ]
     assert [entry.get("address") for entry in audit if entry["by"] != "test"] == ["127.0.0.1"]
 
 

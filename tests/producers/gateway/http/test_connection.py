@@ -17,6 +17,7 @@ from producers.gateway.http import connection as connections
 from producers.gateway.http import peers
 from producers.gateway.http.connection import MAX_HEAD, MAX_HEADERS, PIECE, PIECES, TURN, Connection
 from tests.producers.gateway.conftest import Door, Open, until
+from tests.waiting import PATIENCE_S
 
 #: What may come in at once, or never will (s).
 MOMENT = 0.2
@@ -121,7 +122,7 @@ def test_more_connections_than_are_taken_are_told_so(open_door: Open) -> None:
     with busy(door), socket.create_connection(("127.0.0.1", door.port), timeout=60) as second:
         status, error = answer(second)
         assert (status, error["code"], error["type"]) == (503, "too_many_connections", "server_error")
-    assert until(lambda: httpx.get(f"{door.url}/livez", timeout=60).is_success)
+    assert until(lambda: httpx.get(f"{door.url}/livez", timeout=PATIENCE_S).is_success)
 
 
 def test_idle_connections_make_room_for_newcomers_and_busy_ones_do_not(open_door: Open) -> None:
@@ -166,7 +167,7 @@ def test_files_of_a_page_that_nobody_takes_make_room(open_door: Open) -> None:
     with ExitStack() as stack:
         for _ in range(12):
             stack.enter_context(unread(door, "/docs/assets/swagger-ui-bundle.js"))
-        assert httpx.get(f"{door.url}/livez", timeout=60).status_code == 200
+        assert httpx.get(f"{door.url}/livez", timeout=PATIENCE_S).status_code == 200
         assert len(door.peers) <= 4
 
 
@@ -207,10 +208,10 @@ def test_one_caller_has_requests_under_way_on_half_of_the_connections(open_door:
         with socket.create_connection(("127.0.0.1", door.port), timeout=60) as further:
             further.sendall(POST + b"Content-Length: 9\r\n\r\n{")
             assert answer(further)[1]["code"] == "too_many_open_requests"
-        assert httpx.get(f"{door.url}/livez", timeout=60).status_code == 200  # a probe is none of them
+        assert httpx.get(f"{door.url}/livez", timeout=PATIENCE_S).status_code == 200  # a probe is none of them
         slow.close()
         until(lambda: len(door.peers) == 3)
-        assert httpx.get(f"{door.url}/v1/models", timeout=60).status_code == 200
+        assert httpx.get(f"{door.url}/v1/models", timeout=PATIENCE_S).status_code == 200
 
 
 @contextmanager
@@ -321,7 +322,7 @@ def test_requests_that_came_at_once_all_end_with_their_connection(
         connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n" * 2 + b"\x00 no request")
         while connection.recv(1 << 16):
             pass
-    httpx.get(f"{door.url}/v1/models", timeout=60)
+    httpx.get(f"{door.url}/v1/models", timeout=PATIENCE_S)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 

@@ -21,6 +21,7 @@ from producers.gateway.http.sse import encode
 from tests.producers.conftest import subscribers
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door, Open, Submit, until
+from tests.waiting import PATIENCE_S
 
 
 @contextmanager
@@ -142,7 +143,7 @@ class TestRunningTask:
             worker.append(task_id, index, ["x"])
         worker.finish(task_id, [40])
         for reader in readers:
-            reader.join(60)
+            reader.join(PATIENCE_S)
         assert got == {start: list(range(start, 41)) for start in range(0, 20, 2)}
 
     def test_is_waited_for_from_a_position_that_is_still_to_come(

@@ -25,6 +25,7 @@ from tests.producers.gateway.conftest import Door, Make, Open, until
 from tests.producers.gateway.test_keys import as_caller
 from tests.producers.gateway.test_keys import make as make  # the fixture
 from tests.producers.gateway.test_metrics import figures
+from tests.waiting import PATIENCE_S
 
 TASK = {"model": "tiny", "prompt": [1, 2, 3]}
 WAIT = {"prefer": "wait=60"}
@@ -149,7 +150,7 @@ def test_the_streams_of_all_are_bounded(door: Door, make: Make, task_of: Callabl
         for token in tokens[:2]:
             stack.enter_context(streams(door, task_of(token), 2, as_caller(token)))
         task_id = task_of(tokens[2])
-        answer = httpx.get(f"{door.url}/v1/tasks/{task_id}/events", headers=as_caller(tokens[2]), timeout=60)
+        answer = httpx.get(f"{door.url}/v1/tasks/{task_id}/events", headers=as_caller(tokens[2]), timeout=PATIENCE_S)
         assert refused(answer) == (503, "gateway_full")
 
 

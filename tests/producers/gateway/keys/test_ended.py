@@ -19,6 +19,7 @@ from websockets.sync.client import connect
 from producers.store.access.api_keys import Key
 from tests.producers.gateway.conftest import Door, Make, until
 from tests.producers.gateway.test_keys import as_caller, change
+from tests.waiting import PATIENCE_S
 
 ENDS: dict[str, Callable[[Key], Key]] = {
     "revoked": lambda key: replace(key, revoked_at=int(time.time())),
@@ -91,11 +92,11 @@ def test_a_stream_ends_with_its_key_and_others_go_on(
             events = ending.get(f"/v1/tasks/{ending.task}/events")
             others = staying.get(f"/v1/tasks/{staying.task}/events")
         change(valkey, ends, ENDS[how])
-        status, text = events.result(60)
+        status, text = events.result(PATIENCE_S)
         assert (status, said(text)) == (200, "invalid_api_key")
         assert not others.done()
         httpx.post(f"{door.url}/v1/tasks/{staying.task}/cancel", headers=as_caller(stays))
-        assert "event: end" in others.result(60)[1]
+        assert "event: end" in others.result(PATIENCE_S)[1]
 
 
 def test_whatever_waits_ends_with_its_key(door: Door, make: Make, valkey: Redis, model: str) -> None:
@@ -107,7 +108,7 @@ def test_whatever_waits_ends_with_its_key(door: Door, make: Make, valkey: Redis,
             waits = caller.get(f"/v1/tasks/{caller.task}", prefer="wait=60")
             events, socket = caller.get(f"/v1/tasks/{caller.task}/events"), caller.socket()
         change(valkey, token, ENDS["revoked"])
-        found = {one: one.result(60) for one in (whole, chunks, waits, events, socket)}
+        found = {one: one.result(PATIENCE_S) for one in (whole, chunks, waits, events, socket)}
     assert [found[one][0] for one in (whole, chunks, waits, events, socket)] == [401, 200, 401, 200, 1008]
     assert {said(text) for _, text in found.values()} == {"invalid_api_key"}
     assert valkey.hget(f"penstock:task:{caller.task}", "status") == b"queued", "a task goes on"

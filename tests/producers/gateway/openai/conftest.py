@@ -16,6 +16,7 @@ from producers.contract import keys
 from producers.contract.record import Record
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Ask
+from tests.waiting import PATIENCE_S
 
 Script = Callable[[FakeWorker, Record], None]
 MESSAGES = [{"role": "user", "content": "Write f."}]
@@ -61,7 +62,7 @@ class Answering:
     def close(self) -> None:
         self._stop.set()
         self.worker.redis.lpush(tier_list(self.queue, "default"), '{"headers": {"id": "wakes the thread"}}')
-        self._thread.join(60)
+        self._thread.join(PATIENCE_S)
 
 
 @pytest.fixture

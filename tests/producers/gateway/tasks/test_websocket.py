@@ -19,6 +19,7 @@ from producers.client.reader import MAX_POSITION
 from producers.gateway.http.websocket import FRAMES
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door, Open, Submit, until
+from tests.waiting import PATIENCE_S
 
 
 def opened(door: Door, path: str, **options: Any) -> ClientConnection:
@@ -181,7 +182,7 @@ def test_a_client_that_says_something_is_closed(door: Door, submit: Submit, mess
 def test_it_counts_as_a_connection(open_door: Open, submit: Submit, model: str) -> None:
     task_id, door = submit(), open_door(connections=1)
     with opened(door, f"/v1/tasks/{task_id}/events"):
-        assert httpx.get(f"{door.url}/livez", timeout=60).json()["error"]["code"] == "too_many_connections"
+        assert httpx.get(f"{door.url}/livez", timeout=PATIENCE_S).json()["error"]["code"] == "too_many_connections"
     until(lambda: door.connections == 0)
 
 

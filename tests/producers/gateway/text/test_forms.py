@@ -25,6 +25,7 @@ from producers.gateway.text.forms import Forms, Judge
 from tests.engine.grammar.test_trial import ENDLESS
 from tests.producers.gateway.conftest import TINY
 from tests.producers.gateway.openai.conftest import MESSAGES
+from tests.waiting import PATIENCE_S
 
 #: Needs a trial, and passes it.
 ODD = {"allOf": [{"type": "string"}, {"minLength": 2}]}
@@ -52,12 +53,12 @@ class Processes(Trials):
         self._running += 1
         self.most = max(self.most, self._running)
         if text.startswith("hold"):
-            assert self.go.wait(60)
+            assert self.go.wait(PATIENCE_S)
         self._running -= 1
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while not holds():  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.001)
 

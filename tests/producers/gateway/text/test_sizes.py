@@ -22,6 +22,7 @@ from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Make, Open
 from tests.producers.gateway.test_keys import as_caller, make
 from tests.producers.gateway.text.test_prompts import hostile
+from tests.waiting import PATIENCE_S
 
 __all__ = ["hostile", "make"]
 
@@ -142,13 +143,13 @@ def test_no_small_request_waits_for_a_large_one(
 
     def held_text(self: ConfinedTokenizer, *args: Any) -> list[tuple[int, ...]]:
         large.release()
-        go.wait(60)
+        go.wait(PATIENCE_S)
         return encode(self, *args)
 
     def held_chat(self: ConfinedTemplate, messages: Any, **more: Any) -> str:
         if len(messages) > 1:
             large.release()
-            go.wait(60)
+            go.wait(PATIENCE_S)
         return render(self, messages, **more)
 
     monkeypatch.setattr(ConfinedTokenizer, "encode_all", held_text)
@@ -159,7 +160,7 @@ def test_no_small_request_waits_for_a_large_one(
         waiting = [threads.submit(ask, http, model, "tasks", prompt="x " * 40_000) for _ in range(2)]
         waiting += [threads.submit(ask, http, model, "tasks", messages=chat) for _ in range(2)]
         for _ in range(2):
-            assert large.acquire(timeout=60)
+            assert large.acquire(timeout=PATIENCE_S)
         assert ask(http, model, "tasks", **small) == (202, None, "")
         assert ask(http, model, "tasks", prompt="x") == (202, None, "")
         assert not any(one.done() for one in waiting)
@@ -199,7 +200,7 @@ def test_a_large_text_is_ended_when_its_caller_leaves(
 
     def held(*_: Any) -> list[tuple[int, ...]]:
         began.set()
-        killed.wait(60)
+        killed.wait(PATIENCE_S)
         return [(1,)]
 
     monkeypatch.setattr(ConfinedTokenizer, "encode_all", held)
@@ -207,8 +208,8 @@ def test_a_large_text_is_ended_when_its_caller_leaves(
     body = {"model": hostile, "prompt": "b" * 70_000}
     with httpx.Client(base_url=http.base_url, timeout=60) as leaving, ThreadPoolExecutor(1) as threads:
         request = threads.submit(leaving.post, "/v1/tasks", json=body)
-        assert began.wait(60)
+        assert began.wait(PATIENCE_S)
         for link in leaving._transport._pool.connections:  # type: ignore[attr-defined]
             link._connection._network_stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
-        assert killed.wait(60)
-        assert isinstance(request.exception(60), httpx.TransportError)
+        assert killed.wait(PATIENCE_S)
+        assert isinstance(request.exception(PATIENCE_S), httpx.TransportError)

@@ -19,6 +19,7 @@ from engine.text import confined_template as confined
 from producers.contract import keys
 from producers.gateway.text import prompts
 from tests.producers.gateway.conftest import CARD
+from tests.waiting import PATIENCE_S
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 Publish = Callable[..., str]
@@ -96,7 +97,7 @@ def test_other_models_callers_do_not_wait_for_a_hostile_template(
 
     def held_up(self: confined.ConfinedTemplate, *args: Any, **options: Any) -> str:
         if self.source.text == ENDLESS:
-            go.wait(100)
+            go.wait(PATIENCE_S)
         return render(self, *args, **options)
 
     monkeypatch.setattr(confined.ConfinedTemplate, "render", held_up)

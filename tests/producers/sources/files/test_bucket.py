@@ -27,7 +27,7 @@ from tests.chaos.sourcing import SourcesProcess, free_leases, load_scripts
 from tests.chaos.sweeping import Sweeper
 from tests.chaos.tap import Tap
 from tests.exhaustive import few
-from tests.waiting import within
+from tests.waiting import PATIENCE_S, within
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("model")]
 
@@ -200,7 +200,7 @@ def test_a_process_may_die_at_any_change(
     tap = Tap(
         valkey_server.port,
         lambda _, call: "after" if call.kind == kind else None,
-        lambda: os.kill(pid.result(60), signal.SIGKILL),
+        lambda: os.kill(pid.result(PATIENCE_S), signal.SIGKILL),
         lambda call: None,
     )
     load_scripts(valkey)
@@ -210,7 +210,7 @@ def test_a_process_may_die_at_any_change(
         with Serving(valkey):
             with SourcesProcess(f"redis://127.0.0.1:{tap.port}/0", tmp_path, uploads.table) as first:
                 pid.set_result(first.pid)
-                assert tap.hit.wait(60), "it is never called"
+                assert tap.hit.wait(PATIENCE_S), "it is never called"
             free_leases(valkey)
             uploads.sqs.send_message(QueueUrl=uploads.queue, MessageBody=told["Body"])  # as if it were visible again
             with SourcesProcess(valkey_url, tmp_path, uploads.table):

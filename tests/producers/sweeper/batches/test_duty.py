@@ -42,7 +42,7 @@ from tests.producers.conftest import CARD
 from tests.producers.contract.test_record import GOOD as TRACEPARENT
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.store.test_s3 import bucket_of
-from tests.waiting import auntil
+from tests.waiting import PATIENCE_S, auntil
 
 pytestmark = pytest.mark.usefixtures("model")
 
@@ -487,7 +487,7 @@ async def test_lines_whose_forms_take_long_hold_up_no_other_tenant(
 
     def check(_: Trials, name: str, text: str) -> None:
         begun.set()
-        over.wait(60)
+        over.wait(PATIENCE_S)
 
     monkeypatch.setattr(Trials, "check", check)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
+from tests.waiting import PATIENCE_S
 from tests.workers.http_server import Handler, HttpServer
 
 COST: Final = "controller.kubernetes.io/pod-deletion-cost"
@@ -52,7 +53,7 @@ class Kubernetes(HttpServer):
 
             def answer(self, verb: str) -> None:
                 data = self.rfile.read(int(self.headers.get("content-length", 0)))
-                kubernetes.answering.wait(30)
+                kubernetes.answering.wait(PATIENCE_S)
                 try:
                     if self.headers.get("authorization") != f"Bearer {kubernetes.token}":
                         raise Refused(401, "Unauthorized")
