@@ -5,7 +5,7 @@ model has two versions with one tokenizer. Measured: the part of the tasks that 
 from a change of the default until each gateway's last task of the version before, and its first of the other; whether
 anything was refused; and a gateway's processor time a submit of two models without a routing and of one with a split,
 in blocks by turns: the mean of the differences between blocks that came one after the other, without the largest and
-least tenths, and an interval of it by bootstrap. The two without a routing say how far that may be trusted.
+least quarters, and an interval of it by bootstrap. The two without a routing say how far that may be trusted.
 
 `--instructions` counts, in place of processor time, the instructions of the gateway in user mode, by valgrind's
 callgrind, on one connection. What is done now and then is left out (`tests.bench.still`): looks into the store that all
@@ -144,8 +144,8 @@ async def _cost(used: Callable[[], float], load: Callable[[str], Load], size: in
 
 
 def _trimmed(values: list[float]) -> float:
-    """The mean without the largest and the least tenth: moments of other work are in these."""
-    cut = len(values) // 10
+    """The mean without the largest and the least quarter: moments of other work are in these."""
+    cut = len(values) // 4
     return fmean(sorted(values)[cut : len(values) - cut])
 
 
