@@ -103,7 +103,7 @@ ELSEWHERE: Final = {
     **{f"/{name}": f"The path lacks /v1: it is /v1/{name}. A client's base URL ends with /v1" for name in _PATHS},
 }
 #: The beginning of the paths of Anthropic's API, and the header by which its clients are known on others.
-MESSAGES, ANTHROPIC = "/v1/messages", "anthropic-version"
+MESSAGES, ANTHROPIC = "/v1/messages", b"anthropic-version"
 #: HTTP status of an error -> its type with Anthropic. Others of 5xx are api_error, of 4xx invalid_request_error.
 ANTHROPIC_TYPES: Final = {
     401: "authentication_error",
@@ -249,7 +249,7 @@ def is_anthropic(scope: Scope) -> bool:
     path: str = scope["path"]
     if path == MESSAGES or path.startswith(f"{MESSAGES}/"):
         return True
-    return any(name == ANTHROPIC.encode() for name, _ in scope["headers"])
+    return any(name == ANTHROPIC for name, _ in scope["headers"])
 
 
 def response_of(problem: Problem, scope: Scope) -> JSONResponse:

@@ -13,6 +13,7 @@ from redis import Redis
 from producers.contract import keys
 from producers.contract.record import Record
 from producers.gateway.anthropic.request import PARAMETERS, read_message
+from producers.gateway.http.errors import Problem
 from producers.gateway.openai.reasoning import ReasoningRequest
 from tests.processes import ROOT
 from tests.producers.fake_worker import FakeWorker
@@ -22,6 +23,7 @@ from tests.producers.gateway.openai.conftest import answering as answering  # th
 from tests.producers.gateway.openai.test_chat_tools import PIECES as CALLING
 from tests.producers.gateway.openai.test_chat_tools import PLACE
 from tests.producers.gateway.openai.test_chat_tools import calls as calls  # the fixture
+from tests.producers.gateway.openai.test_reasoning import CASES
 from tests.producers.gateway.openai.test_reasoning import PIECES as THINKING
 from tests.producers.gateway.openai.test_reasoning import thinker as thinker  # the fixture
 from tests.producers.gateway.test_keys import make as make  # the fixture
@@ -189,6 +191,17 @@ def test_thinking_is_in_blocks_where_it_is_asked_for(thinker: str, http: httpx.C
 def test_a_budget_of_thinking_is_that_of_chat_completions() -> None:
     asked = ASKED | {"thinking": {"type": "enabled", "budget_tokens": 9}, "output_config": {"effort": "max"}}
     assert read_message(asked, None).reasoning == ReasoningRequest(effort="xhigh", budget=9, parameter="thinking")
+
+
+def test_reasoning_that_cannot_be_turned_off_is_left_out_unless_it_was_to_be_off() -> None:
+    """A template opens it, and no token closes it."""
+    marked_by_text = CASES["text"].model
+    unasked, off = (read_message(ASKED | more, None).reasoning for more in ({}, {"thinking": {"type": "disabled"}}))
+    hidden = marked_by_text.reasoning(unasked, opened=True)
+    assert hidden.syntax is not None
+    assert (hidden.budget, hidden.syntax.include) == (None, False)
+    with pytest.raises(Problem, match="cannot be kept"):
+        marked_by_text.reasoning(off, opened=True)
 
 
 def test_stop_sequences_are_told_and_are_not_in_the_text(http: httpx.Client, model: str, answering: Answering) -> None:

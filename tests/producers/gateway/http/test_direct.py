@@ -25,6 +25,7 @@ ENDPOINTS = {
     "/v1/completions": {"prompt": [5], "stream": True, "max_tokens": 500},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": 500},
     "/v1/responses": {"input": "Hi", "stream": True, "max_output_tokens": 500},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": 500},
 }
 
 
@@ -47,8 +48,10 @@ def pieces(lines: Iterator[str]) -> Iterator[str]:
     for line in lines:
         if line.startswith("data: {"):
             data = json.loads(line.removeprefix("data: "))
-            if data.get("type", "response.output_text.delta") != "response.output_text.delta":
+            if data.get("type", "content_block_delta") not in ("response.output_text.delta", "content_block_delta"):
                 continue
+            if isinstance(data.get("delta"), dict):  # Anthropic's
+                data = data["delta"]
             choice = (data.get("choices") or [{}])[0]
             yield data.get("text") or data.get("delta") or choice.get("text") or choice.get("delta", {}).get("content")
 
