@@ -69,6 +69,7 @@ HINTS: Final[dict[str, type]] = {
     "guided_decoding_backend": str,
     "request_id": str,
     "session_id": str,
+    "client_metadata": dict,
 }
 _KINDS: Final[Mapping[type, str]] = {str: "string", dict: "object"}
 #: Unsupported parameter -> its values that request nothing, which are accepted.

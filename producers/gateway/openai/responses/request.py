@@ -120,8 +120,9 @@ INCLUDABLE: Final = (
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )
-#: Members of `reasoning` that ask for a summary of it.
+#: Members of `reasoning` that ask for a summary of it, and the value that leaves it to the server, which makes none.
 SUMMARIES: Final = ("summary", "generate_summary")
+ANY_SUMMARY: Final = "auto"
 TRUNCATIONS: Final = ("auto", "disabled")
 PARAMETERS: Final = Parameters(
     endpoint_schemas={
@@ -140,7 +141,10 @@ PARAMETERS: Final = Parameters(
         },
         "reasoning": {
             "type": "object",
-            "properties": {"effort": {"enum": [None, *EFFORTS]}, **{name: {"type": "null"} for name in SUMMARIES}},
+            "properties": {
+                "effort": {"enum": [None, *EFFORTS]},
+                **{name: {"enum": [None, ANY_SUMMARY]} for name in SUMMARIES},
+            },
             "additionalProperties": False,
         },
         **BUDGET_PARAMETERS,
@@ -477,8 +481,9 @@ def _effort(values: Mapping[str, Any]) -> ReasoningRequest:
     for name, value in reasoning.items():
         if name not in ("effort", *SUMMARIES):
             raise unknown_parameter(f"reasoning.{shown(name)[1:-1]}", "there is effort")
-        if name in SUMMARIES and value is not None:
-            raise refused(f"reasoning.{name}", value, (), "which is not offered here: the reasoning itself is answered")
+        if name in SUMMARIES and value not in (None, ANY_SUMMARY):
+            why = "which is not offered here: the reasoning itself is answered"
+            raise refused(f"reasoning.{name}", value, (ANY_SUMMARY,), why)
     return read_reasoning(values, reasoning.get("effort"), "reasoning.effort")
 
 

@@ -114,7 +114,7 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
     ({"tools": [_TOOL], "regex": "a"}, "regex", "invalid_value", "one form"),
     ({"reasoning": {"effort": "high"}}, "reasoning.effort", "unsupported_parameter", "has no reasoning"),
     ({"reasoning": {"effort": "much"}}, "reasoning.effort", "invalid_value", "minimal"),
-    ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "unsupported_parameter", "the reasoning itself"),
+    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "unsupported_parameter", "the reasoning itself"),
     ({"reasoning": {"max_tokens": 5}}, "reasoning.max_tokens", "unknown_parameter", "effort"),
     ({"thinking_budget": 5}, "thinking_budget", "unsupported_parameter", "has no reasoning"),
     ({"prompt": {"id": "x"}}, "prompt", "unsupported_parameter", "prompt"),

@@ -374,3 +374,11 @@ def test_an_output_may_have_a_form(client: OpenAI, answering: Answering) -> None
     with pytest.raises(openai.BadRequestError, match="Penstock-Tenant") as refused:
         client.responses.create(**ASKED, extra_body={"cache_salt": "s"})
     assert refused.value.param == "cache_salt"
+
+
+def test_what_coding_agents_send_is_taken(http: httpx.Client, model: str, answering: Answering) -> None:
+    """Codex and pi ask for any summary of reasoning, of whatever model; Codex tells of itself."""
+    agent = {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"], "store": False}
+    body = {"model": model, "input": "x", "client_metadata": {"session_id": "s"}, **agent}
+    response = http.post("/v1/responses", json=body).json()
+    assert (response["status"], [item["type"] for item in response["output"]]) == ("completed", ["message"])
