@@ -20,7 +20,7 @@ from producers.contract import keys
 from producers.store.access.audit import Change, operator
 from producers.store.fleet import canaries, cards, rollouts, routing
 from producers.store.fleet.cards import profile_field
-from producers.store.fleet.routing import DEFAULT, NO_STAGE, Routing, RoutingError, Rule, Shadow
+from producers.store.fleet.routing import DEFAULT, NO_STAGE, Routing, RoutingChanged, RoutingError, Rule, Shadow
 from producers.store.protocol import swap
 
 #: Stages of versions that are kept though nothing leads to them.
@@ -38,9 +38,12 @@ def current(store: Redis, model: str) -> Routing:
     return replace(current_routing, default=card["version"])
 
 
-def set_aliases(store: Redis, model: str, aliases: Mapping[str, str], removed: Sequence[str] = ()) -> Routing:
+def set_aliases(
+    store: Redis, model: str, aliases: Mapping[str, str], removed: Sequence[str] = (), generation: int | None = None
+) -> Routing:
     """Let aliases name versions: `default` is where tasks go that nothing else decides. Raises as `current`, also for a
-    version that nobody announced or published, and for an alias that is in use and `removed`."""
+    version that nobody announced or published, for an alias that is in use and `removed`, and, as RoutingChanged, where
+    the routing has another `generation`."""
 
     def change(before: Routing) -> Routing:
         missing = [name for name in removed if name not in before.aliases]
@@ -61,10 +64,16 @@ def set_aliases(store: Redis, model: str, aliases: Mapping[str, str], removed: S
     summary = ", ".join(
         [*(f"{name}={version}" for name, version in aliases.items()), *(f"-{name}" for name in removed)]
     )
-    return update(store, model, summary, change)
+    return update(store, model, summary, change, generation=generation)
 
 
-def set_split(store: Redis, model: str, split: Mapping[str, float] | None, sticky: str | None = None) -> Routing:
+def set_split(
+    store: Redis,
+    model: str,
+    split: Mapping[str, float] | None,
+    sticky: str | None = None,
+    generation: int | None = None,
+) -> Routing:
     """Give targets parts of the tasks, in percent; the default gets the rest. None leaves them, and leaves `sticky`.
     Raises as `set_aliases`."""
     summary = [] if split is None else [", ".join(f"{to} {percent:g}%" for to, percent in split.items()) or "none"]
@@ -73,17 +82,21 @@ def set_split(store: Redis, model: str, split: Mapping[str, float] | None, stick
     def change(before: Routing) -> Routing:
         return replace(before, split=before.split if split is None else split, sticky=sticky or before.sticky)
 
-    return update(store, model, f"split {', '.join(summary)}", change)
+    return update(store, model, f"split {', '.join(summary)}", change, generation=generation)
 
 
-def set_rules(store: Redis, model: str, rules: Sequence[Rule]) -> Routing:
+def set_rules(store: Redis, model: str, rules: Sequence[Rule], generation: int | None = None) -> Routing:
     """Replace the rules. Raises as `set_aliases`."""
-    return update(store, model, f"{len(rules)} rules", lambda before: replace(before, rules=tuple(rules)))
+    new = tuple(rules)
+    return update(store, model, f"{len(new)} rules", lambda before: replace(before, rules=new), generation=generation)
 
 
-def add_rule(store: Redis, model: str, rule: Rule) -> Routing:
+def add_rule(store: Redis, model: str, rule: Rule, generation: int | None = None) -> Routing:
     """Add a rule behind the others. Raises as `set_aliases`."""
-    return update(store, model, f"rule to {rule.to}", lambda before: replace(before, rules=(*before.rules, rule)))
+    added = f"rule to {rule.to}"
+    return update(
+        store, model, added, lambda before: replace(before, rules=(*before.rules, rule)), generation=generation
+    )
 
 
 def set_stages(store: Redis, model: str, stages: Mapping[str, str], reason: str = "") -> Routing:
@@ -224,16 +237,23 @@ def update(
     change_of: Callable[[Routing], Routing],
     did: str = "model.route",
     by: str | None = None,
+    generation: int | None = None,
 ) -> Routing:
     """Write the next generation of a model's routing; nothing where `change_of` changes nothing.
 
-    `summary`, `did`: the change, for the audit log; `by`: unset, the user of this process. Raises as `set_aliases`, and
-    what `change_of` raises.
+    `summary`, `did`: the change, for the audit log; `by`: unset, the user of this process. `generation`: the one that
+    was looked at; None: whichever it is. Raises as `set_aliases`, and what `change_of` raises.
     """
     by = by or operator()
     audit = Change(by, did, f"{model}: {summary}"[:500])
     while True:
         before = current(store, model)
+        if generation not in (None, before.generation):
+            who = f", by {before.by}" if before.by else ""
+            raise RoutingChanged(
+                f"the routing of {model} has generation {before.generation}{who}, and not {generation}: look at it "
+                f"again (`penstock models routing {model} --history`)"
+            )
         raw: Any = store.hget(keys.MODELS, model)
         card = parsed(raw)
         if card.get("version") != before.default:

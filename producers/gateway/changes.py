@@ -25,7 +25,7 @@ from producers.gateway.http.errors import Problem
 from producers.gateway.http.request_body import documented, read_as, schema_of
 from producers.gateway.operations import RoutingView
 from producers.gateway.tasks.views import errors
-from producers.store.fleet.routing import DEFAULT, Routing, RoutingError, Rule
+from producers.store.fleet.routing import DEFAULT, Routing, RoutingChanged, RoutingError, Rule
 
 T = TypeVar("T")
 router = APIRouter(prefix="/v1", tags=["fleet"], dependencies=ADMINISTERS)
@@ -63,10 +63,6 @@ class RoutingChange(BaseModel):
 CHANGE: Final = schema_of(RoutingChange)
 
 
-class _Changed(Exception):
-    """The routing has another generation."""
-
-
 @router.post(
     "/routing/{model:path}",
     response_model=RoutingView,
@@ -82,8 +78,6 @@ async def change_routing(request: Request, model: str) -> RoutingView:
     by = actor_of(request).by
 
     def changed(before: Routing) -> Routing:
-        if before.generation != change.generation:
-            raise _Changed
         new, aliases = change.aliases or {}, dict(before.aliases)
         if missing := [name for name, version in new.items() if version is None and name not in aliases]:
             raise RoutingError(f"{model} has no alias {missing[0]!r}")
@@ -101,11 +95,11 @@ async def change_routing(request: Request, model: str) -> RoutingView:
 
     def work(store: Redis) -> Routing:
         routes.current(store, model)
-        return routes.update(store, model, _words(change), changed, by=by)
+        return routes.update(store, model, _words(change), changed, by=by, generation=change.generation)
 
     try:
         return RoutingView.of(await on_thread(request, work))
-    except _Changed:
+    except RoutingChanged:
         message = f"The routing of {model} has changed since generation {change.generation}: look again."
         raise Problem(409, message, code="routing_changed") from None
     except RoutingError as error:

@@ -17,8 +17,20 @@ from workers.cli.servers import open_store
 from workers.cli.terminal import aligned, say
 
 if TYPE_CHECKING:
+    from redis import Redis
+
     from producers.store.fleet.routing import Routing, Rule
     from producers.store.shadows import Report
+
+IfGeneration = Annotated[
+    int | None,
+    typer.Option(
+        "--if-generation",
+        metavar="GENERATION",
+        min=0,
+        help="Change it only if it still has the generation that was looked at; 0: none yet.",
+    ),
+]
 
 
 def _parted(items: Sequence[str], expected: str) -> dict[str, str]:
@@ -45,6 +57,7 @@ def alias(
         ),
     ] = None,
     remove: Annotated[list[str] | None, typer.Option("--rm", metavar="ALIAS", help="Remove an alias.")] = None,
+    generation: IfGeneration = None,
     broker: Broker = None,
     store: Store = None,
     data_dir: DataDir = None,
@@ -59,8 +72,11 @@ def alias(
 
     with open_store(broker, store, data_dir) as records:
         changes, removed = _parted(aliases or (), "ALIAS=VERSION"), remove or ()
-        state = routes.set_aliases(records, name, changes, removed) if changes or removed else None
-        _show(state or routes.current(records, name), as_json)
+        state = before = routes.current(records, name)
+        if changes or removed:
+            state = routes.set_aliases(records, name, changes, removed, generation)
+        _show(state, as_json)
+        _show_replaced(records, before, state, as_json)
 
 
 @app.shown("penstock models split tiny candidate=5 --data-dir data")
@@ -79,6 +95,7 @@ def split(
             "tenant.  [default: caller]",
         ),
     ] = None,
+    generation: IfGeneration = None,
     broker: Broker = None,
     store: Store = None,
     data_dir: DataDir = None,
@@ -94,11 +111,11 @@ def split(
     if off and percents:
         raise Failure("--off ends the split: give no parts with it")
     with open_store(broker, store, data_dir) as records:
+        state = before = routes.current(records, name)
         if percents or off or sticky:
-            state = routes.set_split(records, name, percents if percents or off else None, sticky)
-        else:
-            state = routes.current(records, name)
+            state = routes.set_split(records, name, percents if percents or off else None, sticky, generation)
         _show(state, as_json)
+        _show_replaced(records, before, state, as_json)
 
 
 @app.shown("penstock models rule tiny --tenant acme --to candidate --data-dir data")
@@ -111,6 +128,7 @@ def rule(
         str | None, typer.Option(metavar="'NAME: VALUE'", help="Tasks whose request has this header.")
     ] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Remove all rules first.")] = False,
+    generation: IfGeneration = None,
     broker: Broker = None,
     store: Store = None,
     data_dir: DataDir = None,
@@ -128,11 +146,13 @@ def rule(
         raise Failure("a rule needs --to TARGET, and one of --tenant, --tier and --header")
     with open_store(broker, store, data_dir) as records:
         new = [] if to is None else [Rule(to, *conditions)]
+        state = before = routes.current(records, name)
         if clear:
-            state = routes.set_rules(records, name, new)
-        else:
-            state = routes.add_rule(records, name, *new) if new else routes.current(records, name)
+            state = routes.set_rules(records, name, new, generation)
+        elif new:
+            state = routes.add_rule(records, name, new[0], generation)
         _show(state, as_json)
+        _show_replaced(records, before, state, as_json)
 
 
 @app.shown(
@@ -310,6 +330,27 @@ def _show(state: Routing, as_json: bool) -> None:
         say("  the default, the split and rules lead to approved versions alone")
     if state.split:
         say(f"  tasks stay together by their {'key' if state.sticky == 'caller' else 'tenant'}")
+
+
+def _show_replaced(store: Redis, before: Routing, after: Routing, as_json: bool) -> None:
+    """What a change replaced, and who had set it when: perhaps somebody else, a moment ago."""
+    from producers.store.fleet.routing import history
+
+    if as_json or after.generation == before.generation:
+        return
+    states = {state.generation: state for state in history(store, after.model)}
+    replaced = states.get(after.generation - 1, before)
+    was = {"default": replaced.default, **replaced.aliases}
+    now = {"default": after.default, **after.aliases}
+    changed = [f"{name} was {to}" for name, to in was.items() if now.get(name) != to]
+    if replaced.split != after.split:
+        parts = ", ".join(f"{to} {percent:g}%" for to, percent in replaced.split.items())
+        changed.append(f"the split was {parts or 'off'}")
+    if replaced.rules != after.rules:
+        changed.append(f"there were {len(replaced.rules)} rules")
+    if changed:
+        by = f", of {_when(replaced.at)} by {replaced.by}" if replaced.generation else ""
+        say(f"  before, in generation {replaced.generation}{by}: {'; '.join(changed)}")
 
 
 def _part(split: Mapping[str, float], target: str) -> str:

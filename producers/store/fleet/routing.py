@@ -96,6 +96,10 @@ class RoutingError(ValueError):
     """A routing that makes no sense; the message says what to do."""
 
 
+class RoutingChanged(RoutingError):
+    """The routing has another generation than the one that was looked at."""
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """What a task says about its version. `version`: the alias or version that it names; `sticky`: its key; `headers`:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,19 @@ def test_a_candidate_gets_a_part_then_all_and_everything_goes_back(operate: Run,
     listed = operate("models", "versions", "tiny").out
     assert f"{new}  " in listed
     assert "candidate" in listed
+
+
+def test_a_change_tells_what_it_replaced_and_may_ask_for_a_generation(operate: Run, routed: list[str]) -> None:
+    old, new = routed
+    shown = operate("models", "alias", "tiny", "default=candidate", "--if-generation", "1").out
+    assert re.search(rf"before, in generation 1, of .* by .*: default was {old}$", shown, re.MULTILINE), shown
+    for late in (("alias", "tiny", f"default={old}"), ("split", "tiny", f"{old}=5"), ("rule", "tiny", "--clear")):
+        ran = operate("models", *late, "--if-generation", "1")
+        assert (ran.status, ran.out) == (2, "")
+        assert "the routing of tiny has generation 2, by " in " ".join(ran.err.split())
+    assert "before" not in operate("models", "alias", "tiny", f"default={new}").out, "nothing changed"
+    assert "the split was off" in operate("models", "split", "tiny", f"{old}=5", "--if-generation", "2").out
+    assert json.loads(operate("models", "routing", "tiny", "--json").out)["split"] == {old: 5}
 
 
 def test_stages_are_set_and_shown(operate: Run, routed: list[str]) -> None:
