@@ -174,9 +174,12 @@ async def events(door: Door, task_id: str) -> list[Any]:
     [
         (CHATS, {"stream": True}, "stream"),
         (CHATS, {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        (CHATS, {"return_token_ids": True}, "return_token_ids"),
         (CHATS, {"max_completion_tokens": 5000}, "max_completion_tokens"),
         (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt"),
         (COMPLETIONS, {"echo": True}, "echo"),
+        (COMPLETIONS, {"return_token_ids": True}, "return_token_ids"),
+        (RESPONSES, {"return_token_ids": True}, "return_token_ids"),
         (RESPONSES, {"previous_response_id": "resp_x"}, "previous_response_id"),
         (RESPONSES, {"max_output_tokens": 5000}, "max_output_tokens"),
         (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_x"}]}, "input"),
