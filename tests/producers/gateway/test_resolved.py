@@ -25,6 +25,7 @@ from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import CARD, TINY, Door, Open
 from tests.producers.gateway.openai.conftest import Answering, says
 from tests.producers.gateway.openai.conftest import answering as answering
+from tests.waiting import PATIENCE_S
 
 TEXT: Final = "def f(x):"
 #: Requests whose prompts are text.
@@ -95,6 +96,7 @@ def test_a_prompt_is_made_by_the_version_that_gets_it(
     open_door: Open, model: str, valkey: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(directory, "FRESH_S", 0.01)
+    monkeypatch.setattr(directory, "PREPARED_S", PATIENCE_S)
     encoding(monkeypatch, lambda: asyncio.sleep(0.05))
     other, door = renumbered(valkey), open_door()
     with switching(valkey, CARD, other), ThreadPoolExecutor(8) as pool:

@@ -30,6 +30,7 @@ from engine.request import Request
 from tests.engine.adapters.folders import tensors, write_adapter
 from tests.engine.random_models import VARIANTS, write_model
 from tests.limits import bound_memory
+from tests.processes import suspend
 from tests.waiting import PATIENCE_S, gone, until
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
@@ -156,11 +157,9 @@ def test_a_stopped_rank_is_gone_once_the_engine_is_closed_and_keeps_no_caller(fo
 @pytest.mark.parametrize("stages", [1, 2])
 def test_the_rank_for_which_the_others_wait_is_named(stages: int, folder: Path) -> None:
     with Engine.load(folder, config(3 - stages, pipeline_parallel=stages)) as engine:
-        events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        engine.submit(Request("a", [1, 2, 3], ENDLESS), events.put)
-        events.get(timeout=PATIENCE_S)
         (follower,) = followers(engine)
-        os.kill(follower, signal.SIGSTOP)
+        suspend(follower)
+        engine.submit(Request("a", [1, 2, 3], GREEDY), lambda event: None)
         named = f"the others wait for rank 1 of 2 (process {follower}) at "
         assert until(lambda: engine.stats().slow_rank.startswith(named))
         engine.on_lost = lambda why, suspects: None

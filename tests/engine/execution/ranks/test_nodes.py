@@ -28,6 +28,7 @@ from engine.execution.ranks.nodes import Node, SocketLink, differing, gather, tr
 from engine.kernels.native import load_library
 from engine.request import Request
 from tests.engine.random_models import VARIANTS, write_model
+from tests.processes import suspend
 from tests.waiting import PATIENCE_S, gone, until
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
@@ -214,12 +215,9 @@ def test_a_slow_rank_of_another_machine_is_named(divided: str, folder: Path, sec
     with ThreadPoolExecutor(1) as pool:
         running = started(pool, part)
         with Engine.load(folder, config(secret, port, nodes=2, **{divided: 2})) as engine:
-            events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-            endless = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-            engine.submit(Request("a", [1, 2, 3], endless), events.put)
-            events.get(timeout=PATIENCE_S)
             (process,) = part._processes.values()
-            os.kill(process.pid, signal.SIGSTOP)
+            suspend(process.pid)
+            engine.submit(Request("a", [1, 2, 3], GREEDY), lambda event: None)
             named = "the others wait for rank 1 of 2 (on node 1) at "
             assert until(lambda: engine.stats().slow_rank.startswith(named))
             engine.on_lost = lambda why, suspects: None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -180,7 +181,7 @@ def test_a_large_text_that_is_ended_is_its_callers_error_and_the_next_one_is_rea
     def killed(self: ConfinedTokenizer, texts: Any, special: bool) -> list[tuple[int, ...]]:
         monkeypatch.setattr(ConfinedTokenizer, "encode_all", encode)
         over = threading.Event()
-        threading.Thread(target=lambda: [self.kill() for _ in iter(lambda: over.wait(0.1), True)]).start()
+        threading.Thread(target=lambda: [self.kill() for _ in iter(lambda: over.wait(0.001), True)]).start()
         try:
             return encode(self, much, special)
         finally:
@@ -189,7 +190,7 @@ def test_a_large_text_that_is_ended_is_its_callers_error_and_the_next_one_is_rea
     monkeypatch.setattr(ConfinedTokenizer, "encode_all", killed)
     status, code, message = ask(http, hostile, "tasks", prompt="b" * 70_000)
     assert (status, code) == (400, "tokenizer_stopped")
-    assert message.startswith("the model's tokenizer was stopped on the prompt: its process ended with status -9")
+    assert re.search("tokenizer was stopped on the prompt: (its process ended with status -9|it was killed)", message)
     assert ask(http, hostile, "tasks", prompt="b" * 70_000)[1] == "context_length_exceeded"
 
 
