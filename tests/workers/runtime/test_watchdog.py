@@ -211,14 +211,16 @@ def test_a_thread_that_dies_takes_no_lease_along(rig: Rig) -> None:
 
 
 def test_an_event_loop_that_is_stuck_keeps_nothing_to_itself(rig: Rig, tmp_path: Path) -> None:
-    worker = begin(rig, WORKER_PLUGINS="tests.workers.plugins:short_tempered")
+    held = {"STUB_HOLD_AT": 5, "STUB_GO": tmp_path / "stuck"}
+    worker = begin(rig, WORKER_PLUGINS="tests.workers.plugins:short_tempered", **held)
+    (native,) = rig.begun(1)
     rig.sender().control.broadcast("stick", arguments={"go": str(tmp_path / "go")})
     rig.until(lambda: "stuck" in worker.log.read_text())
-    (native,) = rig.fill(1)  # it passes the loop by
-    rig.check([native])
+    (tmp_path / "stuck").touch()
+    rig.check([native])  # it passes the loop by
     early = rig.sender().send_task(keys.TASK_NAME, kwargs={"prompt": [1], "max_tokens": 16, "seed": 0}).id
     rig.until(lambda: any("event loop does not answer" in reason for reason in rig.leases()[0]["unready"]))
-    # It was fetched for a loop that does not take it; now anybody may have it.
+    # If it was fetched in time, for a loop that does not take it, anybody may have it now.
     rig.until(lambda: rig.redis.keys(broker_keys.inflight("*")) == [])
     assert not rig.settled([early])
     (tmp_path / "go").touch()
