@@ -27,7 +27,7 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
 from producers.store.protocol import admit
-from tests.waiting import PATIENCE_S, pauses
+from tests.waiting import PATIENCE_S, pauses, suspend
 from tests.warm import Forked
 from workers import processes
 
@@ -99,17 +99,6 @@ def ranks_below(pid: int) -> list[int]:
                 else:
                     found += ranks_below(child)
     return sorted(found)
-
-
-def suspend(pid: int) -> None:
-    """Send SIGSTOP, and wait until the process stands still or has ended: until then its threads may run on.
-
-    Whoever started it may be another process, so that it cannot be waited for.
-    """
-    os.kill(pid, signal.SIGSTOP)
-    with contextlib.suppress(FileNotFoundError):
-        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TtZX":
-            time.sleep(0.001)
 
 
 class Worker:

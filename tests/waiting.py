@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,6 +77,17 @@ class StepGate:
         scratch = self._file.with_suffix(".new")
         scratch.write_text(str(tokens))
         scratch.rename(self._file)
+
+
+def suspend(pid: int) -> None:
+    """Send SIGSTOP, and wait until the process stands still or has ended: until then its threads may run on.
+
+    Whoever started it may be another process, so that it cannot be waited for.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    with contextlib.suppress(FileNotFoundError):
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TtZX":
+            time.sleep(0.001)
 
 
 def gone(pid: int) -> bool:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from tests.processes import ROOT, suspend
+from tests.processes import ROOT
 from tests.processes import guarded as guard
+from tests.waiting import suspend
 from workers.trials.chaos.checker.case import Journal
 
 #: How often it is looked whether a process has ended (s).

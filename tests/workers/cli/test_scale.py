@@ -13,8 +13,8 @@ import pytest
 from redis import Redis
 
 from producers.contract import keys
-from tests.processes import suspend
 from tests.receiver import Process
+from tests.waiting import suspend
 from tests.workers.autoscaler.conftest import Fleet
 from tests.workers.cli.conftest import Run
 

@@ -17,8 +17,8 @@ from redis import Redis
 from engine.execution.turns import Turns
 from producers import Client
 from producers.contract import keys
-from tests.processes import ROOT, guarded, suspend
-from tests.waiting import PATIENCE_S, until
+from tests.processes import ROOT, guarded
+from tests.waiting import PATIENCE_S, suspend, until
 from tests.workers.cli.conftest import Run, told
 from workers.cli.options import shares_of
 from workers.processes import PENSTOCK

@@ -18,9 +18,9 @@ import pytest
 from redis import Redis
 
 from tests.aws import Aws
-from tests.processes import free_port, suspend
+from tests.processes import free_port
 from tests.producers.gateway.conftest import TINY, until
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, suspend
 from tests.workers.cli.running_up import PENSTOCK, Up, final, task, whole
 from tests.workers.library.hub_server import Hub, Repo, running_hub
 from workers.cli.client import Gateway, Refused

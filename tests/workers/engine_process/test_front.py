@@ -15,9 +15,8 @@ import pytest
 from engine.errors import AdapterRoomError, EngineError, ModelError, RequestError
 from engine.params import SamplingParams
 from engine.request import Event, Request
-from tests.processes import suspend
 from tests.stub_engine import STALLED, token
-from tests.waiting import PATIENCE_S, gone, until
+from tests.waiting import PATIENCE_S, gone, suspend, until
 from workers.engine_process.child import Child
 from workers.engine_process.front import ProcessEngine
 from workers.engine_process.ring import Ring

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.processes import Worker, suspend
+from tests.processes import Worker
 from tests.stub_engine import DEADLY
-from tests.waiting import PATIENCE_S, gone, until
+from tests.waiting import PATIENCE_S, gone, suspend, until
 from tests.workers.rig import Rig
 
 HERE = "tests.workers.engine_process.engines"

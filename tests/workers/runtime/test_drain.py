@@ -13,9 +13,8 @@ from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from producers.contract.record import Record
 from tests.exhaustive import few
-from tests.processes import suspend
 from tests.stub_engine import STALLED
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, suspend
 from tests.workers.rig import QUEUE, TIMES, Rig, two_servers
 from workers.runtime.signals import SAME_S
 

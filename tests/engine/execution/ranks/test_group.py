@@ -30,8 +30,7 @@ from engine.request import Request
 from tests.engine.adapters.folders import tensors, write_adapter
 from tests.engine.random_models import VARIANTS, write_model
 from tests.limits import bound_memory
-from tests.processes import suspend
-from tests.waiting import PATIENCE_S, gone, until
+from tests.waiting import PATIENCE_S, gone, suspend, until
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
 

@@ -28,8 +28,7 @@ from engine.execution.ranks.nodes import Node, SocketLink, differing, gather, tr
 from engine.kernels.native import load_library
 from engine.request import Request
 from tests.engine.random_models import VARIANTS, write_model
-from tests.processes import suspend
-from tests.waiting import PATIENCE_S, gone, until
+from tests.waiting import PATIENCE_S, gone, suspend, until
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
 
