@@ -1,10 +1,9 @@
-"""The decoder that all families share. Families differ in their settings and, rarely, in their layer."""
+"""The decoder that all families share. Families differ in their settings and, rarely, in the norms of a layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -32,6 +31,8 @@ from engine.models.settings import DecoderSettings
 from engine.models.shares import SUMMED_BIASES, Cut, cut_of, share_of
 from engine.text.config import Config
 
+#: The names of a layer's norms in checkpoints: "input" is before attention, "middle" before the feed-forward block.
+_LAYER_NORMS = {"input": "input_layernorm", "middle": "post_attention_layernorm"}
 #: The names in checkpoints of the embedding, and what those of layers and of the last norm begin with.
 _TABLE, _LAYERS, _NORM = "model.embed_tokens", "model.layers.", "model.norm."
 
@@ -39,11 +40,9 @@ _TABLE, _LAYERS, _NORM = "model.embed_tokens", "model.layers.", "model.norm."
 class DecoderLayer:
     """A layer: norm, attention, sum, norm, feed-forward, sum. The decoder calls the sums and the norms after them."""
 
-    #: The names of norms in checkpoints: "input" is before attention, "middle" before the feed-forward block. Some
-    #: families also norm the output of attention, "attended", and that of the block, "fed", before it is added.
-    NORMS: ClassVar[Mapping[str, str]] = {"input": "input_layernorm", "middle": "post_attention_layernorm"}
-
-    def __init__(self, c: DecoderSettings, kernels: Kernels, device: torch.device) -> None:
+    def __init__(
+        self, c: DecoderSettings, norm_names: Mapping[str, str], kernels: Kernels, device: torch.device
+    ) -> None:
         shape = AttentionShape(
             c.hidden_size,
             c.heads,
@@ -66,11 +65,11 @@ class DecoderLayer:
         self._eps = c.norm_eps
         norms = {
             role: RmsNorm(kernels, c.hidden_size, c.norm_eps, offset=c.norm_offset, device=device)
-            for role in self.NORMS
+            for role in norm_names
         }
         self.input_norm, self.middle_norm = norms["input"], norms["middle"]
         self._attended_norm, self._fed_norm = norms.get("attended"), norms.get("fed")
-        self._norms = {self.NORMS[role]: norm for role, norm in norms.items()}
+        self._norms = {norm_names[role]: norm for role, norm in norms.items()}
 
     @staticmethod
     def _feed_forward(c: DecoderSettings, kernels: Kernels, device: torch.device) -> GatedMlp | Experts:
@@ -150,11 +149,13 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of models: how its settings are read, and the parts of its decoder that are not the usual ones."""
+    """A family of models: how its settings are read, and the names that are not the usual ones."""
 
     read: Callable[[Config], DecoderSettings]
     """Reads the settings. Raises ModelError naming a setting that it cannot serve."""
-    layer: type[DecoderLayer] = DecoderLayer
+    norms: Mapping[str, str] = field(default_factory=_LAYER_NORMS.copy)
+    """The names of a layer's norms in checkpoints. Some families also norm the output of attention, "attended", and
+    that of the feed-forward block, "fed", before it is added."""
     rename: Callable[[str], str | None] = lambda name: name
     """The engine's name of a checkpoint's tensor. None for a tensor to skip."""
 
@@ -207,7 +208,7 @@ class Decoder:
             device=device if self._has_table else torch.device("meta"),
         )
         self._ropes = [Rope(kernels, rope.rotary_dim, rope.theta, rope.scaling, device=device) for rope in c.ropes]
-        self._layers = [family.layer(c.of_layer(i), kernels, device) for i in self._own_layers]
+        self._layers = [DecoderLayer(c.of_layer(i), family.norms, kernels, device) for i in self._own_layers]
         self._norm = RmsNorm(kernels, c.hidden_size, c.norm_eps, offset=c.norm_offset, device=device)
         self._head = (
             None

@@ -1,20 +1,39 @@
-"""The model families: for each architecture, how its settings are read, and what else differs from other families.
-
-A family with code of its own has a file beside this one (gemma.py).
-"""
+"""The model families: for each architecture, how its settings are read, and what else differs from other families."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from engine.models.decoder import Family
-from engine.models.gemma import GemmaLayer, read_gemma2, read_gemma3, rename_gemma3
-from engine.models.settings import DecoderSettings, qwen_windows, read_experts, uniform_windows
-from engine.text.config import MOST_LAYERS, Config
+from engine.models.settings import (
+    DecoderSettings,
+    mixed_windows,
+    qwen_windows,
+    read_activation,
+    read_experts,
+    uniform_windows,
+)
+from engine.text.config import MOST_CONTEXT, MOST_LAYERS, Config
 
 #: The names of an expert's matrices in Mixtral's checkpoints, and the engine's.
 _MIXTRAL_MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _MIXTRAL_EXPERT = re.compile(r"(\.experts\.\d+\.)(w[123])(\.)")
+#: The norms of a layer that also norms the outputs of attention and feed-forward before adding them.
+_GEMMA_NORMS = {
+    "input": "input_layernorm",
+    "middle": "pre_feedforward_layernorm",
+    "attended": "post_attention_layernorm",
+    "fed": "post_feedforward_layernorm",
+}
+#: The decoder's name prefixes in checkpoints with images (transformers 5 in memory, and on disk), and the engine's.
+_GEMMA_DECODER = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+#: The prefixes of other tensors in such checkpoints, which are skipped.
+_GEMMA_VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
 def _llama(config: Config) -> DecoderSettings:
@@ -89,7 +108,64 @@ def _dense_layers(config: Config) -> frozenset[int]:
     return frozenset(i for i in range(layers) if i in listed or (i + 1) % step)
 
 
-_GEMMA3 = Family(read_gemma3, layer=GemmaLayer, rename=rename_gemma3)
+def _gemma2(config: Config) -> DecoderSettings:
+    """Gemma 2 (arXiv 2408.00118): a window in every other layer; capped scores."""
+    layers = config.integer("num_hidden_layers", high=MOST_LAYERS)
+    if config.flag("use_bidirectional_attention"):
+        raise config.wrong("use_bidirectional_attention", "is not supported: tokens would see those after them")
+    return DecoderSettings.read(
+        config,
+        windows=mixed_windows(config, [i % 2 == 0 for i in range(layers)]),
+        attention_softcap=config.optional("attn_logit_softcapping"),
+        **_gemma_traits(config),
+    )
+
+
+def _gemma3(config: Config) -> DecoderSettings:
+    """Gemma 3's text model (arXiv 2503.19786): five of six layers have a window and their own rope; q and k are
+    normed. EmbeddingGemma (arXiv 2509.20354) is one whose tokens see both sides, up to half of sliding_window away."""
+    if "attn_logit_softcapping" in config:
+        raise config.wrong("attn_logit_softcapping", "is not supported: Gemma 3's attention has no such cap")
+    layers = config.integer("num_hidden_layers", high=MOST_LAYERS)
+    period = config.integer("sliding_window_pattern", high=MOST_LAYERS)
+    bidirectional = config.flag("use_bidirectional_attention")
+    if bidirectional:
+        config = config.replaced(sliding_window=config.integer("sliding_window", high=MOST_CONTEXT) // 2 + 1)
+    return DecoderSettings.read(
+        config,
+        windows=mixed_windows(config, [(i + 1) % period != 0 for i in range(layers)]),
+        ropes=(config.rope("full_attention"), config.rope("sliding_attention")),
+        qk_norm=True,
+        bidirectional=bidirectional,
+        **_gemma_traits(config),
+    )
+
+
+def _rename_gemma3(name: str) -> str | None:
+    """The name of a tensor of the text model, without the prefixes of checkpoints with images; None for images'."""
+    if name.startswith(_GEMMA_VISION):
+        return None
+    for theirs, ours in _GEMMA_DECODER.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+def _gemma_traits(config: Config) -> dict[str, Any]:
+    """The settings that Gemma 2 and 3 have in common."""
+    bias = config.flag("attention_bias")
+    return {
+        "activation": read_activation(config, "hidden_activation", "gelu_pytorch_tanh"),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "norm_offset": 1.0,
+        "query_scale": config.number("query_pre_attn_scalar") ** -0.5,
+        "logit_softcap": config.optional("final_logit_softcapping"),
+        "scales_embedding": True,
+    }
+
+
+_GEMMA3 = Family(_gemma3, norms=_GEMMA_NORMS, rename=_rename_gemma3)
 
 #: The families by the architecture that config.json names.
 FAMILIES = {
@@ -100,7 +176,7 @@ FAMILIES = {
     "Qwen3ForCausalLM": Family(_qwen3),
     "Qwen3MoeForCausalLM": Family(_qwen3_moe),
     "Phi3ForCausalLM": Family(_phi3),
-    "Gemma2ForCausalLM": Family(read_gemma2, layer=GemmaLayer),
+    "Gemma2ForCausalLM": Family(_gemma2, norms=_GEMMA_NORMS),
     "Gemma3ForCausalLM": _GEMMA3,
     # Only the text model; images are not supported.
     "Gemma3ForConditionalGeneration": _GEMMA3,
