@@ -3,7 +3,8 @@
     python -m tests.bench.ranks MODEL --ranks 2 --threads 2 --requests 8,32
 
 Processor time says the same on a machine that is busy; tokens a second, by the clock, on a quiet one alone. The lead's
-Python is its thread's time in a decode step outside native calls, the median of all.
+Python is its thread's time in a decode step outside native calls, the median of all. One load differs from the next by
+a tenth and more: --turns.
 """
 
 from __future__ import annotations
@@ -69,34 +70,48 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--requests", default="8,32")
+    parser.add_argument("--turns", type=int, default=1, help="how often each is loaded and measured, in turns")
     args = parser.parse_args()
     greedy = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
     steps = Steps()
-    for ranks, stages in ((1, 1), (args.ranks, args.stages)):
-        config = EngineConfig(
-            tensor_parallel=ranks, pipeline_parallel=stages, threads=args.threads, kv_cache_bytes=512 << 20
+    kinds = [(1, 1), (args.ranks, args.stages)]
+    counts = [int(count) for count in args.requests.split(",")]
+    medians: dict[tuple[bool, int], list[float]] = {
+        (divided, count): [] for divided in (False, True) for count in counts
+    }
+    for turn in range(args.turns):
+        for ranks, stages in kinds if turn % 2 == 0 else kinds[::-1]:
+            config = EngineConfig(
+                tensor_parallel=ranks, pipeline_parallel=stages, threads=args.threads, kv_cache_bytes=512 << 20
+            )
+            with Engine.load(args.model, config) as engine:
+                processes = (os.getpid(), *engine.stats().rank_processes)
+                steps.watch(engine)
+                ids = random.Random(7)
+                engine.generate([[5] * 8], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+                for count in counts:
+                    vocabulary = range(100, engine._model.vocab_size)
+                    prompts = [ids.choices(vocabulary, k=PROMPT) for _ in range(count)]
+                    before = [processor_s(pid) for pid in processes]
+                    steps.python.clear()
+                    began = time.monotonic()
+                    engine.generate(prompts, greedy)
+                    seconds = time.monotonic() - began
+                    spent = [round(processor_s(pid) - was, 2) for pid, was in zip(processes, before, strict=True)]
+                    median = statistics.median(steps.python[-OUTPUT + 2 :])
+                    medians[ranks * stages > 1, count].append(median)
+                    print(
+                        f"{ranks} x {stages} ranks, {count} requests: {count * OUTPUT / seconds:.0f} tokens/s by the "
+                        f"clock, {sum(spent):.2f} s of processor time {spent}, Python {median:.0f} us a step",
+                        flush=True,
+                    )
+    for count in counts:
+        alone, divided = medians[False, count], medians[True, count]
+        print(
+            f"Python of {count} requests, mean and range: {statistics.mean(alone):.0f} us ({min(alone):.0f} to "
+            f"{max(alone):.0f}), divided {statistics.mean(divided):.0f} ({min(divided):.0f} to {max(divided):.0f}): "
+            f"{statistics.mean(divided) / statistics.mean(alone):.2f} times"
         )
-        with Engine.load(args.model, config) as engine:
-            group = engine._group
-            followers = group._followers if group else ()
-            processes = [os.getpid(), *(each.process.pid for each in followers if each.process is not None)]
-            steps.watch(engine)
-            ids = random.Random(7)
-            engine.generate([[5] * 8], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
-            for count in map(int, args.requests.split(",")):
-                prompts = [[ids.randrange(100, engine._model.vocab_size) for _ in range(PROMPT)] for _ in range(count)]
-                before = [processor_s(pid) for pid in processes]
-                steps.python.clear()
-                began = time.monotonic()
-                engine.generate(prompts, greedy)
-                seconds = time.monotonic() - began
-                spent = [round(processor_s(pid) - was, 2) for pid, was in zip(processes, before, strict=True)]
-                print(
-                    f"{ranks} x {stages} ranks, {count} requests: {count * OUTPUT / seconds:.0f} tokens/s by the "
-                    f"clock, {sum(spent):.2f} s of processor time {spent}, Python "
-                    f"{statistics.median(steps.python[-OUTPUT + 2 :]):.0f} us a step",
-                    flush=True,
-                )
 
 
 if __name__ == "__main__":
