@@ -15,6 +15,7 @@ from producers.contract.record import Record
 from producers.gateway.anthropic.request import PARAMETERS, read_message
 from producers.gateway.http.errors import Problem
 from producers.gateway.openai.reasoning import ReasoningRequest
+from producers.gateway.tasks import large
 from tests.processes import ROOT
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import CARD, Door, Make, Open
@@ -213,6 +214,16 @@ def test_stop_sequences_are_told_and_are_not_in_the_text(http: httpx.Client, mod
     answering.scripts = [says("One", " END", reason="length")]
     message = both_ways(http, stop_sequences=["END"])
     assert (message["content"][0]["text"], message["stop_reason"]) == ("One END", "max_tokens")
+
+
+def test_a_large_message_waits_in_the_store_and_is_the_same(
+    http: httpx.Client, model: str, answering: Answering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering.scripts = [says(*["word "] * 99, " END")]
+    small = ask(http, stop_sequences=["END"]).json()
+    monkeypatch.setattr(large, "LARGE", 100)
+    assert ask(http, stop_sequences=["END"]).json() | {"id": small["id"]} == small
+    assert (small["content"][0]["text"], small["stop_sequence"]) == ("word " * 99 + " ", "END")
 
 
 def test_a_last_turn_of_the_assistant_goes_on(http: httpx.Client, model: str, answering: Answering) -> None:
