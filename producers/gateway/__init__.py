@@ -7,6 +7,7 @@
     POST /v1/chat/completions, /v1/completions, /v1/responses -> openai -> tasks.foreground: the same, and its events;
                    tasks are cancelled when the caller leaves
     POST /v1/messages -> anthropic -> openai: a translation onto chat completions
+    POST /api/chat, /api/generate, /api/embed -> ollama -> openai: the same, onto chats and vectors
     /v1/models, /livez, /readyz, /metrics: read from the store and the broker
 
 Needs the extra `penstock[gateway]`.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import threading
+from dataclasses import asdict, replace
 from typing import Any
 
 import httpx
@@ -11,11 +12,15 @@ import pytest
 from redis import Redis
 
 from producers.contract import keys
+from producers.contract.record import Record
 from producers.gateway.ollama.models import VERSION
+from producers.store.fleet.adapters import StoredAdapter
+from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import CARD, Door, Make, Open, until
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, ends, says, send
 from tests.producers.gateway.openai.test_chat_tools import PIECES, TOOLS
 from tests.producers.gateway.test_keys import as_caller
+from tests.waiting import PATIENCE_S
 
 TIMES = ("total_duration", "load_duration", "prompt_eval_duration", "eval_duration")
 
@@ -120,6 +125,51 @@ def test_calls_have_their_arguments_as_objects(open_door: Open, calls: str, answ
     ]
     assert [call["function"] for call in found] == functions
     assert told(cut)[1:] == ([], "length"), "a call that is cut is none"
+
+
+def test_thinking_comes_apart_and_is_turned_off(http: httpx.Client, thinker: str, answering: Answering) -> None:
+    answering.scripts = [says("<think>\nLet me", " see.\n</think>\n\n", "4.")]
+    body = {"model": thinker, "messages": MESSAGES}
+    parts = [line["message"] for line in lines(send(http, "/api/chat", body))]
+    assert "".join(part.get("thinking", "") for part in parts) == "Let me see."
+    assert "".join(part["content"] for part in parts) == "4."
+    one = send(http, "/api/generate", {"model": thinker, "prompt": "f", "think": True, "stream": False}).json()
+    assert (one["thinking"], one["response"]) == ("Let me see.", "4.")
+    assert send(http, "/api/chat", body | {"think": False}).status_code == 200
+    unset, thinks, off = (record.task for record in answering.records)
+    assert "grammar" not in unset
+    assert "grammar" not in thinks
+    assert len(off["prompt"]) > len(unset["prompt"]), "the template closes the reasoning"
+    bounded = send(http, "/api/chat", body | {"think": "low"})
+    assert (bounded.status_code, bounded.json()["error"].split()[0]) == (400, "think"), "its marks are no tokens"
+    assert send(http, "/api/show", {"model": thinker}).json()["capabilities"] == ["completion", "tools", "thinking"]
+
+
+def test_a_stream_that_waits_gets_spaces_before_its_next_line(open_door: Open, answering: Answering) -> None:
+    seen = threading.Event()
+
+    def play(worker: FakeWorker, record: Record) -> None:
+        assert seen.wait(PATIENCE_S)
+        says("Hi")(worker, record)
+
+    answering.scripts = [play]
+    body = {"model": "tiny", "messages": MESSAGES}
+    with open_door(heartbeat=0.05).http.stream("POST", "/api/chat", json=body) as answer:
+        chunks = answer.iter_raw()
+        first = next(chunks)
+        seen.set()
+        rest = b"".join(chunks)
+    assert first.strip() == b""
+    assert b"\n" not in first
+    assert [json.loads(line)["done"] for line in (first + rest).splitlines()] == [False, True]
+
+
+def test_latest_is_an_adapter_where_one_is_called_so(open_door: Open, model: str, valkey: Redis) -> None:
+    http = open_door().http
+    valkey.hset(keys.ADAPTERS, "latest", json.dumps(asdict(StoredAdapter("latest", "tiny", "0123456789ab", 8, 1, 1))))
+    assert [entry["name"] for entry in http.get("/api/tags").json()["models"]] == ["tiny", "latest"]
+    parents = [send(http, "/api/show", {"model": name}).json() for name in ("tiny:latest", "tiny", "latest:latest")]
+    assert [parent["details"]["parent_model"] for parent in parents] == ["tiny", "", "tiny"]
 
 
 def test_log_probabilities_stand_beside_the_text(http: httpx.Client, answering: Answering) -> None:
