@@ -81,7 +81,7 @@ class Served:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def post(self, path: str, **body: object) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, timeout=60)
+        return httpx.post(f"{self.url}{path}", json=body, timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +303,7 @@ def test_a_repeated_request_of_many_texts_is_answered_from_the_same_task(served:
     body = {"model": "embedder", "input": SHORT * 100}
     headers = {"idempotency-key": uuid.uuid4().hex}
     first, second = (
-        httpx.post(f"{served.url}/v1/embeddings", json=body, headers=headers, timeout=60) for _ in range(2)
+        httpx.post(f"{served.url}/v1/embeddings", json=body, headers=headers, timeout=PATIENCE_S) for _ in range(2)
     )
     assert [answer.headers.get("idempotent-replayed") for answer in (first, second)] == [None, "true"]
     assert first.json() == second.json()
@@ -327,7 +327,9 @@ def test_many_texts_are_scored_ranked_and_classified(served: Served) -> None:
 def test_a_task_of_many_texts_is_a_task_as_any_other(served: Served) -> None:
     """Waited for, read, followed, retried, explained, listed, charged once by the ledger, and deleted."""
     url, body = f"{served.url}/v1/tasks", {"kind": "embed", "model": "embedder", "input": SHORT * 100}
-    view = httpx.post(url, json={**body, "metadata": {"many": "1"}}, headers={"prefer": "wait=60"}, timeout=90).json()
+    view = httpx.post(
+        url, json={**body, "metadata": {"many": "1"}}, headers={"prefer": "wait=60"}, timeout=PATIENCE_S
+    ).json()
     expected = np.tile(served.embedder.embed(SHORT), (100, 1))
     assert (view["status"], view["error"]) == ("completed", None)
     assert close(np.array(view["rows"], dtype=np.float32), expected)
@@ -346,12 +348,12 @@ def test_a_task_of_many_texts_is_a_task_as_any_other(served: Served) -> None:
     of_chunks = [row for row in rows if row["id"] in {chunk_id(view["id"], number) for number in range(2)}]
     assert sum(int(row["prompt"]) for row in of_chunks) == view["usage"]["prompt_tokens"]
     assert not [row for row in rows if row["id"] == view["id"]]
-    again = httpx.post(f"{task}/retry", headers={"prefer": "wait=60"}, timeout=90).json()
+    again = httpx.post(f"{task}/retry", headers={"prefer": "wait=60"}, timeout=PATIENCE_S).json()
     assert (again["retried_from"], close(again["rows"], view["rows"])) == (view["id"], True)
     with Client(served.store_url) as client:
         assert close(np.array(client.get(again["id"]).result().rows), expected)
     for name in (view["id"], again["id"]):
-        assert httpx.delete(f"{url}/{name}", timeout=60).status_code == 200
+        assert httpx.delete(f"{url}/{name}", timeout=PATIENCE_S).status_code == 200
     assert not served.store.exists(keys.task(chunk_id(view["id"], 0)), keys.stream(chunk_id(view["id"], 1)))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conformance.conftest import TINY, gateway
 from tests.processes import Worker, valkey
-from tests.waiting import StepGate, until
+from tests.waiting import PATIENCE_S, StepGate, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(400)]
 PROMPT = list(range(300, 364))
@@ -32,7 +32,7 @@ def test_preemptions_cache_hits_and_phases_are_told_by_a_real_worker(tmp_path: P
             LOG_LEVEL="WARNING",
             **steps.environment,
         )
-        with worker, gateway(url) as (address, _), httpx.Client(base_url=address, timeout=60) as http:
+        with worker, gateway(url) as (address, _), httpx.Client(base_url=address, timeout=PATIENCE_S) as http:
             worker.wait_ready(180)
             _until_settled(http, _submitted(http, "default", 2))
             with steps.held():

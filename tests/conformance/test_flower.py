@@ -32,7 +32,7 @@ def flower(system: System, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=log.parent)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as api:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as api:
             until(lambda: _answers(api, process, log))
             until(lambda: _hears(api, _sent(api, prompt="import ", max_tokens=1)))
             yield api
@@ -92,7 +92,7 @@ def _settled(system: System, task_id: str) -> dict[str, Any] | None:
 def _asked(system: System) -> str:
     """The id of a chat's task, which no Celery sender made."""
     asked = {"model": "tiny", "messages": [{"role": "user", "content": "Write f."}], "max_tokens": 20}
-    answer = httpx.post(f"{system.url}/v1/chat/completions", json=asked, timeout=60).raise_for_status()
+    answer = httpx.post(f"{system.url}/v1/chat/completions", json=asked, timeout=PATIENCE_S).raise_for_status()
     return str(answer.json()["id"]).removeprefix("chatcmpl-")
 
 

@@ -15,7 +15,7 @@ from producers.store.access import api_keys
 from producers.store.access.api_keys import Limits
 from tests.conformance.conftest import System, gateway, sweeping
 from tests.producers.gateway.test_keys import as_caller
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -34,7 +34,7 @@ def tenants(system: System, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     asks = gateway(system.store_url, files_dir=system.files_dir, auth="keys")
     with sweeping(system, tmp_path_factory.mktemp("log")), asks as (url, _):
         first, second = (
-            httpx.Client(base_url=url, timeout=180, headers=as_caller(key_of(system.store, tenant)))
+            httpx.Client(base_url=url, timeout=PATIENCE_S, headers=as_caller(key_of(system.store, tenant)))
             for tenant in ("acme", "other")
         )
         with first, second:

@@ -156,10 +156,10 @@ def test_a_running_task_is_cancelled_by_its_worker(client: Face, valkey: Redis, 
     worker.append(handle.id, 0, ["a"])
     with valkey.pubsub(ignore_subscribe_messages=True) as words:
         words.subscribe(keys.control(worker.incarnation))
-        words.get_message(timeout=60)
+        words.get_message(timeout=PATIENCE_S)
         assert handle.cancel() is True
         assert handle.cancel() is True  # asked twice, still so
-        message = words.get_message(timeout=60)
+        message = words.get_message(timeout=PATIENCE_S)
     assert message is not None
     assert message["data"] == f"cancel {handle.id}".encode()
     assert handle.status().status == "in_progress"

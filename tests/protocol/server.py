@@ -21,6 +21,7 @@ from redis import Redis
 from producers.connection.script import Call, Script, run, script
 from producers.contract import keys
 from tests.histories import histories
+from tests.waiting import PATIENCE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class Server:
         self._ears.ping("all")
         heard: list[tuple[str, str]] = []
         while True:
-            message = self._ears.get_message(timeout=60)
+            message = self._ears.get_message(timeout=PATIENCE_S)
             if message is None:
                 raise TimeoutError("the server did not answer a PING within a minute")
             if message["type"] == "pong":
@@ -123,10 +124,10 @@ class Server:
         if alive and inc not in self._alive:
             self._alive[inc] = self.redis.pubsub()
             self._alive[inc].subscribe(keys.alive(inc))
-            assert self._alive[inc].get_message(timeout=60)["type"] == "subscribe"
+            assert self._alive[inc].get_message(timeout=PATIENCE_S)["type"] == "subscribe"
         elif not alive and (ear := self._alive.pop(inc, None)):
             ear.unsubscribe()
-            while ear.get_message(timeout=60)["type"] != "unsubscribe":
+            while ear.get_message(timeout=PATIENCE_S)["type"] != "unsubscribe":
                 pass
             ear.close()
 

@@ -88,7 +88,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     with (
         valkey() as (url, store),
         gateway(url) as (address, _),
-        httpx.Client(base_url=address, timeout=60) as http,
+        httpx.Client(base_url=address, timeout=PATIENCE_S) as http,
         Worker(
             url,
             model=f"{MODEL}={packaged()[MODEL]}",

@@ -195,7 +195,7 @@ class System:
 
     def http(self, release: str) -> httpx.Client:
         url = f"http://127.0.0.1:{self.ports[release]}"
-        return httpx.Client(base_url=url, headers={"authorization": f"Bearer {self.key}"}, timeout=120)
+        return httpx.Client(base_url=url, headers={"authorization": f"Bearer {self.key}"}, timeout=PATIENCE_S)
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def door(system: Rig, open_door: Callable[..., Door]) -> Door:
 
 def completed(door: Door, model: str, **fields: Any) -> httpx.Response:
     body = {"model": model, "prompt": PROMPT, **GREEDY, **fields}
-    return httpx.post(f"{door.url}/v1/completions", json=body, timeout=120)
+    return httpx.post(f"{door.url}/v1/completions", json=body, timeout=PATIENCE_S)
 
 
 def test_an_adapter_answers_by_both_of_its_names_beside_its_base_and_others(
@@ -107,7 +107,7 @@ def test_an_adapter_answers_by_both_of_its_names_beside_its_base_and_others(
 def test_a_chat_and_a_task_take_its_name(door: Door) -> None:
     messages = [{"role": "user", "content": "x"}]
     chat = httpx.post(
-        f"{door.url}/v1/chat/completions", json={"model": "one", "messages": messages, **GREEDY}, timeout=120
+        f"{door.url}/v1/chat/completions", json={"model": "one", "messages": messages, **GREEDY}, timeout=PATIENCE_S
     )
     assert chat.json()["choices"][0]["message"]["content"] is not None
     task = httpx.post(f"{door.url}/v1/tasks", json={"model": "tiny:one", "prompt": PROMPT, **GREEDY}).json()

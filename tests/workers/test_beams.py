@@ -72,7 +72,9 @@ def test_whatever_computes_it(
         door = open_door(broker=rig.url, store=rig.store_url)
 
         def submit(model: str = "tiny", **fields: Any) -> str:
-            answer = httpx.post(f"{door.url}/v1/tasks", json={"model": model, "prompt": PROMPT, **fields}, timeout=60)
+            answer = httpx.post(
+                f"{door.url}/v1/tasks", json={"model": model, "prompt": PROMPT, **fields}, timeout=PATIENCE_S
+            )
             assert answer.status_code == 202, answer.text
             return str(answer.json()["id"])
 
@@ -99,7 +101,7 @@ def test_whatever_computes_it(
         with steps.held(60):
             cancelled = submit("mine", **LONG)
             rig.until(lambda: generated() > before + 400)  # some of its beams are computed, and told of
-            httpx.post(f"{door.url}/v1/tasks/{cancelled}/cancel", timeout=60)
+            httpx.post(f"{door.url}/v1/tasks/{cancelled}/cancel", timeout=PATIENCE_S)
         late = submit("mine", **LONG, timeout=0.3)
         ended = result(cancelled)
         assert (ended["status"], rig.tokens(cancelled)) == ("cancelled", 1)

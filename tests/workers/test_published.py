@@ -11,6 +11,7 @@ import httpx
 from producers.contract import keys
 from producers.store.fleet import cards
 from tests.producers.gateway.conftest import Door, open_door
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import Rig
 from workers.library import find_model
 from workers.library.reference import described
@@ -27,7 +28,7 @@ def test_a_task_that_no_worker_has_room_for_fails_and_says_so_and_the_next_is_re
 
     def ask() -> None:
         task: dict[str, Any] = {"model": "tiny", "prompt": [5] * 500, "max_tokens": 20}
-        answers.append(httpx.post(f"{door.url}/v1/completions", json=task, timeout=120))
+        answers.append(httpx.post(f"{door.url}/v1/completions", json=task, timeout=PATIENCE_S))
 
     waiting = threading.Thread(target=ask)
     waiting.start()

@@ -12,6 +12,7 @@ import tokenizers
 
 from tests.engine.random_models import write_model
 from tests.producers.gateway.conftest import Door, open_door
+from tests.waiting import PATIENCE_S
 from tests.workers.rig import Rig
 from tests.workers.rig import rig as opened_rig
 from workers.library.reference import BUNDLED
@@ -60,7 +61,7 @@ def body(**fields: Any) -> dict[str, Any]:
 
 
 def test_reasoning_ends_with_its_budget_and_the_answer_follows(door: Door) -> None:
-    answer = httpx.post(f"{door.url}/v1/chat/completions", json=body(thinking_budget=BUDGET), timeout=120).json()
+    answer = httpx.post(f"{door.url}/v1/chat/completions", json=body(thinking_budget=BUDGET), timeout=PATIENCE_S).json()
     (choice,) = answer["choices"]
     assert choice["message"]["reasoning_content"]
     assert choice["message"]["content"]
@@ -72,10 +73,10 @@ def test_reasoning_ends_with_its_budget_and_the_answer_follows(door: Door) -> No
 
 
 def test_a_stream_has_the_same_in_parts(door: Door) -> None:
-    whole = httpx.post(f"{door.url}/v1/chat/completions", json=body(thinking_budget=BUDGET), timeout=120).json()
+    whole = httpx.post(f"{door.url}/v1/chat/completions", json=body(thinking_budget=BUDGET), timeout=PATIENCE_S).json()
     told: dict[str, str] = {"reasoning_content": "", "content": ""}
     asked = body(thinking_budget=BUDGET, stream=True)
-    with httpx.stream("POST", f"{door.url}/v1/chat/completions", json=asked, timeout=120) as answer:
+    with httpx.stream("POST", f"{door.url}/v1/chat/completions", json=asked, timeout=PATIENCE_S) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 for choice in json.loads(line.removeprefix("data: "))["choices"]:
@@ -89,6 +90,6 @@ def test_a_form_begins_behind_it_and_without_a_budget_there_is_none(door: Door) 
     form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
     for budget in (BUDGET, 0):
         asked = body(thinking_budget=budget, response_format=form, max_tokens=200, ignore_eos=False)
-        (choice,) = httpx.post(f"{door.url}/v1/chat/completions", json=asked, timeout=120).json()["choices"]
+        (choice,) = httpx.post(f"{door.url}/v1/chat/completions", json=asked, timeout=PATIENCE_S).json()["choices"]
         assert isinstance(json.loads(choice["message"]["content"])["sum"], int)
         assert bool(choice["message"].get("reasoning_content")) == bool(budget)

@@ -62,7 +62,7 @@ def test_each_api_takes_a_name_and_no_secret_reaches_the_store(
 ) -> None:
     def completed(**fields: Any) -> httpx.Response:
         body = {"model": "tiny", "prompt": PROMPT, **GREEDY, **fields}
-        return httpx.post(f"{door.url}/v1/completions", json=body, timeout=120)
+        return httpx.post(f"{door.url}/v1/completions", json=body, timeout=PATIENCE_S)
 
     assert len({*expected.values()}) == 3
     assert completed(watermark="news").json()["choices"][0]["text"] == expected["news"]

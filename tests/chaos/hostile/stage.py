@@ -35,7 +35,7 @@ from producers.store.protocol import admit
 from tests.processes import Worker, free_port, running_valkey
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import CARD, QUEUE, publish
-from tests.waiting import within
+from tests.waiting import PATIENCE_S, within
 from tests.warm import Forked
 
 #: Scopes of an ordinary tenant's key.
@@ -88,14 +88,14 @@ class Stage:
     def http(self, caller: str | None, method: str, path: str, **more: Any) -> httpx.Response:
         """One request on a connection of its own, which must be answered within a minute. `more`: as httpx takes it."""
         url, headers = f"http://127.0.0.1:{self.port}{path}", {**self.headers(caller), **more.pop("headers", {})}
-        return httpx.request(method, url, headers=headers, timeout=60, **more)
+        return httpx.request(method, url, headers=headers, timeout=PATIENCE_S, **more)
 
     def connect(self, *, receive_buffer: int | None = None) -> socket.socket:
         """A raw connection to the gateway, closed at the end. `receive_buffer`: bytes that the kernel keeps unread."""
         link = socket.socket()
         if receive_buffer is not None:
             link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        link.settimeout(60)
+        link.settimeout(PATIENCE_S)
         link.connect(("127.0.0.1", self.port))
         self._sockets.append(link)
         return link

@@ -29,6 +29,7 @@ from producers.contract import keys
 from producers.gateway import GatewaySettings, create_app, health, samples
 from producers.gateway.http.peers import Peers
 from producers.gateway.server import bound, configured
+from tests.waiting import PATIENCE_S
 from tests.waiting import until as until
 from workers.cli.servers import open_port
 
@@ -93,7 +94,7 @@ class Door:
     @cached_property
     def http(self) -> httpx.Client:
         """A client of its own, closed with it."""
-        return httpx.Client(base_url=self.url, timeout=60)
+        return httpx.Client(base_url=self.url, timeout=PATIENCE_S)
 
     @cached_property
     def openai(self) -> openai.OpenAI:
@@ -107,7 +108,7 @@ class Door:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """What a coroutine gives on the event loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)
 
     @property
     def connections(self) -> int:
@@ -148,7 +149,7 @@ class Door:
         with suppress(RuntimeError):  # it has drained, and its loop is closed
             self.end_streams()
             self._stop()
-        self._thread.join(60)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the gateway did not stop"
 
 

@@ -313,7 +313,8 @@ def test_requests_wait_in_line_and_those_whose_clients_left_are_not_handled(capp
     with ExitStack() as stack:
         assert httpx.get(f"{capped.url}/livez", timeout=PATIENCE_S).is_success  # a probe has a line of its own
         clients = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", capped.port), timeout=60)) for _ in range(3)
+            stack.enter_context(socket.create_connection(("127.0.0.1", capped.port), timeout=PATIENCE_S))
+            for _ in range(3)
         ]
         for client, request in zip(clients, (NOWHERE, NOWHERE, PREFLIGHT), strict=True):
             client.sendall(request)
@@ -340,7 +341,7 @@ def test_connections_are_charged_to_their_address(open_door: Open) -> None:
     share = door.app.state.fair_share.of("127.0.0.1")
     before = share.used
     for _ in range(5):
-        with socket.create_connection(("127.0.0.1", door.port), timeout=60):
+        with socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S):
             pass
     assert until(lambda: share.used >= before + 5 * CONNECTED_S)
 
@@ -353,11 +354,11 @@ def test_what_comes_first_is_put_off_while_the_gateway_is_behind_so_that_who_lea
     door = open_door()
     door.app.state.fair_share.cap, left = 0.5, []
     monkeypatch.setattr(Connection, "connection_lost", lambda self, exc: (left.append(self), lost(self, exc)))
-    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as client:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S) as client:
         client.sendall(NOWHERE)
     assert until(lambda: left)
     monkeypatch.setattr(connection, "MOMENT_S", 0.01)
-    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as client:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S) as client:
         client.sendall(NOWHERE[:20])
         client.sendall(NOWHERE[20:])
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 404")
@@ -446,11 +447,11 @@ async def test_a_request_is_charged_to_its_tenant_as_soon_as_that_is_known() -> 
 def test_a_stream_by_a_new_key_is_charged_to_its_tenant(open_door: Open, model: str, make: Make) -> None:
     door = open_door(auth="keys")
     task = {"model": model, "prompt": [1, 2, 3]}
-    answer = httpx.post(f"{door.url}/v1/tasks", json=task, headers=as_caller(make()), timeout=60)
+    answer = httpx.post(f"{door.url}/v1/tasks", json=task, headers=as_caller(make()), timeout=PATIENCE_S)
     share = door.app.state.fair_share.of(("tenant", "acme"))
     before = share.used
     url = f"{door.url}/v1/tasks/{answer.json()['id']}/events"
-    with httpx.stream("GET", url, headers=as_caller(make()), timeout=60):
+    with httpx.stream("GET", url, headers=as_caller(make()), timeout=PATIENCE_S):
         assert until(lambda: share.used > before)
 
 
@@ -461,7 +462,7 @@ HEAD: Final = b"POST /v1/tasks HTTP/1.1\r\nhost: here\r\ncontent-type: applicati
 def test_a_body_is_read_when_it_is_its_callers_turn(capped: Door) -> None:
     """And whole: a request that waits, and a body that waits, do not forget each other."""
     fair = capped.app.state.fair_share
-    with socket.create_connection(("127.0.0.1", capped.port), timeout=60) as client:
+    with socket.create_connection(("127.0.0.1", capped.port), timeout=PATIENCE_S) as client:
         client.sendall(HEAD % 4_000_000)
         assert until(lambda: len(line_of(capped)) == 1)
         client.sendall(b" " * 1000)
@@ -474,7 +475,7 @@ def test_a_body_is_read_when_it_is_its_callers_turn(capped: Door) -> None:
 def test_a_body_that_waits_in_line_is_not_read_by_its_handler(capped: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     fair, share, read = capped.app.state.fair_share, capped.app.state.fair_share.of("127.0.0.1"), []
     monkeypatch.setattr(Connection, "on_body", lambda self, body: (read.append(len(body)), on_body(self, body)))
-    with socket.create_connection(("127.0.0.1", capped.port), timeout=60) as client:
+    with socket.create_connection(("127.0.0.1", capped.port), timeout=PATIENCE_S) as client:
         fair.cap = None
         client.sendall(HEAD % 4_000_000 + b" " * 1000)
         assert until(lambda: share.running == 1)
@@ -496,7 +497,7 @@ def test_a_body_does_not_wait_in_the_line_of_who_had_its_connection_before(
     fair = capped.app.state.fair_share
     monkeypatch.setattr("producers.gateway.http.edge.caller_of", lambda scope: dict(scope["headers"])[b"who"])
     head = HEAD.replace(b"\r\n\r\n", b"\r\nwho: %b\r\n\r\n")
-    with socket.create_connection(("127.0.0.1", capped.port), timeout=60) as client:
+    with socket.create_connection(("127.0.0.1", capped.port), timeout=PATIENCE_S) as client:
         for who in (b"one", b"another"):
             client.sendall(head % (2, who) + b"{")
             assert until(lambda who=who: fair.of(who).running == 1)

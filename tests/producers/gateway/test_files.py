@@ -320,7 +320,7 @@ def test_kill_9_in_the_middle_of_an_upload_leaves_no_half_of_a_file(
     with gateway(valkey_url, sweep=False, files_dir=str(folder)) as (url, process):
         assert httpx.get(f"{url}/livez", timeout=PATIENCE_S).status_code == 200
         with pytest.raises(httpx.TransportError):
-            httpx.post(f"{url}/v1/files", timeout=100, **form() | {"content": chunks()})
+            httpx.post(f"{url}/v1/files", timeout=PATIENCE_S, **form() | {"content": chunks()})
     assert FolderBlobs(folder).clean(0) == 1
     assert (there(folder), valkey.keys("penstock:file*")) == ([], [keys.uploads("").encode()])
     assert 0 < valkey.ttl(keys.uploads("")) <= LEASE_S, "the room that it had reserved is free soon"
@@ -365,7 +365,7 @@ class TestRoom:
             "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1100000\r\n"
             "Content-Type: multipart/form-data; boundary=b\r\n\r\n"
         )
-        with socket.create_connection(("127.0.0.1", door.port), timeout=60) as raw:
+        with socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S) as raw:
             raw.sendall(head.encode())
             assert raw.recv(4096).startswith(b"HTTP/1.1 413")
 
@@ -432,7 +432,7 @@ def test_uploads_of_one_tenant_keep_no_thread_that_others_need(
     def upload(tenant: str, data: bytes) -> int:
         headers = {"authorization": f"Bearer {tokens[tenant]}"}
         form = {"files": {"file": ("a", data)}, "data": {"purpose": "batch"}}
-        return httpx.post(f"{door.url}/v1/files", headers=headers, timeout=60, **form).status_code
+        return httpx.post(f"{door.url}/v1/files", headers=headers, timeout=PATIENCE_S, **form).status_code
 
     with ThreadPoolExecutor(40) as threads:
         many = [threads.submit(upload, "many", b"slow") for _ in range(40)]

@@ -15,6 +15,7 @@ from tests.processes import free_port
 from tests.producers.gateway.conftest import Open
 from tests.producers.gateway.test_files import DATA, FILE, PURPOSE, form
 from tests.producers.store.test_s3 import bucket_of
+from tests.waiting import PATIENCE_S
 from workers.cli.client import Gateway
 
 
@@ -54,11 +55,11 @@ def test_a_retry_with_its_key_keeps_one_blob(open_door: Open, model: str, place:
     door = open_door(files_dir=place)
     body = form(PURPOSE, FILE[:-2] + DATA * 10)
     key = {"headers": {**body.get("headers", {}), "idempotency-key": "k"}}
-    first = httpx.post(f"{door.url}/v1/files", timeout=60, **body | key).json()["id"]
+    first = httpx.post(f"{door.url}/v1/files", timeout=PATIENCE_S, **body | key).json()["id"]
     (entry,) = valkey.keys("penstock:idempotency:*")
     valkey.hdel(entry, "made")
     valkey.delete(keys.file(first))
-    again = httpx.post(f"{door.url}/v1/files", timeout=60, **body | key).json()["id"]
+    again = httpx.post(f"{door.url}/v1/files", timeout=PATIENCE_S, **body | key).json()["id"]
     assert again == first
     found = aws.client("s3").list_objects_v2(Bucket="files")["Contents"]
     assert [one["Key"] for one in found] == [f"pen/stock/{first}"]

@@ -15,6 +15,7 @@ import pytest
 from producers.gateway.http.errors import ELSEWHERE
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door, Open, Submit, until
+from tests.waiting import PATIENCE_S
 
 PAGE = "https://chat.example.org"
 #: What a browser asks before a page's request.
@@ -24,7 +25,7 @@ PACKED = gzip.compress(b"{}", mtime=0)
 
 def old_answer(door: Door, request: str) -> tuple[str, bytes]:
     """Head and body of what comes until the connection ends, to a request in HTTP/1.0."""
-    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S) as connection:
         connection.sendall(request.encode())
         received = b""
         while part := connection.recv(1 << 16):

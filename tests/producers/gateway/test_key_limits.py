@@ -23,6 +23,7 @@ from tests.producers.conftest import CARD
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Make, Open, until
 from tests.producers.gateway.test_keys import as_caller, door, make
+from tests.waiting import PATIENCE_S
 
 __all__ = ["door", "make"]
 
@@ -67,7 +68,7 @@ def test_two_gateways_and_32_clients_get_all_of_a_limit_and_no_more(
 
     def hammer(number: int) -> Counter[int]:
         headers = held[number // 2 % len(held)]
-        with httpx.Client(base_url=doors[number % 2].url, timeout=60, headers=headers) as client:
+        with httpx.Client(base_url=doors[number % 2].url, timeout=PATIENCE_S, headers=headers) as client:
             return Counter(client.post("/v1/tasks", json=task).status_code for _ in range(EACH))
 
     begun = minute(valkey)
@@ -186,7 +187,7 @@ def test_what_names_no_output_is_shortened_so_that_no_budget_is_overrun(
     def hammer(number: int) -> int:
         """Submits and runs tasks, which make all that they may."""
         made = 0
-        with httpx.Client(base_url=doors[number % 2].url, timeout=60, headers=headers) as client:
+        with httpx.Client(base_url=doors[number % 2].url, timeout=PATIENCE_S, headers=headers) as client:
             while (answer := client.post("/v1/tasks", json={"model": model, "prompt": [1, 2, 3]})).is_success:
                 made += 1
                 record = valkey.hgetall(keys.task(answer.json()["id"]))

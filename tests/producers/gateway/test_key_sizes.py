@@ -14,6 +14,7 @@ from producers.contract import keys
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Make, Open
 from tests.producers.gateway.test_keys import as_caller, change, door, make
+from tests.waiting import PATIENCE_S
 
 __all__ = ["door", "make"]
 
@@ -45,7 +46,7 @@ def test_a_lowered_limit_refuses_no_answer_that_was_given_before(
 
     def ask() -> tuple[int, str | None]:
         url = open_door(auth="keys").url
-        with httpx.stream("POST", f"{url}{path}", json=asked, headers=headers, timeout=60) as answer:
+        with httpx.stream("POST", f"{url}{path}", json=asked, headers=headers, timeout=PATIENCE_S) as answer:
             return answer.status_code, answer.headers.get("idempotent-replayed")
 
     first = ask()

@@ -146,7 +146,7 @@ def test_nobody_is_let_in_by_the_body_the_url_a_trailer_or_several_keys(
 
 def status(door: Door, head: str) -> int:
     """What is answered to a request of which nothing comes but this."""
-    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S) as connection:
         connection.sendall(f"{head}\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
         return int(connection.recv(1 << 16).split()[1])
 
@@ -154,7 +154,7 @@ def status(door: Door, head: str) -> int:
 def test_a_key_is_asked_for_by_each_request_of_a_connection(door: Door, make: Make) -> None:
     requests = f"GET /v1/files HTTP/1.1\r\nHost: x\r\nauthorization: Bearer {make()}\r\n\r\n"
     requests += "GET /v1/files HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S) as connection:
         connection.sendall(requests.encode())
         answers = connection.makefile("rb").read()
     assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"200", b"401"]

@@ -222,7 +222,7 @@ def test_what_is_refused_is_counted_by_reason_and_tier(open_door: Open, model: s
     door = open_door(max_queued=2)
 
     def post(path: str, **fields: Any) -> int:
-        return httpx.post(f"{door.url}/v1/{path}", json={"model": model, **fields}, timeout=60).status_code
+        return httpx.post(f"{door.url}/v1/{path}", json={"model": model, **fields}, timeout=PATIENCE_S).status_code
 
     assert [post("tasks", prompt=[1], tier="priority") for _ in range(4)] == [202, 202, 429, 429]
     assert post("tasks", prompt=[1]) == 429
@@ -249,7 +249,7 @@ def test_what_is_refused_is_counted_by_reason_and_tier(open_door: Open, model: s
 
 def test_who_comes_while_the_store_is_away_or_without_a_connection_is_counted(open_door: Open) -> None:
     door = open_door(store=NOWHERE, connections=1, patience=0.2)
-    with httpx.Client(base_url=door.url, timeout=60) as http:
+    with httpx.Client(base_url=door.url, timeout=PATIENCE_S) as http:
         assert http.post("/v1/tasks", json={"model": "tiny", "prompt": [1], "tier": "batch"}).status_code == 503
         assert http.get("/v1/models").status_code == 503
         with busy(door):  # which takes the only place, of a connection that is idle

@@ -88,7 +88,7 @@ def encoding(patch: pytest.MonkeyPatch, then: Callable[[], Awaitable[None]]) -> 
 
 def submit(door: Door, kind: str) -> int:
     path, body = ASKED[kind]
-    with httpx.stream("POST", f"{door.url}{path}", json={"model": CARD.name, **body}, timeout=60) as answer:
+    with httpx.stream("POST", f"{door.url}{path}", json={"model": CARD.name, **body}, timeout=PATIENCE_S) as answer:
         return answer.status_code
 
 
@@ -127,7 +127,7 @@ def test_a_prompt_that_took_too_long_to_make_for_a_version_that_is_gone_is_not_q
 
     encoding(monkeypatch, switch)
     path, body = ASKED[kind]
-    answer = httpx.post(f"{door.url}{path}", json={"model": model, **body}, timeout=60)
+    answer = httpx.post(f"{door.url}{path}", json={"model": model, **body}, timeout=PATIENCE_S)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_changed")
     assert "retry-after" in answer.headers
     assert list(valkey.scan_iter(keys.task("*"))) == []

@@ -24,6 +24,7 @@ from producers.store.fleet.adapters import StoredAdapter
 from producers.store.fleet.routing import Rule, Selection
 from tests.producers.gateway.conftest import CARD, TINY, Open
 from tests.producers.gateway.test_resolved import renumbered, same_tokenizer
+from tests.waiting import PATIENCE_S
 
 OTHER = same_tokenizer()
 
@@ -83,7 +84,7 @@ def test_the_ledger_says_which_tasks_were_drawn(routed: Redis, open_door: Open) 
 def test_a_chat_follows_it_too(routed: Redis, open_door: Open) -> None:
     body = {"model": "tiny@candidate", "messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 1}
     door = open_door()
-    with httpx.stream("POST", f"{door.url}/v1/chat/completions", json=body, timeout=30) as answer:
+    with httpx.stream("POST", f"{door.url}/v1/chat/completions", json=body, timeout=PATIENCE_S) as answer:
         assert answer.headers["penstock-version"] == OTHER.version
 
 
@@ -130,7 +131,7 @@ def test_keys_stay_with_their_version(routed: Redis, open_door: Open) -> None:
     def version(headers: dict[str, str] | None = None, **body: Any) -> str:
         fields = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 1}
         url = f"{door.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json={**fields, **body}, headers=headers, timeout=30) as answer:
+        with httpx.stream("POST", url, json={**fields, **body}, headers=headers, timeout=PATIENCE_S) as answer:
             assert answer.status_code == 200
             return str(answer.headers["penstock-version"])
 
@@ -265,7 +266,7 @@ def test_all_prompts_of_a_request_have_one_version(routed: Redis, open_door: Ope
     both: set[bytes] = set()
     while len(both) < 2:  # it is drawn at random
         body = {"model": "tiny", "prompt": ["x"] * 4, "max_tokens": 1, "stream": True}
-        with httpx.stream("POST", f"{door.url}/v1/completions", json=body, timeout=30) as answer:
+        with httpx.stream("POST", f"{door.url}/v1/completions", json=body, timeout=PATIENCE_S) as answer:
             assert answer.status_code == 200
         new = {*routed.scan_iter(keys.task("*"))} - seen
         versions = {routed.hget(key, "version") for key in new}

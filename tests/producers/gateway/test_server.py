@@ -50,7 +50,10 @@ def refuses(address: str) -> bool:
 def test_sigterm_stops_listening_lets_streams_finish_and_exits_0(
     valkey_url: str, valkey: Redis, model: str, worker: FakeWorker
 ) -> None:
-    with gateway(valkey_url, drain=60) as (address, process), httpx.Client(base_url=address, timeout=60) as http:
+    with (
+        gateway(valkey_url, drain=60) as (address, process),
+        httpx.Client(base_url=address, timeout=PATIENCE_S) as http,
+    ):
         task_id = http.post("/v1/tasks", json={"model": model, "prompt": "x"}).json()["id"]
         worker.claim(task_id)
         with follow(http, task_id) as events:
@@ -67,7 +70,7 @@ def test_sigterm_stops_listening_lets_streams_finish_and_exits_0(
 def test_a_request_that_has_begun_to_come_in_is_answered_after_sigterm(valkey_url: str) -> None:
     with gateway(valkey_url, drain=60) as (address, process):
         host, port = address.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=60) as caller:
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as caller:
             caller.sendall(b"GET /livez HTTP/1.1\r\n")
             with httpx.Client(base_url=address) as http:  # so that the gateway has seen the first
                 assert http.get("/livez").status_code == 200
@@ -85,7 +88,7 @@ def test_a_request_that_has_begun_to_come_in_is_answered_after_sigterm(valkey_ur
 def test_streams_are_ended_after_the_drain_time_or_at_a_second_signal(
     valkey_url: str, valkey: Redis, model: str, drain: float
 ) -> None:
-    with gateway(valkey_url, drain) as (address, process), httpx.Client(base_url=address, timeout=60) as http:
+    with gateway(valkey_url, drain) as (address, process), httpx.Client(base_url=address, timeout=PATIENCE_S) as http:
         task_id = http.post("/v1/tasks", json={"model": model, "prompt": "x"}).json()["id"]
         with follow(http, task_id) as events:
             until(lambda: subscribers(valkey, task_id))

@@ -15,6 +15,7 @@ from producers.contract import keys
 from producers.contract.stream import encode_rows
 from producers.store import protocol
 from producers.store.protocol import Append, admit, append, finish, follow, read_append
+from tests.waiting import PATIENCE_S
 
 CLAIM = "c"
 
@@ -33,7 +34,7 @@ def listening(valkey: Redis, *channels: str) -> Iterator[Any]:
     with valkey.pubsub() as ears:
         ears.subscribe(*channels)
         for _ in channels:
-            assert ears.get_message(timeout=60)["type"] == "subscribe"
+            assert ears.get_message(timeout=PATIENCE_S)["type"] == "subscribe"
         yield ears
 
 
@@ -41,7 +42,7 @@ def heard(ears: Any) -> list[tuple[str, str]]:
     """What came since the last time: a PING's answer stands behind all of it."""
     ears.ping("all")
     said: list[tuple[str, str]] = []
-    while (message := ears.get_message(timeout=60))["type"] != "pong":
+    while (message := ears.get_message(timeout=PATIENCE_S))["type"] != "pong":
         said.append((message["channel"].decode().removeprefix("penstock:tokens:"), message["data"].decode()))
     return said
 

@@ -14,6 +14,7 @@ from producers.connection.script import run, text
 from producers.contract import keys
 from producers.store import outbox
 from producers.store.outbox import Attempt, Row, State
+from tests.waiting import PATIENCE_S
 
 AT = 1_790_000_000
 FAILED = Attempt(AT, 12, 500, "sorry")
@@ -140,13 +141,13 @@ def test_a_process_that_waits_hears_of_what_is_due_at_once(valkey: Redis) -> Non
     name = write(valkey, 1)
     with valkey.pubsub() as channel:
         channel.subscribe(keys.WEBHOOKS_WAKE)
-        channel.get_message(timeout=60)
+        channel.get_message(timeout=PATIENCE_S)
         (row,) = take(valkey, "a")
         for call in (outbox.retry(row, "a", 1000), outbox.retry(row, "a", 0), outbox.replay(name)):
             run(valkey, call)
         (row,) = take(valkey, "b")
         run(valkey, outbox.retry(row, "b", 0))
-        heard = [channel.get_message(timeout=60) for _ in range(2)]
+        heard = [channel.get_message(timeout=PATIENCE_S) for _ in range(2)]
     assert [one and one["type"] for one in heard] == ["message"] * 2
 
 

@@ -152,7 +152,7 @@ def test_each_process_does_its_work_as_its_own_user_and_is_denied_nothing(tmp_pa
             httpx.Client(
                 base_url=f"http://127.0.0.1:{port}",
                 headers={"x-api-key": run.stdout.strip()},
-                timeout=60,
+                timeout=PATIENCE_S,
                 trust_env=False,
             )
         )

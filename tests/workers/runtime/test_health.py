@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from workers.runtime import health as healths
 from workers.runtime.health import EventLoop, Health
 
@@ -56,8 +56,8 @@ def test_livez_fails_while_the_event_loop_is_stuck(
     assert ask(health.port, "/readyz") == (503, {"status": "not ready", "reasons": ["it starts"]})
     assert ask(health.port, "/livez")[0] == 200, "nothing is known of it yet"
     stuck, go = threading.Event(), threading.Event()
-    loop.call_soon_threadsafe(lambda: (stuck.set(), go.wait(60)))
-    assert stuck.wait(60)
+    loop.call_soon_threadsafe(lambda: (stuck.set(), go.wait(PATIENCE_S)))
+    assert stuck.wait(PATIENCE_S)
     health.serve(Process(), loop)
     assert ask(health.port, "/livez")[0] == 200, "it is only asked"
     status, told = ask(health.port, "/livez")
@@ -71,8 +71,8 @@ def test_livez_fails_while_the_event_loop_is_stuck(
 def test_a_loop_that_is_slow_but_answers_is_not_stuck(loop: asyncio.AbstractEventLoop) -> None:
     watch = EventLoop(loop)
     stuck, go = threading.Event(), threading.Event()
-    loop.call_soon_threadsafe(lambda: (stuck.set(), go.wait(60)))
-    assert stuck.wait(60)
+    loop.call_soon_threadsafe(lambda: (stuck.set(), go.wait(PATIENCE_S)))
+    assert stuck.wait(PATIENCE_S)
     assert watch.waits() == 0.0
     assert 0.0 < watch.waits() < healths.STUCK_S
     go.set()
@@ -93,7 +93,9 @@ def test_who_connects_and_says_nothing_takes_few_threads_and_keeps_no_probe_out(
     health = Health(0)
     assert health.port is not None
     before = threading.active_count()
-    strangers = [socket.create_connection(("127.0.0.1", health.port), timeout=60) for _ in range(4 * healths.AT_ONCE)]
+    strangers = [
+        socket.create_connection(("127.0.0.1", health.port), timeout=PATIENCE_S) for _ in range(4 * healths.AT_ONCE)
+    ]
     assert ask(health.port, "/livez")[0] == 200
     assert [stranger.recv(1) for stranger in strangers[: 3 * healths.AT_ONCE]] == [b""] * (3 * healths.AT_ONCE)
     assert until(lambda: threading.active_count() <= before + healths.AT_ONCE)

@@ -16,6 +16,7 @@ from producers.gateway.admission.limits import LONGEST_S, SHORTEST_S
 from producers.store import protocol
 from tests.producers.gateway.conftest import POOL, QUEUE, Ask, Door, Make, Open, until
 from tests.producers.gateway.test_keys import make as make  # the fixture
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def post(open_door: Open, model: str) -> Ask:
     def send(bounds: dict[str, int], **fields: Any) -> httpx.Response:
         key = tuple(bounds.items())
         door = doors.get(key) or doors.setdefault(key, open_door(**bounds))
-        return httpx.post(f"{door.url}/v1/tasks", json={"model": model, "prompt": [1], **fields}, timeout=60)
+        return httpx.post(f"{door.url}/v1/tasks", json={"model": model, "prompt": [1], **fields}, timeout=PATIENCE_S)
 
     return send
 
@@ -103,7 +104,7 @@ def test_two_gateways_together_let_in_what_one_may(open_door: Open, model: str, 
 
     def send(number: int) -> int:
         body = {"model": model, "prompt": [1], "tier": "priority", "tenant": "ab"[number % 3 == 0]}
-        return httpx.post(f"{doors[number % 2].url}/v1/tasks", json=body, timeout=60).status_code
+        return httpx.post(f"{doors[number % 2].url}/v1/tasks", json=body, timeout=PATIENCE_S).status_code
 
     with ThreadPoolExecutor(8) as senders:
         answers = list(senders.map(send, range(80)))
@@ -115,7 +116,7 @@ def test_two_gateways_together_let_in_what_one_may(open_door: Open, model: str, 
 def test_openai_endpoints_are_bounded_too(open_door: Open, model: str, valkey: Redis) -> None:
     door = open_door(max_queued=1)
     valkey.hset(keys.WAITING, f"default {QUEUE}", 1)
-    answer = httpx.post(f"{door.url}/v1/completions", json={"model": model, "prompt": "x"}, timeout=60)
+    answer = httpx.post(f"{door.url}/v1/completions", json={"model": model, "prompt": "x"}, timeout=PATIENCE_S)
     assert answer.status_code == 429
     assert answer.json()["error"]["code"] == "queue_full"
     assert not valkey.exists(keys.READERS)
@@ -126,7 +127,7 @@ def test_more_prompts_than_may_ever_wait_are_the_callers_fault(
     open_door: Open, model: str, valkey: Redis, bound: dict[str, int]
 ) -> None:
     body = {"model": model, "prompt": ["x", "y", "z"], "service_tier": "priority"}
-    answer = httpx.post(f"{open_door(**bound).url}/v1/completions", json=body, timeout=60)
+    answer = httpx.post(f"{open_door(**bound).url}/v1/completions", json=body, timeout=PATIENCE_S)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "array_above_max_length"
     assert "send 2 at a time" in answer.json()["error"]["message"]
@@ -137,7 +138,7 @@ def test_more_prompts_than_may_ever_wait_are_the_callers_fault(
 def test_of_prompts_that_fit_in_part_none_stays(open_door: Open, model: str, valkey: Redis) -> None:
     valkey.hset(keys.WAITING, f"priority {QUEUE}", 3)
     body = {"model": model, "prompt": ["x", "y"], "service_tier": "priority"}
-    answer = httpx.post(f"{open_door(max_queued=4).url}/v1/completions", json=body, timeout=60)
+    answer = httpx.post(f"{open_door(max_queued=4).url}/v1/completions", json=body, timeout=PATIENCE_S)
     assert answer.status_code == 429
     until(lambda: int(valkey.hget(keys.WAITING, f"priority {QUEUE}") or 0) == 3)
 
@@ -169,7 +170,7 @@ def test_a_key_has_a_bound_of_its_own(open_door: Open, make: Make, model: str, v
 
     def send(token: str) -> httpx.Response:
         headers = {"authorization": f"Bearer {token}"}
-        return httpx.post(f"{url}/v1/tasks", json={"model": model, "prompt": [1]}, headers=headers, timeout=60)
+        return httpx.post(f"{url}/v1/tasks", json={"model": model, "prompt": [1]}, headers=headers, timeout=PATIENCE_S)
 
     assert [send(key).status_code for _ in range(3)] == [202, 202, 429]
     assert send(key).json()["error"]["code"] == "key_queue_full"

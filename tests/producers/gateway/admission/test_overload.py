@@ -46,7 +46,7 @@ def let_wait(valkey: Redis, tasks: int) -> None:
 
 def submit(door: Door, key: str, path: str = "tasks", **fields: Any) -> httpx.Response:
     body = {"model": "tiny", "prompt": [1], **fields}
-    return httpx.post(f"{door.url}/v1/{path}", json=body, headers=as_caller(key), timeout=60)
+    return httpx.post(f"{door.url}/v1/{path}", json=body, headers=as_caller(key), timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("waiting", STAGES)
@@ -64,7 +64,7 @@ def test_each_stage_refuses_what_it_says_and_is_seen_everywhere(
     assert (ready.status_code, ready.json()["degraded"]) == (200, stage != "normal")
     assert ready.json()["checks"].get("overload") == (None if stage == "normal" else f"{MODEL}: {stage}")
     operator = as_caller(make(scopes=("metrics",)))
-    with httpx.Client(base_url=door.url, headers=operator, timeout=60) as http:
+    with httpx.Client(base_url=door.url, headers=operator, timeout=PATIENCE_S) as http:
         found = figures(http)
     assert found["penstock_overload_stage", MODEL] == NUMBERS[stage]
     assert found["penstock_overload_pressure_ratio", MODEL] >= waiting / 100
@@ -110,7 +110,7 @@ def test_a_chat_completion_says_that_it_was_shortened(door: Door, make: Make, va
     let_wait(valkey, 92)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "stream": True}
     with httpx.stream(
-        "POST", f"{door.url}/v1/chat/completions", json=body, headers=as_caller(make(shorten_to=16)), timeout=60
+        "POST", f"{door.url}/v1/chat/completions", json=body, headers=as_caller(make(shorten_to=16)), timeout=PATIENCE_S
     ) as answer:
         assert (answer.headers["penstock-shortened"], answer.headers["penstock-degraded"]) == ("16", "shorten")
         task_id = until(lambda: worker.take(QUEUE))
@@ -125,7 +125,7 @@ def test_a_retry_asks_for_what_was_asked_for_at_first(door: Door, make: Make, va
     task_id = submit(door, key, max_tokens=500).json()["id"]
     worker.serve(task_id, ["x"])
     let_wait(valkey, 0)
-    again = httpx.post(f"{door.url}/v1/tasks/{task_id}/retry", headers=as_caller(key), timeout=60)
+    again = httpx.post(f"{door.url}/v1/tasks/{task_id}/retry", headers=as_caller(key), timeout=PATIENCE_S)
     assert json.loads(valkey.hget(keys.task(again.json()["id"]), "task") or "")["max_tokens"] == 500
 
 

@@ -61,7 +61,7 @@ class Front:
 
     def send(self, data: bytes) -> bytes:
         """All that is answered to it and to LAST, until the connection ends."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S) as connection:
             connection.sendall(data + LAST)
             answers = b""
             with suppress(ConnectionResetError):
@@ -212,10 +212,10 @@ def test_a_task_whose_client_offers_another_protocol_is_taken(
 def test_a_websocket_passes_and_only_to_events(front: Front, make: Make, model: str, worker: FakeWorker) -> None:
     token = make()
     url = f"http://127.0.0.1:{front.port}/v1/tasks"
-    answer = httpx.post(url, json={"model": model, "prompt": "x"}, headers=as_caller(token), timeout=60)
+    answer = httpx.post(url, json={"model": model, "prompt": "x"}, headers=as_caller(token), timeout=PATIENCE_S)
     task_id = answer.json()["id"]
     address = f"ws://127.0.0.1:{front.port}/v1/tasks/{task_id}/events"
-    with connect(address, open_timeout=60, proxy=None, additional_headers=as_caller(token)) as websocket:
+    with connect(address, open_timeout=PATIENCE_S, proxy=None, additional_headers=as_caller(token)) as websocket:
         worker.serve(task_id, ["a", "b"])
         messages, code = read(websocket)
     assert ([message["event"] for message in messages], code) == (["token", "token", "end"], 1000)

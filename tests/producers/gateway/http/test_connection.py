@@ -29,7 +29,7 @@ ALIVE = b'{"status":"ok"}'
 @contextmanager
 def hurried(door: Door) -> Iterator[socket.socket]:
     """A connection whose requests have to come in at once, from their first byte on; its test may be held up before."""
-    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S) as connection:
         until(lambda: door.connections)
         door.receive_within(MOMENT)
         yield connection
@@ -56,7 +56,7 @@ def is_alive(connection: socket.socket) -> bool:
 
 def test_who_sends_nothing_is_given_up(open_door: Open) -> None:
     door = open_door(receive=MOMENT)
-    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S) as connection:
         status, error = answer(connection)
         assert (status, error["code"]) == (408, "request_timeout")
 
@@ -119,7 +119,7 @@ def test_a_whole_request_is_waited_for_no_more(open_door: Open, model: str) -> N
 def test_more_connections_than_are_taken_are_told_so(open_door: Open) -> None:
     """Where a request is under way on all."""
     door = open_door(connections=1)
-    with busy(door), socket.create_connection(("127.0.0.1", door.port), timeout=60) as second:
+    with busy(door), socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S) as second:
         status, error = answer(second)
         assert (status, error["code"], error["type"]) == (503, "too_many_connections", "server_error")
     assert until(lambda: httpx.get(f"{door.url}/livez", timeout=PATIENCE_S).is_success)
@@ -133,13 +133,13 @@ def test_idle_connections_make_room_for_newcomers_and_busy_ones_do_not(open_door
         under_way = stack.enter_context(busy(door))
         idle = []
         for sent in (b"", LIVEZ, LIVEZ[:20]):
-            idle.append(stack.enter_context(socket.create_connection(address, timeout=60)))
+            idle.append(stack.enter_context(socket.create_connection(address, timeout=PATIENCE_S)))
             idle[-1].sendall(sent)
             if sent == LIVEZ:
                 assert is_alive(idle[-1])
             until(lambda: len(door.peers) == 1 + len(idle))
         for oldest in idle:
-            newcomer = stack.enter_context(socket.create_connection(address, timeout=60))
+            newcomer = stack.enter_context(socket.create_connection(address, timeout=PATIENCE_S))
             newcomer.sendall(LIVEZ)
             assert is_alive(newcomer)
             assert oldest.recv(1 << 16) == b""
@@ -154,7 +154,7 @@ def unread(door: Door, path: str) -> Iterator[socket.socket]:
     """A connection that has asked for this and takes nothing beyond the beginning of the answer."""
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.settimeout(60)
+        connection.settimeout(PATIENCE_S)
         connection.connect(("127.0.0.1", door.port))
         connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         assert connection.recv(15) == b"HTTP/1.1 200 OK"
@@ -202,10 +202,10 @@ def test_one_caller_has_requests_under_way_on_half_of_the_connections(open_door:
     door = open_door(connections=8)
     with ExitStack() as stack:
         for _ in range(4):
-            slow = stack.enter_context(socket.create_connection(("127.0.0.1", door.port), timeout=60))
+            slow = stack.enter_context(socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S))
             slow.sendall(POST + b"Content-Length: 9\r\n\r\n{")
         until(lambda: len(door.peers._idle) == 0 and len(door.peers) == 4)
-        with socket.create_connection(("127.0.0.1", door.port), timeout=60) as further:
+        with socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S) as further:
             further.sendall(POST + b"Content-Length: 9\r\n\r\n{")
             assert answer(further)[1]["code"] == "too_many_open_requests"
         assert httpx.get(f"{door.url}/livez", timeout=PATIENCE_S).status_code == 200  # a probe is none of them
@@ -217,7 +217,7 @@ def test_one_caller_has_requests_under_way_on_half_of_the_connections(open_door:
 @contextmanager
 def busy(door: Door) -> Iterator[socket.socket]:
     """A connection with a request under way: its body does not come."""
-    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S) as connection:
         connection.sendall(POST + b"Content-Length: 9\r\n\r\n{")
         until(lambda: any(opened not in door.peers._idle for opened in door.peers._of))
         yield connection
@@ -225,7 +225,7 @@ def busy(door: Door) -> Iterator[socket.socket]:
 
 def test_what_is_no_http_is_told_so_as_any_error_is(open_door: Open) -> None:
     door = open_door()
-    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S) as connection:
         connection.sendall(b"\x16\x03\x01 who is there\r\n\r\n")
         status, error = answer(connection)
         assert (status, error["code"], error["type"]) == (400, "invalid_http", "invalid_request_error")
@@ -234,7 +234,7 @@ def test_what_is_no_http_is_told_so_as_any_error_is(open_door: Open) -> None:
 @pytest.mark.parametrize("begins", [b"GET /", b"GET /livez HTTP/1.1\r\nAuthorization: Bearer "])
 def test_a_head_without_end_is_refused_before_it_fills_the_memory(open_door: Open, begins: bytes) -> None:
     door = open_door()
-    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S) as connection:
         connection.sendall(begins.ljust(MAX_HEAD + 1, b"a"))
         status, error = answer(connection)
         assert (status, error["code"], error["type"]) == (431, "head_too_large", "invalid_request_error")
@@ -247,7 +247,7 @@ def test_a_request_has_no_thousands_of_headers(open_door: Open, behind: bool, nu
     sent = LIVEZ[:-2] + fields + b"\r\n"
     if behind:
         sent = LIVEZ[:-2] + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + fields
-    with socket.create_connection(("127.0.0.1", open_door().port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", open_door().port), timeout=PATIENCE_S) as connection:
         connection.sendall(sent)
         assert int(connection.recv(1 << 16).split()[1]) == (200 if number < MAX_HEADERS else 431)
 
@@ -256,7 +256,7 @@ def test_a_request_has_no_thousands_of_headers(open_door: Open, behind: bool, nu
 def test_a_body_in_tiny_chunks_alone_is_refused(open_door: Open, path: bytes) -> None:
     """Whoever reads it. Each of these chunks costs the event loop as much as kilobytes."""
     door = open_door()
-    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S) as connection:
         connection.sendall(POST.replace(b"/v1/tasks", path) + b"Transfer-Encoding: chunked\r\n\r\n")
         with suppress(ConnectionError):  # it is closed before all is sent
             connection.sendall(b"1\r\n1\r\n" * 40 * PIECES)
@@ -268,7 +268,7 @@ def test_a_body_in_thousands_of_chunks_is_read(open_door: Open, model: str) -> N
     pieces = [text[at : at + 2 * PIECE] for at in range(0, len(text), 2 * PIECE)]
     assert len(pieces) > PIECES
     headers = {"content-type": "application/json"}
-    answer = httpx.post(f"{open_door().url}/v1/tasks", content=iter(pieces), headers=headers, timeout=60)
+    answer = httpx.post(f"{open_door().url}/v1/tasks", content=iter(pieces), headers=headers, timeout=PATIENCE_S)
     assert answer.status_code == 202
 
 
@@ -289,7 +289,7 @@ def test_others_have_their_turn_while_one_sends_on(open_door: Open, monkeypatch:
     monkeypatch.setattr(Connection, "data_received", noted)
     monkeypatch.setattr(Connection, "_read_on", noted_turn)
     size = 64 << 20
-    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S) as connection:
         connection.sendall(POST.replace(b"/v1/tasks", b"/v1/none") + b"Content-Length: %d\r\n\r\n" % size)
         connection.sendall(bytes(size))
         connection.sendall(LIVEZ)
@@ -302,7 +302,7 @@ def test_others_have_their_turn_while_one_sends_on(open_door: Open, monkeypatch:
 
 def test_no_refusal_stands_in_the_middle_of_an_answer(open_door: Open, model: str) -> None:
     door = open_door(heartbeat=0.1)
-    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S) as connection:
         connection.sendall(chat(model))
         received = b""
         while b"\n: " not in received:  # a comment
@@ -318,7 +318,7 @@ def test_requests_that_came_at_once_all_end_with_their_connection(
 ) -> None:
     """The first is being answered when the third turns out to be none: its answer is not taken for a fault of ours."""
     door = open_door()
-    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S) as connection:
         connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n" * 2 + b"\x00 no request")
         while connection.recv(1 << 16):
             pass

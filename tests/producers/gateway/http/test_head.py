@@ -22,6 +22,7 @@ from producers.gateway.http.peers import Peers
 from tests.exhaustive import few
 from tests.fuzz.answers import Answer, take
 from tests.producers.gateway.conftest import Door
+from tests.waiting import PATIENCE_S
 
 #: An answer's status.
 STATUS = rb"HTTP/1\.1 (\d+) "
@@ -313,7 +314,7 @@ def test_a_gateway_reads_one_task_wherever_its_request_is_cut(
 
 def answered(door: Door, *segments: bytes) -> list[Answer]:
     """What is answered on a connection until it is closed. The gateway has read each segment before the next one."""
-    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for segment in segments:
             connection.sendall(segment)

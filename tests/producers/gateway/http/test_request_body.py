@@ -25,6 +25,7 @@ from producers.gateway.http.request_body import MAX_VALUES
 from producers.gateway.openai.completions import Completion
 from tests.histories import examples
 from tests.producers.gateway.conftest import Open, until
+from tests.waiting import PATIENCE_S
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(alphabet='[]{}",\\ax') | st.floats(allow_nan=False),
@@ -166,10 +167,10 @@ def test_large_bodies_that_do_not_end_are_bounded(open_door: Open, model: str, m
     door = open_door()
     room = door.app.state.gateway.body_room
     head = b"POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as first:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S) as first:
         first.sendall(head + b" " * 200_000)
         assert until(lambda: room._reserved.total() == 200_000)
-        with socket.create_connection(("127.0.0.1", door.port), timeout=60) as second:
+        with socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S) as second:
             second.sendall(head + b" " * 200_000)
             answer = b""
             while not answer.endswith(b"}") and (part := second.recv(1 << 16)):  # head and body may come apart
@@ -177,12 +178,14 @@ def test_large_bodies_that_do_not_end_are_bounded(open_door: Open, model: str, m
             assert answer.startswith(b"HTTP/1.1 429")
             assert b"connection: close" in answer.lower()
             assert b"body_busy" in answer
-        small = httpx.post(f"{door.url}/v1/tasks", json={"model": model, "prompt": "x"}, timeout=60)
+        small = httpx.post(f"{door.url}/v1/tasks", json={"model": model, "prompt": "x"}, timeout=PATIENCE_S)
         assert small.status_code == 202
     assert until(lambda: room._reserved.total() == 0)
     large = json.dumps({"model": model, "prompt": "x"}).encode().ljust(200_000)
     answers = [
-        httpx.post(f"{door.url}/v1/tasks", content=large, headers={"content-type": "application/json"}, timeout=60)
+        httpx.post(
+            f"{door.url}/v1/tasks", content=large, headers={"content-type": "application/json"}, timeout=PATIENCE_S
+        )
         for _ in range(3)
     ]
     assert [one.status_code for one in answers] == [202] * 3

@@ -214,7 +214,7 @@ class TestReader:
         self, open_door: Open, model: str, worker: FakeWorker, valkey: Redis
     ) -> None:
         door = open_door(stall=0.2)
-        with httpx.Client(base_url=door.url, timeout=60) as http, socket.socket() as stalled:
+        with httpx.Client(base_url=door.url, timeout=PATIENCE_S) as http, socket.socket() as stalled:
             task_id = http.post("/v1/tasks", json={"model": model, "prompt": [5]}).json()["id"]
             worker.claim(task_id)
             stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -233,7 +233,7 @@ class TestReader:
         self, open_door: Open, model: str, worker: FakeWorker
     ) -> None:
         first, second = open_door(), open_door()
-        one, other = (httpx.Client(base_url=door.url, timeout=60) for door in (first, second))
+        one, other = (httpx.Client(base_url=door.url, timeout=PATIENCE_S) for door in (first, second))
         with one as http, other as elsewhere:
             task_id = http.post("/v1/tasks", json={"model": model, "prompt": [5]}).json()["id"]
             worker.claim(task_id)

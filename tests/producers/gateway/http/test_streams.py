@@ -54,7 +54,7 @@ def task_of(door: Door) -> Callable[[str], str]:
     """Submits a task, which waits for ever, with a key; gives its id."""
 
     def submitted(token: str) -> str:
-        answer = httpx.post(f"{door.url}/v1/tasks", json=TASK, headers=as_caller(token), timeout=60)
+        answer = httpx.post(f"{door.url}/v1/tasks", json=TASK, headers=as_caller(token), timeout=PATIENCE_S)
         return str(answer.json()["id"])
 
     return submitted
@@ -64,7 +64,7 @@ def task_of(door: Door) -> Callable[[str], str]:
 def streams(door: Door, task_id: str, count: int, headers: dict[str, str]) -> Iterator[list[httpx.Response]]:
     """So many open streams of a task's events."""
     with ExitStack() as stack:
-        client = stack.enter_context(httpx.Client(base_url=door.url, timeout=60, headers=headers))
+        client = stack.enter_context(httpx.Client(base_url=door.url, timeout=PATIENCE_S, headers=headers))
         yield [stack.enter_context(client.stream("GET", f"/v1/tasks/{task_id}/events")) for _ in range(count)]
 
 
@@ -78,7 +78,10 @@ def test_a_tenants_streams_are_bounded_whichever_key_opens_them(
 ) -> None:
     one, two, other = make("acme"), make("acme"), make("other")
     task_id, others = task_of(one), task_of(other)
-    with httpx.Client(base_url=door.url, timeout=60) as http, streams(door, task_id, 2, as_caller(one)) as opened:
+    with (
+        httpx.Client(base_url=door.url, timeout=PATIENCE_S) as http,
+        streams(door, task_id, 2, as_caller(one)) as opened,
+    ):
         assert [answer.status_code for answer in opened] == [200, 200]
         before = valkey.dbsize()
         for method, path, more in ASKED.values():
@@ -88,7 +91,7 @@ def test_a_tenants_streams_are_bounded_whichever_key_opens_them(
         with pytest.raises(InvalidStatus) as error:
             connect(
                 f"ws://127.0.0.1:{door.port}/v1/tasks/{task_id}/events",
-                open_timeout=60,
+                open_timeout=PATIENCE_S,
                 additional_headers=as_caller(two),
             )
         assert error.value.response.status_code == 429
@@ -112,7 +115,10 @@ def test_a_key_and_a_tenant_may_have_a_bound_of_their_own(
         valkey.hset(keys.TENANT_LIMITS, "acme", json.dumps({"max_streams": 1}))
     one, two = make("acme", **({} if shared else {"max_streams": 1})), make("acme")
     task_id = task_of(one)
-    with httpx.Client(base_url=door.url, timeout=60) as http, streams(door, task_id, 1, as_caller(one)) as opened:
+    with (
+        httpx.Client(base_url=door.url, timeout=PATIENCE_S) as http,
+        streams(door, task_id, 1, as_caller(one)) as opened,
+    ):
         assert [answer.status_code for answer in opened] == [200]
         answer = http.get(f"/v1/tasks/{task_id}/events", headers=as_caller(one))
         assert refused(answer) == (429, "too_many_streams")
@@ -183,7 +189,7 @@ def test_bodies_that_come_in_from_an_ipv6_host_are_of_one_address(
     monkeypatch.setattr(app, "BODY_BYTES", (1 << 30, 100_000))
     door = open_door(proxy_headers=("127.0.0.1",))
     head = b"POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 90000\r\n"
-    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as slow:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S) as slow:
         slow.sendall(head + b"X-Forwarded-For: 2001:db8:0:1::1\r\n\r\n" + b" " * 80_000)
         until(lambda: door.app.state.gateway.body_room._reserved.total() >= 80_000)
         large = json.dumps(TASK).encode().ljust(80_000)

@@ -22,6 +22,7 @@ from tests.producers.gateway.conftest import Door, Make
 from tests.producers.gateway.test_keys import as_caller
 from tests.producers.gateway.test_keys import make as make  # the fixture
 from tests.producers.store.test_s3 import put
+from tests.waiting import PATIENCE_S
 
 TASK = {"model": "tiny", "prompt": "def f"}
 ENDPOINT = {"url": "http://127.0.0.1:9/hook", "event_types": ["response.completed"]}
@@ -40,7 +41,7 @@ def caller(door: Door, make: Make) -> Iterator[Callable[..., httpx.Client]]:
 
     def called(tenant: str, **fields: Any) -> httpx.Client:
         headers = as_caller(make(tenant, **fields))
-        clients.append(httpx.Client(base_url=door.url, timeout=60, headers=headers))
+        clients.append(httpx.Client(base_url=door.url, timeout=PATIENCE_S, headers=headers))
         return clients[-1]
 
     yield called

@@ -21,6 +21,7 @@ from tests.producers.gateway.isolation.conftest import ENDPOINT, Made, upload
 from tests.producers.gateway.tasks.test_websocket import opened
 from tests.producers.gateway.test_keys import as_caller
 from tests.producers.store.test_s3 import bucket_of
+from tests.waiting import PATIENCE_S
 
 #: How to name something that is none, beside a thing's name in `Made`.
 UNKNOWN = {
@@ -197,10 +198,10 @@ def test_a_response_goes_on_with_ones_own_items_alone(other: httpx.Client, their
 @pytest.mark.parametrize("path", ["", "/content"])
 def test_a_bucket_signs_no_url_of_a_foreign_file(open_door: Open, make: Make, model: str, aws: Aws, path: str) -> None:
     url = open_door(auth="keys", files_dir=bucket_of(aws), files_redirect=True).url
-    with httpx.Client(base_url=url, headers=as_caller(make("acme")), timeout=60) as acme:
+    with httpx.Client(base_url=url, headers=as_caller(make("acme")), timeout=PATIENCE_S) as acme:
         theirs = upload(acme)
         assert acme.get(f"/v1/files/{theirs}{path}").status_code == (307 if path else 200)
-    with httpx.Client(base_url=url, headers=as_caller(make("other")), timeout=60) as other:
+    with httpx.Client(base_url=url, headers=as_caller(make("other")), timeout=PATIENCE_S) as other:
         refused = [other.get(f"/v1/files/{one}{path}") for one in (theirs, UNKNOWN["file"])]
     assert [answer.status_code for answer in refused] == [404, 404]
     assert refused[0].text.replace(theirs, UNKNOWN["file"]) == refused[1].text

@@ -42,7 +42,7 @@ class Callers:
 
     def __init__(self, door: Door, token: str, pool: ThreadPoolExecutor) -> None:
         self._door, self._pool, self._headers = door, pool, as_caller(token)
-        self._http = httpx.Client(base_url=door.url, timeout=60, headers=self._headers)
+        self._http = httpx.Client(base_url=door.url, timeout=PATIENCE_S, headers=self._headers)
         self.task = self._http.post("/v1/tasks", json=ASK).json()["id"]
 
     def get(self, path: str, **headers: str) -> Future[tuple[int, str]]:
@@ -65,7 +65,7 @@ class Callers:
     def _socket(self) -> tuple[int, str]:
         last = ""
         url = f"ws://127.0.0.1:{self._door.port}/v1/tasks/{self.task}/events"
-        with connect(url, open_timeout=60, additional_headers=self._headers) as stream:
+        with connect(url, open_timeout=PATIENCE_S, additional_headers=self._headers) as stream:
             try:
                 while True:
                     last = json.dumps(json.loads(stream.recv(timeout=60))["data"])

@@ -13,12 +13,13 @@ from redis import Redis
 from producers.contract import keys
 from tests.producers.gateway.conftest import Door, Make, Open, until
 from tests.producers.gateway.test_keys import as_caller
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
 def admin(door: Door, make: Make) -> httpx.Client:
     """A client with a key of the scope admin."""
-    return httpx.Client(base_url=door.url, timeout=60, headers=as_caller(make("ops", ("admin",))))
+    return httpx.Client(base_url=door.url, timeout=PATIENCE_S, headers=as_caller(make("ops", ("admin",))))
 
 
 def works(door: Door, token: str) -> bool:

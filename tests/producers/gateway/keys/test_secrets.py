@@ -20,6 +20,7 @@ from tests.in_process import app
 from tests.producers.contract.test_record import GOOD
 from tests.producers.gateway.conftest import Door, Make, Open
 from tests.producers.gateway.test_keys import as_caller
+from tests.waiting import PATIENCE_S
 
 READERS: dict[str, Callable[[Redis, str], Any]] = {
     "string": lambda store, name: store.get(name),
@@ -49,7 +50,7 @@ def test_no_secret_is_anywhere_but_in_the_answer_that_made_it(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     owner = make("ops", ("admin",))
-    admin = httpx.Client(base_url=door.url, timeout=60, headers=as_caller(owner))
+    admin = httpx.Client(base_url=door.url, timeout=PATIENCE_S, headers=as_caller(owner))
     made = admin.post("/v1/keys", json={"tenant": "acme"}).json()
     new = admin.post(f"/v1/keys/{made['id']}/rotate").json()["key"]
     wrong = new[:-1] + ("A" if new[-1] != "A" else "B")
@@ -88,7 +89,7 @@ def test_with_a_key_file_no_dump_of_the_store_has_a_webhooks_secret(
     (tmp_path / "secrets.key").write_text(new_key())
     monkeypatch.setenv(KEY_FILE, str(tmp_path / "secrets.key"))
     door = open_door(webhook_allow=("127.0.0.0/8",))
-    http = httpx.Client(base_url=door.url, timeout=60)
+    http = httpx.Client(base_url=door.url, timeout=PATIENCE_S)
     hook = {"url": "http://127.0.0.1:9/", "secret": new_secret()}
     endpoint = {"url": "http://127.0.0.1:9/", "event_types": ["response.cancelled"]}
     created = http.post("/v1/webhook_endpoints", json=endpoint).json()

@@ -16,6 +16,7 @@ from producers.gateway.tasks import large
 from tests.producers.gateway.conftest import Door, Open, until
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, says
 from tests.producers.gateway.openai.test_echo import scores
+from tests.waiting import PATIENCE_S
 
 PATHS = ["/v1/chat/completions", "/v1/completions"]
 #: 40 tokens with their log probabilities are some kilobytes.
@@ -103,7 +104,7 @@ def test_what_is_beyond_a_little_waits_in_the_store(
     until(lambda: made and turns.waiting)
     before = made[0].size
     door.run(_released(turns))
-    asking.join(60)
+    asking.join(PATIENCE_S)
     assert answers[0].status_code == 200
     assert before < made[0].size / 2, "the rest came when it was its turn"
 

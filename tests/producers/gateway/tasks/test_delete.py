@@ -23,6 +23,7 @@ from producers.sweeper.retention import erase, remove_files
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door
 from tests.producers.leftovers import contents, kept, leftovers
+from tests.waiting import PATIENCE_S
 
 #: In prompt, output, metadata and webhook URL.
 WORD = "xyzzy"
@@ -129,9 +130,9 @@ def test_what_a_worker_still_says_of_it_is_refused(http: httpx.Client, worker: F
         running(worker, task_id)
     with valkey.pubsub() as told:
         told.subscribe(keys.control("fake"))
-        assert told.get_message(timeout=60)
+        assert told.get_message(timeout=PATIENCE_S)
         deleted(http, ids[0])
-        assert (told.get_message(timeout=60) or {})["data"] == f"cancel {ids[0]}".encode()
+        assert (told.get_message(timeout=PATIENCE_S) or {})["data"] == f"cancel {ids[0]}".encode()
     assert worker.append(ids[0], 1, [WORD])[0] == "gone"
     assert worker.finish(ids[0], [1]) == ["gone"]
     assert worker.claim(ids[0]).answer == "done"

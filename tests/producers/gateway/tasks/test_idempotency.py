@@ -19,7 +19,7 @@ from producers.store import chunks, idempotency, protocol
 from tests.producers.conftest import CARD
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Ask, Open
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 KEY = {"idempotency-key": "order-7"}
 
@@ -102,7 +102,7 @@ def test_equal_requests_to_two_gateways_at_once_make_one_task(open_door: Open, m
     body = {"model": model, "prompt": "def f"}
 
     def send(number: int) -> str:
-        answer = httpx.post(f"{urls[number % 2]}/v1/tasks", json=body, headers=KEY, timeout=60)
+        answer = httpx.post(f"{urls[number % 2]}/v1/tasks", json=body, headers=KEY, timeout=PATIENCE_S)
         assert answer.status_code == 202, answer.text
         task_id: str = answer.json()["id"]
         return task_id

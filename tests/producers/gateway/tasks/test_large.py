@@ -19,6 +19,7 @@ from producers.gateway.tasks import large
 from producers.gateway.tasks.outcome import Outcome
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door, Open, Submit, until
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_a_reader_that_is_too_slow_on_the_whole_is_cut_off(door: Door, reader: s
         time.sleep(0.02)
         return False
 
-    reader.settimeout(60)
+    reader.settimeout(PATIENCE_S)
     until(cut_off)
     assert 0 < taken < 16_000_000
     until(lambda: door.app.state.gateway.large.free)

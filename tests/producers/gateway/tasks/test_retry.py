@@ -13,6 +13,7 @@ from redis import Redis
 from producers.contract import keys
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Open, Submit, until
+from tests.waiting import PATIENCE_S
 
 
 def fields(valkey: Redis, task_id: str) -> dict[str, str]:
@@ -99,7 +100,7 @@ def test_a_gateway_that_stops_answers_who_waits(open_door: Open, model: str) -> 
 
     def ask() -> None:
         body = {"model": model, "prompt": "x"}
-        answers.append(httpx.post(f"{door.url}/v1/tasks", json=body, headers={"prefer": "wait=60"}, timeout=60))
+        answers.append(httpx.post(f"{door.url}/v1/tasks", json=body, headers={"prefer": "wait=60"}, timeout=PATIENCE_S))
 
     thread = threading.Thread(target=ask)
     thread.start()

@@ -23,7 +23,7 @@ from tests.waiting import PATIENCE_S
 
 
 def opened(door: Door, path: str, **options: Any) -> ClientConnection:
-    return connect(f"ws://127.0.0.1:{door.port}{path}", open_timeout=60, proxy=None, **options)
+    return connect(f"ws://127.0.0.1:{door.port}{path}", open_timeout=PATIENCE_S, proxy=None, **options)
 
 
 def read(ws: ClientConnection) -> tuple[list[dict[str, Any]], int]:
@@ -154,7 +154,7 @@ def shaken(door: Door, task_id: str) -> Iterator[socket.socket]:
     key = b64encode(os.urandom(16)).decode()
     lines = ["Host: x", "Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13"]
     head = "\r\n".join([f"GET /v1/tasks/{task_id}/events HTTP/1.1", *lines, f"Sec-WebSocket-Key: {key}", "", ""])
-    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as link:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=PATIENCE_S) as link:
         link.sendall(head.encode())
         answered = b""
         while not answered.endswith(b"\r\n\r\n"):

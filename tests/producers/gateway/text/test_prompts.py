@@ -20,6 +20,7 @@ from producers.contract import keys
 from producers.gateway.text import prompts
 from producers.gateway.text.prompts import KEPT_LARGE
 from tests.producers.gateway.conftest import CARD, TINY, Door, until
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def go(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     def held_up(self: Tokenizer, text: str, *args: Any) -> list[int]:
         if text.startswith("a"):
-            go.wait(100)
+            go.wait(PATIENCE_S)
         return encode(self, text, *args)
 
     monkeypatch.setattr(Tokenizer, "encode", held_up)
@@ -150,13 +151,13 @@ class TestLargeTextsOfManyModels:
 
         def held_up(*_: Any) -> list[tuple[int, ...]]:
             begun.release()
-            go.wait(60)
+            go.wait(PATIENCE_S)
             return [(1,)]
 
         monkeypatch.setattr(ConfinedTokenizer, "encode_all", held_up)
         with ThreadPoolExecutor(len(models)) as threads:
             waiting = [threads.submit(ask, door.http, model, "b" * 70_000) for model in models]
-            assert all(begun.acquire(timeout=60) for _ in range(KEPT_LARGE))
+            assert all(begun.acquire(timeout=PATIENCE_S) for _ in range(KEPT_LARGE))
             executor = door.app.state.gateway.prompts._large._executor
             assert until(lambda: executor.waiting == len(models))
             more = begun.acquire(blocking=False)

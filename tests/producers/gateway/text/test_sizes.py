@@ -207,7 +207,7 @@ def test_a_large_text_is_ended_when_its_caller_leaves(
     monkeypatch.setattr(ConfinedTokenizer, "encode_all", held)
     monkeypatch.setattr(ConfinedTokenizer, "kill", lambda _: killed.set())
     body = {"model": hostile, "prompt": "b" * 70_000}
-    with httpx.Client(base_url=http.base_url, timeout=60) as leaving, ThreadPoolExecutor(1) as threads:
+    with httpx.Client(base_url=http.base_url, timeout=PATIENCE_S) as leaving, ThreadPoolExecutor(1) as threads:
         request = threads.submit(leaving.post, "/v1/tasks", json=body)
         assert began.wait(PATIENCE_S)
         for link in leaving._transport._pool.connections:  # type: ignore[attr-defined]
