@@ -26,6 +26,8 @@ RIGHTS: Final = "~* &* +@all -@admin -@dangerous +info"
 #: The server's default bounds (bytes) on what it keeps for one listener: at once, and for a minute. All tokens that a
 #: gateway reads come by one connection.
 BUFFERS: Final = (32 << 20, 8 << 20)
+#: What redis-py says of what answers otherwise than a Redis server does.
+FOREIGN: Final = "Protocol error"
 #: Most commands that a refusal names.
 NAMED: Final = 6
 #: Commands on the keys and channels of Penstock's own, as `_try` takes them.
@@ -91,6 +93,8 @@ def check_server(
                 _look_at_buffers(client, shown(url))
     except (ValueError, RedisError, OSError) as error:
         reason = str(error).replace(url, shown(url))
+        if FOREIGN in reason:
+            reason = f"what listens there is no Redis or Valkey server ({reason})"
         if isinstance(error, ValueError) or trouble(error) in (Trouble.UNUSABLE, Trouble.DENIED, None):
             raise ServerRefused(f"cannot use the {role} at {shown(url)}: {reason}") from error
         if must_answer or isinstance(error, NotPrimary):

@@ -214,7 +214,12 @@ class Callers:
             self._paused[address] -= 1
             if not self._paused[address]:
                 del self._paused[address]
-        return Problem(401, "This key does not work.", code="invalid_api_key", headers=CHALLENGE)
+        return Problem(
+            401,
+            "This key does not work: it is unknown, wrong, expired, disabled or revoked.",
+            code="invalid_api_key",
+            headers=CHALLENGE,
+        )
 
     def _pause(self, address: str) -> float:
         """Seconds that the next wrong key of this address waits."""

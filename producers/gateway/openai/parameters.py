@@ -135,14 +135,23 @@ _INSTEAD: Final = {
     "guided_whitespace_pattern": "which is not offered here: white space in JSON ends by itself; a grammar has its own",
 }
 _THINKING: Final = "of a chat, reasoning_effort says how much a model reasons; chat_template_kwargs has enable_thinking"
-#: Parameters of other servers that none here resembles -> what does the same.
+_BOUND: Final = "max_tokens bounds the output, in /v1/responses max_output_tokens"
+#: Parameters of other endpoints, and of other servers -> what does the same.
 _ELSEWHERE: Final = {
+    "messages": "/v1/chat/completions takes messages, /v1/responses takes them as input",
+    "prompt": "/v1/completions takes a prompt, /v1/chat/completions messages",
+    "input": "/v1/responses takes input, /v1/chat/completions messages",
+    "instructions": "/v1/responses takes instructions; in a chat they are a message of the role system",
+    "response_format": "in /v1/responses it is text.format",
+    "text": "in /v1/chat/completions it is response_format",
+    "verbosity": "in /v1/responses it is text.verbosity",
+    "reasoning_effort": "in /v1/responses it is reasoning.effort",
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "num_predict", "n_predict"), _BOUND),
     **dict.fromkeys(("enable_thinking", "think", "thinking"), _THINKING),
     "usage": "an answer has its usage; stream_options.include_usage asks for it in a stream",
     **dict.fromkeys(
         ("options", "keep_alive"), "that is Ollama's: its options are parameters here, and models stay loaded"
     ),
-    **dict.fromkeys(("num_predict", "n_predict"), "max_tokens bounds the output"),
 }
 #: vLLM's parameters of a prompt's tokens, and of those of an answer.
 TRUNCATE, SIDE, TOKEN_IDS = "truncate_prompt_tokens", "truncation_side", "return_token_ids"

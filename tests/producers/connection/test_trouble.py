@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
+import threading
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -180,6 +183,27 @@ def test_a_server_that_evicts_is_refused(valkey: Redis, valkey_url: str, caplog:
     finally:
         valkey.config_set("maxmemory-policy", "noeviction")
         valkey.config_set("maxmemory", "0")
+
+
+def test_a_server_that_is_no_redis_is_called_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as web:
+        answering = threading.Thread(target=_answer_as_http, args=(web,))
+        answering.start()
+        try:
+            with pytest.raises(ServerRefused, match="no Redis or Valkey server"):
+                check_server(f"redis://127.0.0.1:{web.getsockname()[1]}", "broker")
+        finally:
+            web.shutdown(socket.SHUT_RDWR)  # ends `accept`
+            answering.join()
+
+
+def _answer_as_http(web: socket.socket) -> None:
+    with suppress(OSError):
+        while True:
+            connection, _ = web.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 
 def test_what_a_user_may_not_do_is_named(valkey: Redis, valkey_url: str) -> None:

@@ -249,7 +249,10 @@ def test_keys_open_what_they_may(open_door: Open, make: Make, model: str) -> Non
     body = {"model": "tiny"}
     answers = [httpx.post(f"{door.url}/api/generate", json=body, headers=as_caller(key)) for key in (ours, reads, "x")]
     assert [answer.status_code for answer in answers] == [200, 403, 401]
-    assert answers[2].json() == {"error": "This key does not work.", "code": "invalid_api_key"}
+    assert answers[2].json() == {
+        "error": "This key does not work: it is unknown, wrong, expired, disabled or revoked.",
+        "code": "invalid_api_key",
+    }
     other = make(models=("other",))
     assert httpx.get(f"{door.url}/api/tags", headers=as_caller(other)).json() == {"models": []}
     for path in ("/api/show", "/api/generate", "/api/pull"):

@@ -264,7 +264,8 @@ CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     ),
     ({"chat_template_kwargs": []}, "chat_template_kwargs", "invalid_type", "an object"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_value", "messages"),
-    ({"prompt": "x"}, "prompt", "unknown_parameter", '"prompt"'),
+    ({"prompt": "x"}, "prompt", "unknown_parameter", "/v1/completions takes a prompt"),
+    ({"max_output_tokens": 5}, "max_output_tokens", "unknown_parameter", "max_tokens bounds the output"),
     ({"best_of": 2}, "best_of", "unknown_parameter", '"best_of"'),
 ]
 COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
@@ -285,7 +286,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"n": 3, "best_of": 2}, "best_of", "invalid_value", "less than n"),
     ({"best_of": "2"}, "best_of", "invalid_type", "n to 64"),
     ({"stream": True, "n": 1, "best_of": 2}, "best_of", "invalid_value", "not streamed"),
-    ({"messages": MESSAGES}, "messages", "unknown_parameter", '"messages"'),
+    ({"messages": MESSAGES}, "messages", "unknown_parameter", "/v1/chat/completions takes messages"),
 ]
 
 
