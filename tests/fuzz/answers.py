@@ -16,6 +16,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "use" / "http.md"
 #: Of the server errors, those that a caller may bring about while all is well: a `timeout` that he asked for, and turns
 #: that he did not wait for.
 FAIR = frozenset({(504, "expired"), (503, "too_many_large_results"), (503, "too_many_connections"), (503, "stopping")})
+#: The types of Anthropic's errors by status, where they are not the usual ones.
+ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+SERVERS = ("overloaded_error", "timeout_error")
 _STATUS = re.compile(rb"HTTP/1\.1 ([1-5][0-9]{2}) [ -~]*")
 _FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+): ?([\t -~\x80-\xff]*)")
 
@@ -136,6 +147,8 @@ def _error_faults(status: int, body: bytes) -> list[str]:
     if isinstance(error, str) and parsed.keys() == {"error", "code"}:  # Ollama's form
         kind = "invalid_request_error" if status < 500 else "server_error"
         error = {"message": error, "type": kind, "param": None, "code": parsed["code"]}
+    if isinstance(error, dict) and parsed.keys() == {"type", "error", "request_id"}:
+        error = _of_anthropic(error, status)
     if not isinstance(error, dict) or error.keys() != {"message", "type", "param", "code"}:
         return [f"{status} is not of the form that errors have: {body[:300]!r}"]
     found = []
@@ -150,6 +163,18 @@ def _error_faults(status: int, body: bytes) -> list[str]:
     if status >= 500 and (status, error["code"]) not in FAIR:
         found.append(f"{status} {error['code']!r}: {error}")
     return found
+
+
+def _of_anthropic(error: dict[str, Any], status: int | None = None) -> dict[str, Any]:
+    """An error of Anthropic's form as OpenAI's; any other as it is. `status`: None in a stream."""
+    details = error.get("details")
+    if error.keys() != {"type", "message", "details"} or not isinstance(details, dict):
+        return error
+    theirs = "server_error" if error["type"] in ("api_error", *SERVERS) else "invalid_request_error"
+    if status is not None:
+        usual = "invalid_request_error" if status < 500 else "api_error"
+        theirs = theirs if error["type"] == ANTHROPIC.get(status, usual) else "another status's"
+    return {"message": error["message"], "type": theirs, "param": details.get("param"), "code": details["error_code"]}
 
 
 def _line_faults(body: bytes) -> list[str]:
@@ -181,7 +206,7 @@ def _event_faults(body: bytes) -> list[str]:
             continue
         error = data.get("error") if isinstance(data, dict) else None
         if isinstance(error, dict) and "type" in error:
-            known = {code for _, code in declared()}
+            known, error = {code for _, code in declared()}, _of_anthropic(error)
             if error.get("code") not in known:
                 found.append(f"in a stream, an error that is not declared: {error}")
             elif error["code"] not in ("expired", "cancelled") and error["type"] == "server_error":

@@ -145,7 +145,7 @@ def _openai(model: str, own: Mapping[str, st.SearchStrategy[Any]]) -> st.SearchS
 
 def body_for(path: str, model: str) -> st.SearchStrategy[Any]:
     """JSON that a route might take; something of the kind where it is not known."""
-    if path.endswith("chat/completions"):
+    if path.endswith(("chat/completions", "/messages", "/count_tokens")):
         return _chat(model)
     if path.endswith("completions"):
         return _completions(model)

@@ -32,6 +32,12 @@ def error(**changes: object) -> bytes:
     return json.dumps({"error": {name: value for name, value in fields.items() if value != "gone"}}).encode()
 
 
+def theirs(*, type: str, code: str) -> bytes:
+    """An error in Anthropic's form."""
+    error = {"type": type, "message": "m", "details": {"error_code": code, "param": None}}
+    return json.dumps({"type": "error", "error": error, "request_id": "x"}).encode()
+
+
 def of(data: bytes) -> list[str]:
     answer, rest = take(data)
     assert answer is not None
@@ -64,6 +70,9 @@ def test_the_declared_errors_are_those_of_the_page() -> None:
         (500, error(type="server_error", code="internal"), False),  # declared, and a fault all the same
         (503, error(type="server_error", code="service_unavailable"), False),
         (504, error(type="server_error", code="expired"), True),
+        (404, theirs(type="not_found_error", code="task_not_found"), True),
+        (404, theirs(type="invalid_request_error", code="task_not_found"), False),
+        (404, theirs(type="not_found_error", code="surprise"), False),
         (302, b"{}", False),
         (200, b"{}", True),
         (200, b"{oops", False),
@@ -82,6 +91,8 @@ def test_an_error_that_is_not_of_the_form_is_noticed(status: int, body: bytes, f
         (b"surprise: 1\n\n", False),
         (b"data: " + error(code="surprise") + b"\n\n", False),
         (b"data: " + error(type="server_error", code="engine_error") + b"\n\n", False),
+        (b"data: " + theirs(type="api_error", code="engine_error") + b"\n\n", False),
+        (b"data: " + theirs(type="invalid_request_error", code="cancelled") + b"\n\n", True),
     ],
 )
 def test_events_that_are_none_are_noticed(events: bytes, fine: bool) -> None:
