@@ -240,6 +240,7 @@ async def test_what_a_page_no_longer_shows_is_no_longer_asked_for(look: Look, do
     async with page.expect_event("requestfailed", lambda failed: failed == following):
         await go("")
     answer.set()
+    await page.unroute_all(behavior="wait")
 
 
 async def test_what_changes_something_asks_once_says_what_and_is_audited(
