@@ -43,6 +43,8 @@ TOGETHER, COMMON = 8, 0.5
 KNEE_SHARE: Final = 0.85
 #: Times measured with fewer sequences than this share of a worker's slots say little of a full one.
 LOADED: Final = 0.75
+#: Where a task of its tier, or of a better one, waits longer (s), no slot is free for it.
+TAKEN_S: Final = 0.1
 #: Tasks go on coming for so many times the time for which some have waited: as likely as not, and in one of ten cases.
 GO_ON, GO_ON_P90 = 0.4, 6.0
 #: The part of other tenants' tasks, of those that come meanwhile, that have the turn before it: the same.
@@ -260,8 +262,15 @@ def _worker(observed: Observation, lease: Lease, measured: Profile, profile: Pro
     if _rank(observed) < keys.TIERS["flex"][0]:  # it takes the room of those
         tasks = sane(lease.get("tasks"))
         busy *= 1.0 - min(1.0, (sane(lease.get("patient")) or 0.0) / tasks) if tasks else 1.0
-    free = max(0.0, slots - busy)
+    # Leases are some seconds old: tasks that wait tell sooner that nothing is free for their tier.
+    free = 0.0 if _waited_s(observed) > TAKEN_S else max(0.0, slots - busy)
     return _Worker(rate, free, free * times.remaining / times.per_need, slots, times)
+
+
+def _waited_s(observed: Observation) -> float:
+    """For how long tasks of the task's tier, or of a better one, have waited for its version."""
+    rank, oldest_s = _rank(observed), observed.pool.oldest_s
+    return max((waited for tier, waited in oldest_s.items() if keys.TIERS[tier][0] <= rank), default=0.0)
 
 
 def _rank(observed: Observation) -> int:

@@ -1,12 +1,12 @@
 """How right the times are at which tasks are said to end.
 
-    python -m tests.bench.eta [--tasks 500] [--over 0] [--json FILE]
+    python -m tests.bench.eta [--tasks 500] [--over 0] [--seed 7] [--json FILE]
 
 Workers with the stub engine, whose sequences make a token a step, first run some tasks, by which they measure
 themselves. Then a mixed load comes: four tiers, tenants that are not alike, prompts and outputs from short to long, a
-third of which end early. Each task's end is asked for right after its submission, and of all that have not ended once
-more in the middle. The ends are the records'. With `--over` the tasks come over so many seconds, better tiers among
-them, which no earlier estimate can know.
+third of which end early. Each task's end is asked for right after its submission (printed in all and by tier), and of
+all that have not ended once more in the middle. The ends are the records'. With `--over` the tasks come over so many
+seconds, better tiers among them, which no earlier estimate can know.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ async def ask(client: AsyncClient, store: Redis, ids: Sequence[str], told: Told)
             told[task_id] = seconds + micros / 1e6, eta
 
 
-async def load(url: str, store: Redis, tasks: int, over: float) -> tuple[list[str], Told, Told]:
+async def load(url: str, store: Redis, tasks: int, over: float, seed: int) -> tuple[list[str], Told, Told]:
     """Ids, what was told of each after its submission, and in the middle."""
-    draw, first, later = random.Random(7), dict[str, tuple[float, Eta]](), dict[str, tuple[float, Eta]]()
+    draw, first, later = random.Random(seed), dict[str, tuple[float, Eta]](), dict[str, tuple[float, Eta]]()
     ids: list[str] = []
     began = time.monotonic()
     async with AsyncClient(url, url) as client:
@@ -87,7 +87,7 @@ async def load(url: str, store: Redis, tasks: int, over: float) -> tuple[list[st
 
 def figures(store: Redis, told: Told) -> dict[str, float]:
     """`late`: the share of tasks that ended after their p90; `off`: the median of how far off the p50 was, as a share
-    of the time that it took; `over`: the median of p90 / p50."""
+    of the time that it took; `wide`: the median of p90 / p50. Empty where all tasks were ending."""
     late, off, bias, wide = [], [], [], []
     for task_id, (at, eta) in told.items():
         took = int(store.hget(keys.task(task_id), "finished") or 0) / 1000 - at
@@ -97,6 +97,8 @@ def figures(store: Redis, told: Told) -> dict[str, float]:
         off.append(abs(eta.p50_s - took) / took)
         bias.append(eta.p50_s / took)
         wide.append(eta.p90_s / max(eta.p50_s, 1e-3))
+    if not off:
+        return {}
     return {
         "tasks": len(off),
         "late": statistics.mean(late),
@@ -106,7 +108,9 @@ def figures(store: Redis, told: Told) -> dict[str, float]:
     }
 
 
-def measured(tasks: int, over: float, workers: int, seqs: int, step: float, warm: int) -> dict[str, dict[str, float]]:
+def measured(
+    tasks: int, over: float, workers: int, seqs: int, step: float, warm: int, seed: int
+) -> dict[str, dict[str, float]]:
     with ExitStack() as stack:
         url, store = stack.enter_context(valkey())
         settings: dict[str, Any] = {"STUB_STEP_S": step, "STUB_SEQS": seqs, "STUB_EARLY": 1}
@@ -119,9 +123,12 @@ def measured(tasks: int, over: float, workers: int, seqs: int, step: float, warm
             wait(store, [client.submit(model="stub", **draw_task(draw, number)).id for number in range(warm)])
         while Profile.from_json(store.hget(keys.PROFILES, "stub@v1")).task_times is None:
             time.sleep(0.1)
-        ids, first, later = asyncio.run(load(url, store, tasks, over))
+        ids, first, later = asyncio.run(load(url, store, tasks, over, seed))
         wait(store, ids)
-        return {"after submission": figures(store, first), "in the middle": figures(store, later)}
+        tiers = dict(zip(ids, (str(store.hget(keys.task(task_id), "tier")) for task_id in ids), strict=True))
+        by_tier = {tier: {name: value for name, value in first.items() if tiers[name] == tier} for tier in TIERS}
+        groups = {"after submission": first, **by_tier, "in the middle": later}
+        return {name: its for name, told in groups.items() if (its := figures(store, told))}
 
 
 def main() -> None:
@@ -133,8 +140,10 @@ def main() -> None:
     parser.add_argument("--step", type=float, default=0.01, help="seconds of a step")
     parser.add_argument("--warm", type=int, default=100, help="tasks by which workers measure themselves before")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--seed", type=int, default=7, help="of the tasks that come")
     options = parser.parse_args()
-    result = measured(options.tasks, options.over, options.workers, options.seqs, options.step, options.warm)
+    pool = options.workers, options.seqs, options.step, options.warm
+    result = measured(options.tasks, options.over, *pool, options.seed)
     print("| told | tasks | ended after p90 | p50 off by, median | p50 / actual, median | p90 / p50, median |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, its in result.items():

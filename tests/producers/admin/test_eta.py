@@ -73,6 +73,19 @@ def test_other_tenants_get_the_turn_as_often_as_its_own() -> None:
     assert start(with_arrivals(beside=1000, for_s=1000)) == pytest.approx(2.0 + 2.0 * TURNS, abs=0.01)
 
 
+def test_no_slot_is_free_while_a_task_of_its_tier_or_of_a_better_one_waits() -> None:
+    """By its lease a worker's four slots are free for 5 tasks that wait, as flex tasks have them."""
+    worker = WORKER | {"patient": 4, "tasks": 4}
+    record = Record.parse("t", FIELDS | {"tier": "default"})
+    soon = replace(WAITS, record=record, workers=[worker], queue_position=QueuePosition(5, tokens=500))
+    at_once = start(forecast(soon))
+    for tier, waits in (("default", True), ("priority", True), ("flex", False)):
+        pool = replace_pool(queued={tier: 0}, oldest_s={tier: 1.0})
+        assert start(forecast(replace(soon, pool=pool))) == (pytest.approx(0.5) if waits else at_once)
+    just_come = replace_pool(queued={"default": 6}, oldest_s={"default": 0.02})
+    assert start(forecast(replace(soon, pool=just_come))) == at_once < 0.3
+
+
 def test_a_rush_without_end_is_told_as_nothing() -> None:
     assert with_arrivals(better=1000, for_s=1e9).starts is None
 
