@@ -18,6 +18,7 @@ from tests.aws import CREDENTIALS, Aws, running_aws
 from tests.histories import pytest_configure, pytest_report_header, pytest_terminal_summary  # noqa: F401 - hooks
 from tests.processes import running_valkey
 from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 - hooks
+from tests.waiting import PATIENCE_S
 
 pytest_plugins = ["tests.loopback_only", "tests.spared"]
 
@@ -106,7 +107,7 @@ def valkey_server() -> Iterator[ValkeyServer]:
 def valkey_url(valkey_server: ValkeyServer) -> str:
     """The server's URL; its data, clients' leftovers and scripts are gone."""
     url = f"redis://127.0.0.1:{valkey_server.port}/0"
-    with Redis.from_url(url) as redis:
+    with Redis.from_url(url, socket_timeout=PATIENCE_S) as redis:
         redis.flushall()
         redis.script_flush()
     return url
@@ -115,7 +116,7 @@ def valkey_url(valkey_server: ValkeyServer) -> str:
 @pytest.fixture
 def valkey(valkey_url: str) -> Iterator[Redis]:
     """A plain connection to look at what is there."""
-    with Redis.from_url(valkey_url) as redis:
+    with Redis.from_url(valkey_url, socket_timeout=PATIENCE_S) as redis:
         yield redis
 
 

@@ -79,7 +79,7 @@ def valkey(**config: Any) -> Iterator[tuple[str, Redis]]:
     """A server of one's own: its URL, and a client that decodes replies."""
     with running_valkey(**config) as server:
         url = f"redis://127.0.0.1:{server.port}/0"
-        with Redis.from_url(url, decode_responses=True, client_name=TESTS) as redis:
+        with observer(url) as redis:
             yield url, redis
 
 
@@ -101,6 +101,11 @@ def ranks_below(pid: int) -> list[int]:
     return sorted(found)
 
 
+def observer(url: str) -> Redis:
+    """A test's own client of a server, which decodes replies, and waits for those of a busy machine."""
+    return Redis.from_url(url, decode_responses=True, client_name=TESTS, socket_timeout=PATIENCE_S)
+
+
 class Worker:
     """A worker process. `fields` are WorkerSettings; capital letters are environment variables. `eyes`: a client that
     sees what it does, where the URL is of Sentinels. `warm`: it is forked, which is much faster."""
@@ -113,7 +118,7 @@ class Worker:
         settings |= {"engine_factory": "tests.stub_engine:load"}
         settings |= {name: value for name, value in fields.items() if not name.isupper()}
         self.name = str(settings.setdefault("name", f"w{secrets.token_hex(3)}"))
-        self._redis = eyes or Redis.from_url(url, decode_responses=True, client_name=TESTS)
+        self._redis = eyes or observer(url)
         self.log = Path(tempfile.mkstemp(prefix="penstock-worker-", suffix=".log")[1])
         argv, env = [sys.executable, "-m", "tests.worker_process", json.dumps(settings)], {**os.environ, **env}
         self.process = Forked(argv, env, self.log) if warm else self._executed(argv, env)

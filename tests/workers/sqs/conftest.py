@@ -12,7 +12,7 @@ from redis import Redis
 
 from tests.aws import REGION, Aws
 from tests.aws_faults import Faults, faulty
-from tests.processes import TESTS
+from tests.processes import observer
 from tests.workers.rig import MODEL, Rig
 
 #: Seconds for which a received message is hidden, longer than any test waits: what the dead had comes back by REAP.
@@ -23,7 +23,7 @@ class SqsRig(Rig):
     """`redis` and `store` are the store's client: the books of the broker are there."""
 
     def __init__(self, aws: Aws, store_url: str, **options: str) -> None:
-        store = Redis.from_url(store_url, decode_responses=True, client_name=TESTS)
+        store = observer(store_url)
         super().__init__(aws.broker(celery="1", visibility=HIDDEN_S, **options), store, store_url, store)
         self.aws = aws
 
