@@ -46,7 +46,7 @@ LOADED: Final = 0.75
 #: Where a task of its tier, or of a better one, waits longer (s), no slot is free for it.
 TAKEN_S: Final = 0.1
 #: Tasks go on coming for so many times the time for which some have waited: as likely as not, and in one of ten cases.
-GO_ON, GO_ON_P90 = 0.4, 6.0
+GO_ON, GO_ON_P90 = 0.25, 6.0
 #: The part of other tenants' tasks, of those that come meanwhile, that have the turn before it: the same.
 TURNS, TURNS_P90 = 0.5, 1.0
 #: Halvings of the time in which a wait is looked for that tasks who come meanwhile make longer.
