@@ -21,6 +21,8 @@ from producers.sweeper.compact import compact
 from tests.stub_engine import text_of
 from tests.waiting import PATIENCE_S
 from tests.workers.rig import MODEL, Rig
+from workers.pool.app import make_app
+from workers.settings import WorkerSettings
 
 ROOT = Path(__file__).parents[2]
 SEEDS = itertools.count(1000)
@@ -85,6 +87,17 @@ def test_inspect_tells_the_pool(served: Rig, app: Celery) -> None:
     hostname = f"penstock@{served.workers[0].name}"
     stats = app.control.inspect(destination=[hostname], timeout=60).stats()
     assert stats[hostname]["pool"]["max-concurrency"] == 64
+
+
+def test_inspect_shows_no_password_and_nothing_of_the_workers_state(served: Rig, app: Celery) -> None:
+    """Flower shows the configuration on a page; who may look there need not be who may open the store."""
+    hostname = f"penstock@{served.workers[0].name}"
+    inspect = app.control.inspect(destination=[hostname], timeout=60)
+    options = inspect.conf()[hostname]["broker_transport_options"]
+    assert options["penstock_link"].startswith("penstock:queue:")
+    assert len(inspect.report()[hostname]["ok"]) < 10_000
+    settings = WorkerSettings(broker="redis://:hush@h/0", store="redis://:hush@h/1", model="tiny")
+    assert "hush" not in str(make_app(settings).conf.table())
 
 
 def test_a_link_gets_the_result(served: Rig, app: Celery) -> None:

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 #: The name under which Celery finds the result backend.
 BACKEND: Final = "penstock"
-#: The configuration key that holds the store's URL.
-STORE: Final = "penstock_store"
 #: Before a task that the engine failed is tried again, seconds; doubled each time.
 RETRY_COUNTDOWN_S = 1.0
 #: One lock for all requests: it is held for microseconds.
@@ -44,7 +42,7 @@ class Backend(RedisBackend):
     """Celery's Redis result backend, on our connections, with their time limits and Sentinels."""
 
     def _get_pool(self, **params: Any) -> Any:
-        return connection_pool(self.app.conf[STORE])
+        return connection_pool(self.app.store_url)
 
     def _set(self, key: Any, value: Any, expires: Any = None) -> None:
         """Store a result, also in a store that is full."""
@@ -55,6 +53,9 @@ class App(Celery):
     """Celery. A link that the broker refuses just now (its disk or memory is full) would make stock Celery store a
     failed task as its result, and settle it without the link. Here it Rejects, so the task is left as it is, and tried
     again."""
+
+    store_url: str
+    """The store's URL, password included: no part of the configuration, which `inspect conf` shows."""
 
     def send_task(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -70,6 +71,7 @@ def make_app(settings: WorkerSettings) -> Celery:
     """Consumes through `transport`. Before it starts, `consume` names its queues and `attach` plugs it in."""
     control = kombu_url(control_url(settings.broker, settings.store))
     app = App("penstock", set_as_current=False)
+    app.store_url = settings.store
     app.loader.override_backends = {BACKEND: f"{__name__}:Backend"}
     app.conf.update(
         # TLS, if any, stands in the query (`ssl_cert_reqs`), where kombu looks for it whatever the scheme.
@@ -77,7 +79,6 @@ def make_app(settings: WorkerSettings) -> Celery:
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,  # stock gives up after 100 tries, three quarters of an hour
         result_backend=f"{BACKEND}+{kombu_url(settings.store).removeprefix('redis+')}",
-        **{STORE: settings.store},
         result_extended=True,
         task_create_missing_queues=True,
         accept_content=["json"],

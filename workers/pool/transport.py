@@ -65,7 +65,7 @@ class Owner(Protocol):
         """The channel has closed before anybody took it up."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Link:
     """The worker's parts that the transport uses. `sender`: takes published tasks, if the broker is no Redis."""
 
@@ -75,8 +75,10 @@ class Link:
     control_url: str
 
     def __json__(self) -> str:
-        """The form in which `inspect stats` shows the transport's options, of which this is one."""
+        """The form in which `inspect stats` and `conf` show the transport's options, of which this is one."""
         return ", ".join(self.arrivals.queues)
+
+    __repr__ = __json__
 
 
 class QoS(stock.QoS):
