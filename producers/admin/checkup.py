@@ -280,8 +280,8 @@ def _autoscaler(fleet: Fleet) -> Iterator[Finding]:
 
 def _backlog(fleet: Fleet) -> Iterator[Finding]:
     late = [
-        f"{backlog.count} tasks {what}, the oldest for {backlog.oldest_s:.0f} s"
-        for what, backlog in (("not confirmed by the broker", fleet.submitting), ("not settled", fleet.unsettled))
+        f"{backlog.count} tasks {state}, the oldest for {backlog.oldest_s:.0f} s"
+        for state, backlog in (("not confirmed by the broker", fleet.submitting), ("not settled", fleet.unsettled))
         if backlog.oldest_s > LATE_S
     ]
     if late:

@@ -221,10 +221,10 @@ class Observation:
         seconds = window / (1 + running / max(1, counts.total()))
         task_tier = self.record.tier
         rank = keys.TIERS.get(task_tier, keys.TIERS["default"])[0]
-        mine, known = tenants.get(self.record.fields.get("tenant", ""), 0), sum(tenants.values())
+        mine, all_waiting = tenants.get(self.record.fields.get("tenant", ""), 0), sum(tenants.values())
         return Arrivals(
             sum(count for tier, count in counts.items() if tier in keys.TIERS and keys.TIERS[tier][0] < rank) / seconds,
-            counts[task_tier] / seconds * (1 - mine / known if known else 0.0),
+            counts[task_tier] / seconds * (1 - mine / all_waiting if all_waiting else 0.0),
             oldest,
         )
 

@@ -52,10 +52,10 @@ def set_aliases(
         leading = routing.leads(replace(before, aliases={}))
         for name in removed:
             if name in leading:
-                what, end = leading[name]
+                source, end = leading[name]
                 state = canaries.read(store, model) if name == canaries.ALIAS else None
                 end = f"penstock rollout abort {model}" if state is not None and state.under_way else end
-                raise RoutingError(f"{what} of {model} leads to the alias {name!r}: end that first (`{end}`)")
+                raise RoutingError(f"{source} of {model} leads to the alias {name!r}: end that first (`{end}`)")
         versions = {name: before.version_at(version) for name, version in aliases.items()}
         kept = {name: version for name, version in before.aliases.items() if name not in removed}
         default = versions.pop(DEFAULT, before.default)
@@ -111,10 +111,10 @@ def set_stages(store: Redis, model: str, stages: Mapping[str, str], reason: str 
                 raise RoutingError(unknown_version(store, model, version))
         kept = {version: stage for version, stage in before.stages.items() if version in versions}
         after = {version: stage for version, stage in {**kept, **new}.items() if stage != NO_STAGE}
-        for target, (what, end) in routing.leads(before).items():
+        for target, (source, end) in routing.leads(before).items():
             if new.get(version := before.version_at(target)) == "archived":
                 end = f"penstock rollout abort {model}" if target == canaries.ALIAS else end
-                raise RoutingError(f"{what} leads to {version} of {model}: end that first (`{end}`), then archive it")
+                raise RoutingError(f"{source} leads to {version} of {model}: end that first (`{end}`), then archive it")
         return replace(before, stages=after)
 
     summary = ", ".join(f"{version} {stage}" for version, stage in stages.items())

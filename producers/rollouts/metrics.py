@@ -321,16 +321,16 @@ class Evidence:
         _remember(self.drawn, key, None)
         return first
 
-    def counts_tenant(self, key: str, most: int) -> bool:
-        """Count one more task of a tenant, unless `most` were; 0: no bound. `key`: the tenant, with step and arm."""
-        allowed = self.allows_tenant(key, most)
-        if most and allowed:
+    def counts_tenant(self, key: str, limit: int) -> bool:
+        """Count one more task of a tenant, unless `limit` were; 0: no bound. `key`: the tenant, with step and arm."""
+        allowed = self.allows_tenant(key, limit)
+        if limit and allowed:
             _remember(self.tenants, key, self.tenants.get(key, 0) + 1)
         return allowed
 
-    def allows_tenant(self, key: str, most: int) -> bool:
+    def allows_tenant(self, key: str, limit: int) -> bool:
         """Whether `counts_tenant` would count one."""
-        return not most or self.tenants.get(key, 0) < most
+        return not limit or self.tenants.get(key, 0) < limit
 
     def of_metric(self, name: str) -> list[Counter[int]]:
         """Its differences, by step."""
@@ -472,15 +472,15 @@ class Matcher:
             if len(free) > BUFFERED:
                 self._retire(free.popleft())
 
-    def _taken(self, free: MutableSequence[_Task], most: int, evidence: Evidence, step: int) -> list[_Task]:
+    def _taken(self, free: MutableSequence[_Task], limit: int, evidence: Evidence, step: int) -> list[_Task]:
         """Take the last of the baseline's tasks for a comparison, as many as a power of two. Where tenants' parts are
         bounded, they count when they are taken: most tasks of the baseline are in no comparison."""
-        wanted, taken = _power_of_two(min(most, len(free))), list[_Task]()
-        while free and len(taken) < wanted:
+        size, matches = _power_of_two(min(limit, len(free))), list[_Task]()
+        while free and len(matches) < size:
             task = free.pop()
             if evidence.counts_tenant(f"{step}b{task.tenant}", self._canary.plan.per_tenant * MATCHES):
-                taken.append(task)
-        return taken
+                matches.append(task)
+        return matches
 
     def _stratum(self, row: Row) -> tuple[str, int]:
         if "score" in row:

@@ -129,7 +129,7 @@ def _may(client: Redis, control: bool, trials: Sequence[str]) -> None:
         client.script_load(probe.script.text)
         denied, _ = [client.execute_command(*command) for command in (probe.command, probe.whole)]
         if denied:
-            named = ", ".join(" ".join(text(words).split()[:2]) for words in denied[:NAMED])
+            named = ", ".join(" ".join(text(command).split()[:2]) for command in denied[:NAMED])
             more = f" and {len(denied) - NAMED} more" if len(denied) > NAMED else ""
             raise NoPermissionError(f"No permissions for {named}{more}")
     except RedisError as error:
@@ -209,11 +209,11 @@ def _may_store_results(client: Redis, role: str, where: str) -> None:
 def small_buffers(limits: str) -> str:
     """What is wrong with a server's `client-output-buffer-limit` (as CONFIG GET says it) for listeners; empty if
     nothing is."""
-    words = limits.split()
-    for kind, hard, soft, _ in zip(*(words[k::4] for k in range(4)), strict=False):
-        given = (hard, soft)
+    settings = limits.split()
+    for kind, hard, soft, _ in zip(*(settings[k::4] for k in range(4)), strict=False):
+        bounds = (hard, soft)
         if kind == "pubsub" and any(
-            bound.isdigit() and 0 < int(bound) < least for bound, least in zip(given, BUFFERS, strict=True)
+            bound.isdigit() and 0 < int(bound) < least for bound, least in zip(bounds, BUFFERS, strict=True)
         ):
             return f"client-output-buffer-limit pubsub {hard} {soft}: less than the server's default, pubsub 32mb 8mb"
     return ""

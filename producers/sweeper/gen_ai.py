@@ -148,8 +148,8 @@ class GenAiMetrics:
             return {}
         self._sending = asyncio.get_running_loop().run_in_executor(self._sender, self._exporter.export, points)
         await asyncio.wait((self._sending,), timeout=ANSWER_S)
-        taken = self._sending.done() and self._sending.result()
-        return {} if taken else {"metrics_unsent": 1}
+        accepted = self._sending.done() and self._sending.result()
+        return {} if accepted else {"metrics_unsent": 1}
 
     async def _points(self) -> dict[str, list[HistogramDataPoint]]:
         """Metric -> its points; none without observations."""

@@ -186,16 +186,16 @@ class Tracer:
                 if not self._queue:
                     return
                 until = time.monotonic() + self._delay_s
-                while not self._closing and len(self._queue) < self._batch and (left := until - time.monotonic()) > 0:
-                    self._changed.wait(left)
+                while not self._closing and len(self._queue) < self._batch and (pause := until - time.monotonic()) > 0:
+                    self._changed.wait(pause)
                 batch = [self._queue.popleft() for _ in range(min(self._batch, len(self._queue)))]
-            taken = False
+            accepted = False
             with suppress(Exception):  # of what a span of ours may be, none ends the thread
-                taken = self.export(batch)
+                accepted = self.export(batch)
             with self._changed:
-                self.exported += len(batch) if taken else 0
-                self.dropped += 0 if taken else len(batch)
-            if not taken:
+                self.exported += len(batch) if accepted else 0
+                self.dropped += 0 if accepted else len(batch)
+            if not accepted:
                 warn_throttled(log, "%d spans are dropped: the collector did not take them", len(batch))
 
     def _readable(self, span: Span) -> ReadableSpan:

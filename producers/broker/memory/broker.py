@@ -57,8 +57,8 @@ class MemoryConsumer(Consumer):
         fetched = fetch(self._server, incarnation, queues, uuids, credit, rules, limit, self.home, places=places)
         if fetched is None:
             return None
-        taken, self.look_again = fetched
-        return taken
+        deliveries, self.look_again = fetched
+        return deliveries
 
     def hold(self, incarnation: str, enter: Sequence[str], drop: Sequence[str] = (), *, anew: bool = False) -> int:
         with self._server.lock:

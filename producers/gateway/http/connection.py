@@ -525,10 +525,10 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if self.flow.write_paused:
-            left = self.transport.get_write_buffer_size()
-            self.peers.unsent(self, self.share, left)
+            unsent_bytes = self.transport.get_write_buffer_size()
+            self.peers.unsent(self, self.share, unsent_bytes)
             if self.share is not None:
-                self.share.used += SENT_S * left
+                self.share.used += SENT_S * unsent_bytes
         super().on_response_complete()
         if self.cycle.response_complete:  # the latest
             self.peers.idle(self)

@@ -88,7 +88,7 @@ class InTurn:
     def __init__(self, app: ASGIApp, fair_share: FairShare, connections: int) -> None:
         self._app = app
         self._fair_share = fair_share
-        self._most = max(1, connections // PART)
+        self._limit = max(1, connections // PART)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -104,8 +104,8 @@ class InTurn:
         if connection is not None:
             connection.belongs_to(share)
         try:
-            if share.open > self._most:
-                state[FULL] = too_many_open(self._most)
+            if share.open > self._limit:
+                state[FULL] = too_many_open(self._limit)
             elif not self._fair_share.may(share, time.monotonic()):
                 turn = self._fair_share.wait(share)
                 if turn is None:

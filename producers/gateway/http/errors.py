@@ -193,10 +193,10 @@ def too_many_waiting() -> Problem:
     return Problem(429, message, code="too_many_waiting", headers={**RETRY_AFTER, "connection": "close"})
 
 
-def too_many_open(most: int) -> Problem:
-    """The error for a request of a caller that has `most` under way."""
+def too_many_open(limit: int) -> Problem:
+    """The error for a request of a caller that has `limit` under way."""
     message = (
-        f"This gateway has {most} requests of yours under way, which is all that one caller may have: send them "
+        f"This gateway has {limit} requests of yours under way, which is all that one caller may have: send them "
         "faster, take their answers faster, or send fewer at a time."
     )
     return Problem(429, message, code="too_many_open_requests", headers={**RETRY_AFTER, "connection": "close"})

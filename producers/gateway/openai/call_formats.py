@@ -207,5 +207,5 @@ class CallSyntax:
     def from_json(cls, kept: str | None) -> Self | None:
         """The syntax that a record has; None without one, or for a format of a later release."""
         name, begin, must, *answer = json.loads(kept) if kept else ("", None, False)
-        call_format = next((known for known in FORMATS if known.name == name), None)
+        call_format = next((style for style in FORMATS if style.name == name), None)
         return None if call_format is None else cls(call_format, begin, must, bool(answer))

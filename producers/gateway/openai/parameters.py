@@ -212,10 +212,10 @@ class Truncation:
 
     def of(self, prompt: tuple[int, ...], task: Task, card: Mapping[str, Any]) -> tuple[int, ...]:
         """The kept part of a task's prompt. With -1 all of it where no prompt leaves room: the task is refused then."""
-        most = self.tokens if self.tokens != -1 else model_fit.longest_prompt(task, card)
-        if most < 1 or len(prompt) <= most:
+        limit = self.tokens if self.tokens != -1 else model_fit.longest_prompt(task, card)
+        if limit < 1 or len(prompt) <= limit:
             return prompt
-        return prompt[-most:] if self.side == SIDES[0] else prompt[:most]
+        return prompt[-limit:] if self.side == SIDES[0] else prompt[:limit]
 
 
 def read_truncation(values: Mapping[str, Any]) -> Truncation | None:

@@ -181,8 +181,8 @@ def _check_room(store: Redis, adapter: StoredAdapter, total_bytes: int) -> None:
     for other in sorted(all_of(store).values(), key=lambda other: (other.added, other.name)):
         names_of_version.setdefault(other.version, []).append(other.name)
         sizes[other.version] = other.size
-    taken = sum(sizes.values())
-    missing = 0 if adapter.version in sizes else taken + adapter.size - total_bytes
+    stored_bytes = sum(sizes.values())
+    missing = 0 if adapter.version in sizes else stored_bytes + adapter.size - total_bytes
     if missing <= 0:
         return
     if adapter.size > total_bytes:
@@ -198,7 +198,8 @@ def _check_room(store: Redis, adapter: StoredAdapter, total_bytes: int) -> None:
             freed += sizes[version]
     listed_names = " ".join(going[:_NAMED]) + (f" and {len(going) - _NAMED} more" if len(going) > _NAMED else "")
     raise AdapterRefused(
-        f"The adapter has {adapter.size:,} bytes; this store's adapters take {taken:,}, and may take {total_bytes:,}. "
+        f"The adapter has {adapter.size:,} bytes; this store's adapters take {stored_bytes:,}, and may take "
+        f"{total_bytes:,}. "
         f"The oldest whose removal makes room: {listed_names} (`penstock adapters rm`). Or allow more (--total-bytes)"
     )
 

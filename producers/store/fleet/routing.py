@@ -315,13 +315,13 @@ def checked(routing: Routing) -> Routing:
             raise RoutingError(
                 f"{name!r} cannot be an alias: 1 to 64 letters, digits, '.', '_' and '-', the first one a letter"
             )
-    for what, entries in (
+    for kind, entries in (
         ("aliases", routing.aliases),
         ("targets of a split", routing.split),
         ("rules", routing.rules),
     ):
         if len(entries) > MOST:
-            raise RoutingError(f"{len(entries)} {what}; a model has at most {MOST}")
+            raise RoutingError(f"{len(entries)} {kind}; a model has at most {MOST}")
     for target, percent in routing.split.items():
         if target == DEFAULT:
             raise RoutingError("the default gets what the others leave: name only the others' percentages")
@@ -367,17 +367,17 @@ def leads(routing: Routing) -> dict[str, tuple[str, str]]:
 def staged(routing: Routing) -> Routing:
     """The routing, if the stages of the versions that it leads to allow it. Raises RoutingError."""
     deciding = {DEFAULT, *routing.split, *(rule.to for rule in routing.rules)}
-    for target, (what, _) in leads(routing).items():
+    for target, (source, _) in leads(routing).items():
         version = routing.version_at(target)
         stage = routing.stage(version)
         if stage == "archived":
             raise RoutingError(
-                f"{version} of {routing.model} is archived, and {what} leads to it: let that lead elsewhere, or give "
+                f"{version} of {routing.model} is archived, and {source} leads to it: let that lead elsewhere, or give "
                 f"the version another stage (`penstock models stage {routing.model} {version}=staging`)"
             )
         if routing.approval and target in deciding and stage != "approved":
             raise RoutingError(
-                f"{version} of {routing.model} is not approved (its stage is {stage}), and {what} leads to it: the "
+                f"{version} of {routing.model} is not approved (its stage is {stage}), and {source} leads to it: the "
                 f"model demands approval before traffic (`penstock models stage {routing.model} {version}=approved`)"
             )
     return routing
