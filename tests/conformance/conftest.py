@@ -56,9 +56,9 @@ def gateway(store_url: str, port: int = 0, **fields: object) -> Iterator[tuple[s
 
 
 @contextmanager
-def sweeping(system: System, folder: Path) -> Iterator[None]:
+def sweeping(store_url: str, files_dir: str, folder: Path) -> Iterator[None]:
     """A sweeper process, which writes its log into the folder."""
-    options = ["--broker", system.store_url, "--files-dir", system.files_dir, "--log-level", "warning"]
+    options = ["--broker", store_url, "--files-dir", files_dir, "--log-level", "warning"]
     sweeper = Forked([sys.executable, "-m", "workers.cli", "sweeper", *options], {}, folder / "sweeper.log")
     try:
         yield

@@ -20,7 +20,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def client(system: System, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    with sweeping(system, tmp_path_factory.mktemp("log")):
+    with sweeping(system.store_url, system.files_dir, tmp_path_factory.mktemp("log")):
         yield OpenAI(base_url=f"{system.url}/v1", api_key="none", timeout=60, max_retries=0)
 
 

@@ -32,7 +32,7 @@ from producers.sources.settings import parse
 from producers.sources.source import Context
 from producers.store.chunks import chunk_id
 from tests.conformance.clients import python
-from tests.conformance.conftest import WORKER_LEASE, System, gateway, sweeping
+from tests.conformance.conftest import WORKER_LEASE, gateway, sweeping
 from tests.conformance.examples import LANGUAGES, Running, examples_of
 from tests.engine.sentence_folders import TEXTS, write_encoder_with_tokenizer
 from tests.in_process import penstock
@@ -121,7 +121,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             url, _ = entered.enter_context(gateway(store_url, files_dir=str(folder)))
             for worker in workers:
                 worker.wait_until(lambda worker=worker: bool(worker.incarnations), 180)
-            with sweeping(System(store_url, store, workers[0], url, str(folder)), folder):
+            with sweeping(store_url, str(folder), folder):
                 yield Served(url, store_url, store, folders, str(folder))
 
 

@@ -36,7 +36,7 @@ SAYS = {
 def running(system: System, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder, allowed = tmp_path_factory.mktemp("examples"), ("127.0.0.0/8",)
     own = gateway(system.store_url, files_dir=system.files_dir, webhook_allow=allowed)
-    with own as (url, _), sweeping(system, folder), WebhooksProcess(system.store_url):
+    with own as (url, _), sweeping(system.store_url, system.files_dir, folder), WebhooksProcess(system.store_url):
         yield Running(folder, url, {"BROKER_URL": system.store_url})
         for one in httpx.get(f"{url}/v1/webhook_endpoints").json()["data"]:
             httpx.delete(f"{url}/v1/webhook_endpoints/{one['id']}").raise_for_status()

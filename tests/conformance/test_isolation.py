@@ -32,7 +32,7 @@ def key_of(store: Redis, tenant: str) -> str:
 def tenants(system: System, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, httpx.Client]]:
     """Two tenants of a gateway that asks for keys, with the worker that all have."""
     asks = gateway(system.store_url, files_dir=system.files_dir, auth="keys")
-    with sweeping(system, tmp_path_factory.mktemp("log")), asks as (url, _):
+    with sweeping(system.store_url, system.files_dir, tmp_path_factory.mktemp("log")), asks as (url, _):
         first, second = (
             httpx.Client(base_url=url, timeout=PATIENCE_S, headers=as_caller(key_of(system.store, tenant)))
             for tenant in ("acme", "other")
