@@ -60,6 +60,11 @@ class OutputReader:
     def reasoning_tokens(self) -> int:
         return 0 if self._parser is None else self._parser.reasoning_tokens
 
+    @property
+    def called(self) -> bool:
+        """Whether the output has calls, and all of them are whole."""
+        return self._parser is not None and self._parser.called
+
     def feed(self, tokens: Sequence[Token]) -> list[OutputPart]:
         """The parts in further tokens."""
         if self._stops:
@@ -81,7 +86,7 @@ class OutputReader:
             return reason
         if self.stop_sequence is not None:
             return "stop_sequence"
-        return "tool_use" if self._parser is not None and self._parser.called else "end_turn"
+        return "tool_use" if self.called else "end_turn"
 
     def call_id(self, index: int) -> str:
         assert self.syntax is not None
@@ -162,7 +167,7 @@ class MessageChoice(Choice):
             yield b"," if at else b""
             if kind == CALL:
                 yield dumps({"type": CALL, "id": self._reader.call_id(calls), "name": name})[:-1] + b',"input":'
-                yield _object_or_empty(text)
+                yield _object_or_empty(text, whole=self._reader.called)
                 calls += 1
             else:
                 yield b'{"type":"%b","%b":"' % (kind.encode(), kind.encode())
@@ -191,10 +196,13 @@ class MessageChoice(Choice):
         self._size += len(text)
 
 
-def _object_or_empty(arguments: bytearray) -> bytes | bytearray:
-    """A call's arguments; an empty object for those that the output's end has cut."""
+def _object_or_empty(arguments: bytearray, *, whole: bool) -> bytes | bytearray:
+    """A call's arguments; an empty object for those that the output's end has cut. `whole`: whether it has cut none of
+    the message's."""
     try:
         whole = isinstance(json.loads(arguments), dict)
+    except RecursionError:
+        pass  # too deep for Python, and not for all clients
     except ValueError:
         whole = False
     return arguments if whole else b"{}"

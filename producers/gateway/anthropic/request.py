@@ -122,6 +122,7 @@ PARAMETERS: Final = Parameters(
         "inference_geo": ("global",),
         "speed": ("standard",),
         "diagnostics": ({},),
+        "stream_options": ({},),
     },
     stream_options=(),
 )
@@ -143,11 +144,11 @@ def read_message(body: Mapping[str, Any], tenant: str | None, *, counting: bool 
     values = text_request.endpoint_values
     if not counting:
         check_given(text_request.fields, "max_tokens")
-    for name in ("include_stop", "beam_width"):
-        if name in text_request.fields:
-            theirs = BEAMS if name == "beam_width" else text_request.names.get(name, name)
-            raise refused(theirs, True, (False,))
     fields = dict(text_request.fields)
+    if fields.get("include_stop"):
+        raise refused(text_request.names["include_stop"], fields["include_stop"], (False,))
+    if "beam_width" in fields:
+        raise refused(BEAMS, True, (False,))
     if fields.get("stop"):
         fields["include_stop"] = True  # so that the answer can tell which one it was
     text_request = replace(text_request, fields=fields)
@@ -216,15 +217,17 @@ def _formed(text_request: TextRequest, written: Any) -> TextRequest:
     if written is None:
         return text_request
     name = "output_config.format"
-    if not isinstance(written, dict) or written.get("type") != "json_schema":
-        raise refusal(name, written, "an object with type json_schema and schema", code="invalid_type")
-    if not isinstance(written.get("schema"), dict):
-        raise refusal(f"{name}.schema", written.get("schema"), "a JSON schema, which is an object", code="invalid_type")
+    members = _object({name: written}, name, ("type", "schema"))
+    if members.get("type") != "json_schema":
+        raise refusal(f"{name}.type", members.get("type"), "json_schema")
+    schema = members.get("schema")
+    if not isinstance(schema, dict):
+        raise refusal(f"{name}.schema", schema, "a JSON schema, which is an object", code="invalid_type")
     if "json_schema" in text_request.fields:
         raise invalid_value(name, f"{name} and json_schema mean the same; give one of them")
     return replace(
         text_request,
-        fields=text_request.fields | {"json_schema": written["schema"]},
+        fields=text_request.fields | {"json_schema": schema},
         names=text_request.names | {"json_schema": f"{name}.schema"},
     )
 
@@ -248,12 +251,13 @@ def _reasoning(thinking: Mapping[str, Any], effort: Any, *, grammar: bool) -> Re
         expected = "missing: thinking is enabled" if budget is None else "for thinking that is enabled; leave it out"
         raise invalid_value("thinking.budget_tokens", f"thinking.budget_tokens is {expected}")
     if kind == "disabled":
-        return ReasoningRequest(effort="none", include=False)
+        return ReasoningRequest(effort="none", include=False, effort_name="thinking")
     return ReasoningRequest(
         effort=None if effort is None else EFFORTS[effort],
         budget=budget,
         include=display == "summarized",
         parameter="thinking" if kind == "enabled" else None,
+        effort_name="output_config.effort",
     )
 
 

@@ -114,6 +114,9 @@ ANTHROPIC_TYPES: Final = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+#: Codes of an error that a shorter prompt cures; and how Anthropic's messages of it begin, by which its clients know.
+TOO_LONG: Final = ("context_length_exceeded", "kv_capacity_exceeded", "prompt_too_long")
+PROMPT_TOO_LONG: Final = "prompt is too long: "
 #: HTTP status of a request whose client left before the answer; it is only counted.
 CLIENT_LEFT = 499
 
@@ -237,9 +240,10 @@ def messages_body_of(problem: Problem, request_id: str) -> dict[str, Any]:
     kind = ANTHROPIC_TYPES.get(problem.status, "api_error" if problem.status >= 500 else "invalid_request_error")
     error = body_of(problem)["error"]
     details = {"error_code": problem.code, "param": error["param"]}
+    begin = PROMPT_TOO_LONG if problem.code in TOO_LONG and problem.param != "max_tokens" else ""
     return {
         "type": "error",
-        "error": {"type": kind, "message": error["message"], "details": details},
+        "error": {"type": kind, "message": f"{begin}{error['message']}", "details": details},
         "request_id": request_id,
     }
 

@@ -75,13 +75,15 @@ _HARMONY: Final = ("<|message|>", "<|start|>", "<|constrain|>", "<|call|>")
 class ReasoningRequest:
     """The reasoning that a request asks for. `budget`: the most tokens of reasoning, by its own parameter; NO_BUDGET:
     any number, whatever the effort. `include`: whether the answer has the reasoning. `parameter`: the one that asks for
-    reasoning; None if none does. `firm`: whether a budget that cannot be kept is refused; else there is none then."""
+    reasoning; None if none does. `firm`: whether a budget that cannot be kept is refused; else there is none then.
+    `effort_name`: the parameter of the effort, for errors."""
 
     effort: str | None = None
     budget: int | None = None
     include: bool = True
     parameter: str | None = None
     firm: bool = True
+    effort_name: str = _EFFORT
 
 
 def read_reasoning(values: Mapping[str, Any], effort: Any, parameter: str) -> ReasoningRequest:
@@ -305,7 +307,7 @@ class ReasoningModel:
         elif not request.firm:
             budget = None
         elif budget is not None:
-            parameter = request.parameter or _EFFORT
+            parameter = request.parameter or request.effort_name
             raise invalid_value(
                 parameter,
                 f"{parameter} cannot be kept by model {shown(self.name)}: its tokenizer has no tokens for "
@@ -317,7 +319,7 @@ class ReasoningModel:
             if not token.special and text in self.template and text not in (self.marks.begin, self.marks.end)
         )
         marks = (self.marks.begin, self.marks.end)
-        return Reasoning(syntax, budget, variables, free, request.parameter or _EFFORT, marks)
+        return Reasoning(syntax, budget, variables, free, request.parameter or request.effort_name, marks)
 
 
 async def reasoning_model(templates: Templates, prompts: Prompts, card: Mapping[str, Any]) -> ReasoningModel | None:

@@ -24,15 +24,13 @@ from producers.contract.task import Task
 from producers.errors import InvalidTask, TaskNotFound, shown
 from producers.gateway.context import Gateway
 from producers.gateway.http.authorization import principal_of, tenant_of
-from producers.gateway.http.errors import Problem
+from producers.gateway.http.errors import TOO_LONG, Problem
 from producers.gateway.http.request_state import Work
 from producers.gateway.openai.parameters import check_chats
 from producers.gateway.openai.responses.request import REFERENCE, Item, ResponseRequest
 from producers.gateway.openai.responses.view import PREFIX, Output, ResponseMetadata
 from producers.gateway.tasks.ownership import task_of
 
-#: Codes of an error that a shorter prompt cures.
-TOO_LONG: Final = ("context_length_exceeded", "kv_capacity_exceeded", "prompt_too_long")
 #: Share of the context that truncation leaves for an output without max_output_tokens: one in so many.
 ROOM: Final = 4
 #: Most responses that a request's input may refer to. Each is read from the store.

@@ -161,6 +161,11 @@ def test_calls_are_blocks(caller: str, http: httpx.Client, answering: Answering)
     answering.scripts = [says(*CALLING[:4], reason="length")]
     cut = ask(http, tools=TOOLS).json()
     assert (cut["content"][-1]["input"], cut["stop_reason"]) == ({}, "max_tokens")
+    deep = '{"a": ' + "[" * 3000 + "]" * 3000 + "}"
+    answering.scripts = [says(f'<tool_call>\n{{"name": "now", "arguments": {deep}}}\n</tool_call>')]
+    assert f'"input":{deep}}}' in ask(http, tools=TOOLS).text, "Python reads no JSON of this depth"
+    answering.scripts = [says(f'<tool_call>\n{{"name": "now", "arguments": {deep[:3000]}', reason="length")]
+    assert '"input":{}}' in ask(http, tools=TOOLS).text
     answering.scripts = [says('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')]
     for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "now"}):
         assert ask(http, tools=TOOLS, tool_choice=choice).json()["stop_reason"] == "tool_use"
@@ -191,7 +196,9 @@ def test_thinking_is_in_blocks_where_it_is_asked_for(thinker: str, http: httpx.C
 
 def test_a_budget_of_thinking_is_that_of_chat_completions() -> None:
     asked = ASKED | {"thinking": {"type": "enabled", "budget_tokens": 9}, "output_config": {"effort": "max"}}
-    assert read_message(asked, None).reasoning == ReasoningRequest(effort="xhigh", budget=9, parameter="thinking")
+    assert read_message(asked, None).reasoning == ReasoningRequest(
+        effort="xhigh", budget=9, parameter="thinking", effort_name="output_config.effort"
+    )
 
 
 def test_reasoning_that_cannot_be_turned_off_is_left_out_unless_it_was_to_be_off() -> None:
@@ -201,13 +208,16 @@ def test_reasoning_that_cannot_be_turned_off_is_left_out_unless_it_was_to_be_off
     hidden = marked_by_text.reasoning(unasked, opened=True)
     assert hidden.syntax is not None
     assert (hidden.budget, hidden.syntax.include) == (None, False)
-    with pytest.raises(Problem, match="cannot be kept"):
+    with pytest.raises(Problem, match=r"^thinking cannot be kept"):
         marked_by_text.reasoning(off, opened=True)
+    little = {"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}
+    with pytest.raises(Problem, match=r"^output_config\.effort cannot be kept"):
+        marked_by_text.reasoning(read_message(ASKED | little, None).reasoning, opened=True)
 
 
 def test_stop_sequences_are_told_and_are_not_in_the_text(http: httpx.Client, model: str, answering: Answering) -> None:
     answering.scripts = [says("One", " two END")]
-    message = both_ways(http, stop_sequences=["ND", " END"])
+    message = both_ways(http, stop_sequences=["ND", " END"], include_stop=False)
     assert (message["content"][0]["text"], message["stop_reason"]) == ("One two", "stop_sequence")
     assert message["stop_sequence"] == " END"
     assert answering.records[0].task["include_stop"] is True
@@ -264,6 +274,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature is -1"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"n": 2}, 'unknown parameter "n"'),
+    ({"include_stop": True}, "include_stop is true, which is not offered here"),
+    ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options is"),
     ({"use_beam_search": True}, "use_beam_search is true, which is not offered here"),
     ({"container": "x"}, 'container is "x", which is not offered here'),
     ({"mcp_servers": [{}]}, "mcp_servers is"),
@@ -292,6 +304,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "often"}}, 'thinking.type is "often"'),
     ({"output_config": {"effort": "huge"}}, 'output_config.effort is "huge"'),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is null"),
+    ({"output_config": {"format": {"type": "text", "schema": {}}}}, 'output_config.format.type is "text"'),
+    ({"output_config": {"format": {"strict": True}}}, 'unknown parameter "output_config.format.strict"'),
+    ({"system": "a b c d " * 500}, "prompt is too long: This model's maximum context length is"),
     ({"surprise": 1}, 'unknown parameter "surprise"'),
 ]
 
@@ -322,6 +337,11 @@ def test_errors_have_anthropics_form_whoever_makes_them(
     assert kind({}) == (401, "authentication_error", "missing_api_key")
     assert kind(reader) == (403, "permission_error", "missing_scope")
     assert kind(key, model="x") == (404, "not_found_error", "model_not_found")
+    other = {"x-api-key": make("acme", scopes=("submit",), models=("other",))}
+    assert kind(other, "/v1/messages/count_tokens") == (404, "not_found_error", "model_not_found")
+    flex = {"x-api-key": make("acme", scopes=("submit",), tiers=("flex",))}
+    assert kind(flex) == (403, "permission_error", "tier_not_allowed")
+    assert http.post("/v1/messages/count_tokens", json=ASKED, headers=flex).status_code == 200
     assert kind(key, system="x" * 2000) == (413, "request_too_large", "body_too_large")
     assert kind(key, path="/v1/messages/batches") == (404, "not_found_error", "not_found")
     assert kind(key | VERSION, path="/v1/files") == (404, "not_found_error", "not_found")
