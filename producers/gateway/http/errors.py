@@ -341,8 +341,11 @@ def _invalid(error: RequestValidationError) -> Problem:
 
 async def _handle(request: Request, error: Exception) -> JSONResponse:
     problem = problem_of(error, getattr(request.state, "principal", LOCAL))
-    if isinstance(error, HTTPException) and error.status_code in (404, 405):
-        problem = no_such_path(request.url.path) or problem
+    path = request.url.path
+    # A path of another server may be like one here that takes an id, by other methods.
+    missing = (404, 405) if path in ELSEWHERE else (404,)
+    if isinstance(error, HTTPException) and error.status_code in missing:
+        problem = no_such_path(path) or problem
     work = request.scope["state"].get("work") if "state" in request.scope else None
     if work is not None and work.done and 400 <= problem.status < 500:
         await request.app.state.gateway.accounts.charge_refused(request, work)

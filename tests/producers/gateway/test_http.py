@@ -230,6 +230,12 @@ def test_an_error_on_a_path_of_ollamas_has_its_form(http: httpx.Client) -> None:
     assert "Of Ollama's API there are" in answer.json()["error"]
 
 
+def test_a_path_that_takes_another_method_is_not_called_missing(http: httpx.Client) -> None:
+    for path in ("/api/chat", "/v1/messages", "/v1/chat/completions"):
+        answer = http.get(path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+
+
 def test_what_is_named_in_place_of_another_path_is_there(http: httpx.Client) -> None:
     paths = http.get("/openapi.json").json()["paths"].keys() | {"/openapi.json", "/v1"}
     named = {path for text in ELSEWHERE.values() for path in re.findall(r"(?:GET|POST) (/[\w/.]+\w)", text)}
