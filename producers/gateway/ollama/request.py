@@ -71,6 +71,9 @@ def read_chat(body: Mapping[str, Any], model: str, tenant: str | None, warnings:
     messages = body["messages"]
     if isinstance(messages, list):
         messages = [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+        last = messages[-1]
+        if isinstance(last, dict) and last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
+            parameters["continue_final_message"] = True
     parameters["messages"] = messages
     if body.get("tools"):
         parameters["tools"] = body["tools"]

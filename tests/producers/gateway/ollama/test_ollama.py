@@ -100,6 +100,14 @@ def test_a_raw_prompt_and_one_for_a_model_without_a_template_are_sent_as_they_ar
     assert (refused.status_code, refused.json()["code"]) == (400, "unsupported_model")
 
 
+def test_a_last_message_of_the_assistants_goes_on(http: httpx.Client, answering: Answering) -> None:
+    body = {"model": "tiny", "messages": [*MESSAGES, {"role": "assistant", "content": "def"}]}
+    send(http, "/v1/chat/completions", body | {"continue_final_message": True})
+    assert send(http, "/api/chat", body).status_code == 200
+    ours, theirs = (record.task["prompt"] for record in answering.records)
+    assert theirs == ours
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_calls_have_their_arguments_as_objects(open_door: Open, calls: str, answering: Answering, stream: bool) -> None:
     http = open_door().http
