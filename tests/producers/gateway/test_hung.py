@@ -60,7 +60,8 @@ def test_a_request_waits_once_and_the_next_ones_not_at_all(
                 patched.setattr(connect, "SILENT_S", 0.2)
                 assert [http.get("/v1/tasks/none").status_code for _ in range(3)] == [503] * 3
                 assert figures(http)["penstock_up",] == 0
-            assert len(waits) == 1
+            # Of seven calls that would; one that the gateway makes by itself may be under way beside the first.
+            assert len(waits) in (1, 2)
 
 
 async def test_who_asks_for_room_waits_once_however_many_they_are(hung: str, monkeypatch: pytest.MonkeyPatch) -> None:
