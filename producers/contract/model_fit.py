@@ -259,6 +259,12 @@ def _check_dimensions(task: Task, width: int, matryoshka: Any) -> None:
     )
 
 
+def room(card: Mapping[str, Any]) -> int:
+    """The most tokens of a prompt and its output together. The last one needs no place in the KV cache."""
+    context = int(card["context_length"])
+    return min(context, int(card.get("kv_capacity", context)) + 1)
+
+
 def longest_prompt(task: Task, card: Mapping[str, Any]) -> int:
     """The most tokens of a prompt that leave room for the task's output, as `check` counts; below 1 if none does."""
     context, output = int(card["context_length"]), _least_output(task)

@@ -206,7 +206,7 @@ class LineEndpoints:
                 task = task.model_copy(update={"prompt": await self._prompts.encode(card, task.prompt, work)})
             shortens = task.max_tokens is None and task.kind == "generate"
             for account in accounts:
-                task = fitted(account, task, context)
+                task = fitted(account, task, model_fit.room(card) if task.kind == "generate" else context)
             model_fit.check(task, card)
             charge = charge_for(accounts, card["name"], task.tier, prices)
             if charge is not None:

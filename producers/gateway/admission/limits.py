@@ -193,7 +193,8 @@ class Accounts:
         context = 0  # looked up only if it is needed, since each request would pay for it
         bound = "max_output" if tasks[0].kind == "generate" else "max_prompt"
         if tasks[0].max_tokens is None and any(getattr(limited.limits, bound) is not None for limited in accounts):
-            context = int((await resolve(connection, self._client, tasks[0])).card["context_length"])
+            card = (await resolve(connection, self._client, tasks[0])).card
+            context = model_fit.room(card) if bound == "max_output" else int(card["context_length"])
         charge: Charge | None = state.get("charge")
         if charge is None:
             name = tasks[0].model
@@ -294,7 +295,7 @@ def check_sum(charge: Charge, tasks: Sequence[Task], card: Mapping[str, Any]) ->
 
 def fitted(account: Account, task: Task, context: int) -> Task:
     """The task within an account's largest prompt and output. Its own largest output, if it names none, is the
-    account's, or what the model's context (tokens) leaves.
+    account's, or what the model's context (tokens) leaves: of one that generates, `model_fit.room`.
 
     Raises Problem (400).
     """
@@ -486,7 +487,7 @@ class Admission:
         self.overload.check(pressure, resolved.queue, tasks[0].tier)
         if pressure.stage < SHORTENS or tasks[0].tier != "default" or principal.limits.shorten_to is None:
             return Entered([*tasks])
-        entered = _shortened(tasks, principal.limits.shorten_to, int(resolved.card["context_length"]))
+        entered = _shortened(tasks, principal.limits.shorten_to, model_fit.room(resolved.card))
         request.state.shortened_to = entered.to
         return entered
 
@@ -533,13 +534,14 @@ def _too_much_kept(error: QueueFull) -> Problem:
     return Problem(429, message, code="too_many_task_bytes", headers=ONCE)
 
 
-def _shortened(tasks: Sequence[Task], to: int, context: int) -> Entered:
-    """The tasks of a request with outputs of `to` tokens, where they may be longer. `context`: the model's (tokens)."""
+def _shortened(tasks: Sequence[Task], to: int, room: int) -> Entered:
+    """The tasks of a request with outputs of `to` tokens, where they may be longer. `room`: the model's
+    (`model_fit.room`)."""
     first = tasks[0]
     if first.kind != "generate":
         return Entered([*tasks])
     to = max(to, first.min_tokens)
-    if min(first.max_tokens or context, context - (first.prompt_tokens or 0)) <= to:
+    if min(first.max_tokens or room, room - (first.prompt_tokens or 0)) <= to:
         return Entered([*tasks])
     cut = [task.model_copy(update={"max_tokens": to}) for task in tasks]
     return Entered(cut, {"shortened": json.dumps({"to": to, "from": first.max_tokens})}, to)

@@ -16,6 +16,7 @@ from json.encoder import encode_basestring as quote
 from json.encoder import encode_basestring_ascii as quote_ascii
 from typing import Any, Final
 
+from producers.contract import model_fit
 from producers.contract.stream import End, Token
 from producers.gateway.context import Gateway
 from producers.gateway.http.errors import messages_body_of, problem_of
@@ -50,9 +51,8 @@ class OutputReader:
         self.task_id = chat.foreground.ids[0]
         self._parser = None if syntax is None else syntax.parser()
         self._stops = sorted(stops, key=len, reverse=True)
-        card = chat.resolved.card
         #: The tokens of prompt and output that are all for which there is room, where that alone bounds the output.
-        self._room = min(card["context_length"], card.get("kv_capacity", card["context_length"]) + 1)
+        self._room = model_fit.room(chat.resolved.card)
         self._bounded = chat.task.max_tokens is not None
         self.stop_sequence: str | None = None
 

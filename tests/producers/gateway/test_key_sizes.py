@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from redis import Redis
 from producers import Client
 from producers.contract import keys
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import Make, Open
+from tests.producers.gateway.conftest import CARD, Make, Open
 from tests.producers.gateway.test_keys import as_caller, change, door, make
 from tests.waiting import PATIENCE_S
 
@@ -68,6 +69,17 @@ def test_what_is_too_large_for_a_key_takes_no_idempotency_key(
     smaller = {"model": model, most: 20, **body} | ({} if path == "/v1/tasks" else {"stream": True})
     with http.stream("POST", path, json=smaller, headers=headers) as answer:
         assert answer.is_success, answer.read()
+
+
+def test_an_output_that_names_no_length_goes_as_far_as_there_is_cache(
+    open_door: Open, make: Make, model: str, valkey: Redis
+) -> None:
+    """The key allows more than the workers have room for."""
+    valkey.hset(keys.MODELS, model, json.dumps(json.loads(CARD.to_json()) | {"kv_capacity": 64}))
+    headers = as_caller(make(max_output=300))
+    made = open_door(auth="keys").http.post("/v1/tasks", json={"model": model, "prompt": [1] * 10}, headers=headers)
+    assert made.is_success, made.text
+    assert json.loads(valkey.hget(keys.task(made.json()["id"]), "task") or "")["max_tokens"] == 55
 
 
 def test_a_retry_counts_the_tokens_of_a_text_that_no_gateway_has_seen(

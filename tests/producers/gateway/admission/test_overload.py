@@ -15,7 +15,7 @@ from producers import AsyncClient
 from producers.contract import keys
 from producers.store.waiting import Bounds, Pressure, pressure
 from tests.producers.gateway.admission.test_limits import be_served
-from tests.producers.gateway.conftest import QUEUE, Door, Make, Open, until
+from tests.producers.gateway.conftest import CARD, QUEUE, Door, Make, Open, until
 from tests.producers.gateway.test_keys import as_caller
 from tests.producers.gateway.test_keys import make as make  # the fixture
 from tests.producers.gateway.test_metrics import figures
@@ -89,10 +89,14 @@ def test_another_gateway_is_in_the_same_stage(open_door: Open, door: Door, make:
     assert submit(other, make(), tier="priority").headers["penstock-degraded"] == "priority"
 
 
-@pytest.mark.parametrize(("asked", "left"), [(None, 16), (500, 16), (16, None), (9, None)])
+@pytest.mark.parametrize(
+    ("cache", "asked", "left"), [(999, None, 16), (999, 500, 16), (999, 16, None), (999, 9, None), (12, None, None)]
+)
 def test_outputs_of_keys_that_say_so_are_shortened(
-    door: Door, make: Make, valkey: Redis, asked: int | None, left: int | None
+    door: Door, make: Make, valkey: Redis, cache: int, asked: int | None, left: int | None
 ) -> None:
+    """`cache`: the tokens for which the workers have room."""
+    valkey.hset(keys.MODELS, CARD.name, json.dumps(json.loads(CARD.to_json()) | {"kv_capacity": cache}))
     let_wait(valkey, 92)
     asked_for = {} if asked is None else {"max_tokens": asked}
     answer = submit(door, make(shorten_to=16), **asked_for)
