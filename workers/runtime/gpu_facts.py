@@ -38,6 +38,8 @@ class GpuFacts(threading.Thread):
         super().__init__(name="gpu-facts", daemon=True)
         self._device = device
         self._stopping = threading.Event()
+        self.first: Facts | None = None
+        """The first result, with which counters are compared."""
         self.latest: Facts | None = None
         self.read_at = 0.0
         """When `latest` was read (monotonic)."""
@@ -55,6 +57,8 @@ class GpuFacts(threading.Thread):
         while look is not None and not self._stopping.is_set():
             try:
                 facts = look()
+                if self.first is None:
+                    self.first = facts
                 self.latest, self.read_at, failing = facts, time.monotonic(), False
             except Exception as error:  # noqa: BLE001  # a driver in trouble is told of, and asked again
                 self.latest = None

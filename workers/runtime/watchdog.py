@@ -56,7 +56,6 @@ class Watchdog(threading.Thread):
         self._on_change = on_change
         self._stuck = STUCK_S
         self._reported: frozenset[str] = frozenset()
-        self._ecc: int | None = None
         self.reasons: tuple[str, ...] = ()
 
     def run(self) -> None:
@@ -84,14 +83,10 @@ class Watchdog(threading.Thread):
 
     def _watch_gpu(self) -> None:
         """Errors are counted since the driver was loaded, so that the process that comes next begins with this one."""
-        errors = (self._gpu.latest or {}).get("ecc_uncorrected")
-        if errors is None:
-            return
-        if self._ecc is None:
-            self._ecc = errors
-        if errors > self._ecc:
+        before, errors = ((facts or {}).get("ecc_uncorrected") for facts in (self._gpu.first, self._gpu.latest))
+        if before is not None and errors is not None and errors > before:
             self._give_up(
-                f"the GPU's memory has {errors - self._ecc} new errors that it could not correct, and a weight may be "
+                f"the GPU's memory has {errors - before} new errors that it could not correct, and a weight may be "
                 "among what they hit. Its tasks go to others; start it again, and reset or replace the GPU if there "
                 "are more (nvidia-smi -q -d ECC,ROW_REMAPPER)",
                 frozenset(),

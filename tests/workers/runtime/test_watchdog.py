@@ -160,6 +160,7 @@ def test_memory_that_cannot_be_corrected_is_no_tasks_fault(rig: Rig, tmp_path: P
     told.write_text("7")  # of an earlier process
     worker = begin(rig, ECC_ERRORS=told, STUB_HOLD_AT=60, WORKER_PLUGINS="tests.workers.plugins:gpu_of_a_file")
     ids = rig.begun(3, more_than=5, max_tokens=120)
+    rig.until(lambda: all("gpu" in lease for lease in rig.leases()))  # it has read the 7
     told.write_text("8")
     assert "memory has 1 new errors that it could not correct" in given_up(worker)
     left_whole(rig, ids)
