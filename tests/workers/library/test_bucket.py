@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -258,7 +259,7 @@ class TestPublished:
         folder, copied, publishes = large(tmp_path, 11 << 20), list[str](), list[Any]()
         publish(folder, "one", place, note, quiet=True)
         monkeypatch.setattr("producers.store.blobs.s3.MAX_COPY", 5 << 20)
-        request, begin = Objects.request, bucket._Publish
+        request, begin, copying = Objects.request, bucket._Publish, threading.Event()
 
         def begun(*args: Any) -> Any:
             publishes.append(begin(*args))
@@ -267,8 +268,10 @@ class TestPublished:
         def refusing(objects: Objects, call: str, permission: str, name: str, **more: Any) -> dict[str, Any]:
             if call == "upload_part_copy":
                 copied.append(name)
+                copying.set()
                 assert publishes[0].stopped.wait(PATIENCE_S)
             if (call, name) == ("put_object", "config.json"):
+                assert copying.wait(PATIENCE_S)
                 raise aws_refusal("put config.json", permission, "AccessDenied", "")
             return request(objects, call, permission, name, **more)
 
