@@ -28,6 +28,7 @@ def test_anthropics_client_works_unmodified(system: System) -> None:
         check_place(place)
     assert (calls["ends"], calls["answer"]) == (["tool_use"] * 2, ["text"])
     assert calls["kinds"].count("input_json") > 1, "arguments come in pieces"
+    assert told["runner"] == ["tool_use"]
     assert told["refused"] == [
         ["NotFoundError", "not_found_error", "model_not_found", True],
         ["BadRequestError", "invalid_request_error", "invalid_value", True],

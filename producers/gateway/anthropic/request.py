@@ -13,7 +13,7 @@ from typing import Any, Final
 from producers.contract.chat import BETWEEN_PARTS, MAX_MESSAGES, read_string, too_many
 from producers.contract.chat import refused as invalid_part
 from producers.errors import InvalidTask, shown
-from producers.gateway.http.errors import check_given, invalid_value, unknown_parameter
+from producers.gateway.http.errors import Problem, check_given, invalid_value, unknown_parameter
 from producers.gateway.openai.chat import ChatRequest
 from producers.gateway.openai.parameters import (
     BEAMS,
@@ -140,6 +140,13 @@ def openapi(*required: str) -> dict[str, Any]:
 
 def read_message(body: Mapping[str, Any], tenant: str | None, *, counting: bool = False) -> ChatRequest:
     """The chat that a body asks for. `counting`: only its tokens are to be counted. Raises Problem and InvalidTask."""
+    if body.get("thread") is not None:  # tool runners send it, and know by the code to go on without
+        raise Problem(
+            400,
+            "thread is given, and conversations are not kept here; leave it out, and send all turns as messages",
+            code="thread_unsupported_request",
+            param="thread",
+        )
     text_request = PARAMETERS.read(_neutral(body), tenant)
     values = text_request.endpoint_values
     if not counting:

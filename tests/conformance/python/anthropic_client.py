@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 
@@ -69,12 +69,25 @@ def calls(client: anthropic.Anthropic) -> Any:
     }
 
 
+@anthropic.beta_tool
+def place(city: Literal["Bern", "Oslo"]) -> str:
+    """Where a city is."""
+    return f"{city} is far."
+
+
+def runner(client: anthropic.Anthropic) -> list[Any]:
+    """A turn of the client's loop of calls, which asks for a thread at first."""
+    turns = client.beta.messages.tool_runner(tools=[place], tool_choice=ONCE, max_iterations=1, **ASKED)
+    return [turn.stop_reason for turn in turns]
+
+
 def main(url: str) -> None:
     client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
     told = {
         "text": text_of(client),
         "prefilled": text_of(client, {"role": "assistant", "content": "def f("}),
         "calls": calls(client),
+        "runner": runner(client),
         "refused": [refused(client, model="huge"), refused(client, extra_body={"temperature": -1})],
         "models": [model.id for model in client.models.list(limit=1)],
     }

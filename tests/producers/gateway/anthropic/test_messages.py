@@ -323,6 +323,14 @@ def test_bad_input_is_refused_by_name(
     assert nothing_written(valkey)
 
 
+def test_a_thread_is_refused_so_that_its_client_goes_on_without(http: httpx.Client, model: str) -> None:
+    going_on = {"thread": {"type": "continue", "previous_message_id": "msg_1"}, "messages": []}
+    for thread in ({"thread": {"type": "create"}}, going_on):
+        answer = ask(http, **thread)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["details"]["error_code"] == "thread_unsupported_request"
+
+
 def test_errors_have_anthropics_form_whoever_makes_them(
     open_door: Open, make: Make, model: str, answering: Answering
 ) -> None:
