@@ -125,6 +125,13 @@ PARAMETERS: Final = Parameters(
         "stream_options": ({},),
     },
     stream_options=(),
+    page="docs/use/anthropic.md",
+    hints={
+        "stop": "here it is stop_sequences",
+        "response_format": "here it is output_config.format",
+        "reasoning_effort": "here it is output_config.effort, with thinking of the type adaptive",
+        **dict.fromkeys(("enable_thinking", "think", "reasoning"), "here it is thinking"),
+    },
 )
 
 

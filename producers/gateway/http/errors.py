@@ -163,8 +163,11 @@ def check_given(values: Container[str], *needed: str) -> None:
             raise Problem(400, f"{name} is missing", code="missing_required_parameter", param=name)
 
 
-def no_such_path(path: str) -> Problem | None:
-    """The error for a path that clients of other servers know, or that a base URL spoiled; None for any other."""
+def no_such_path(path: str, *, anthropic: bool = False) -> Problem | None:
+    """The error for a path that clients of other servers know, or that a base URL spoiled; None for any other.
+    `anthropic`: whether a client of Anthropic's asks, whose base URL ends otherwise."""
+    if anthropic and path.startswith("/v1/v1/"):
+        path = f"/v1{MESSAGES}"
     parts = [part for part in path.split("/") if part]
     while parts[:2] == ["v1", "v1"]:
         del parts[0]
@@ -345,7 +348,7 @@ async def _handle(request: Request, error: Exception) -> JSONResponse:
     # A path of another server may be like one here that takes an id, by other methods.
     missing = (404, 405) if path in ELSEWHERE else (404,)
     if isinstance(error, HTTPException) and error.status_code in missing:
-        problem = no_such_path(path) or problem
+        problem = no_such_path(path, anthropic=is_anthropic(request.scope)) or problem
     work = request.scope["state"].get("work") if "state" in request.scope else None
     if work is not None and work.done and 400 <= problem.status < 500:
         await request.app.state.gateway.accounts.charge_refused(request, work)

@@ -262,7 +262,8 @@ class Parameters:
     """The parameters of an endpoint; a null one counts as missing.
 
     `endpoint_schemas`: the endpoint's own, with their JSON schemas. `renamed`: its parameter -> a task's field.
-    `required`: the one that must be given, beside the model.
+    `required`: the one that must be given, beside the model. `page`: that of the docs. `hints`: another endpoint's
+    parameter -> what does the same here; they go before the usual ones.
     """
 
     endpoint_schemas: Mapping[str, Mapping[str, Any]]
@@ -271,6 +272,8 @@ class Parameters:
     same: Sequence[str] = SAME
     not_offered: Mapping[str, tuple[Any, ...]] = field(default_factory=NOT_OFFERED.copy)
     stream_options: Sequence[str] = STREAM_OPTIONS
+    page: str = "docs/use/http.md"
+    hints: Mapping[str, str] = field(default_factory=dict)
 
     def openapi(self) -> dict[str, Any]:
         """OpenAPI's part of the endpoint: the schema of its body, with all accepted parameters and a task's limits."""
@@ -378,8 +381,8 @@ class Parameters:
         for name, value in values.items():
             if name not in recognised:
                 near = likely(name, recognised)
-                hint = f"did you mean {shown(near)}?" if near else "see docs/use/http.md for what is taken"
-                raise unknown_parameter(name, _ELSEWHERE.get(name, hint))
+                hint = f"did you mean {shown(near)}?" if near else f"see {self.page} for what is taken"
+                raise unknown_parameter(name, {**_ELSEWHERE, **self.hints}.get(name, hint))
             nothing = self.not_offered.get(name)
             if nothing is not None and not any(_same(value, neutral) for neutral in nothing):
                 raise refused(name, value, nothing, _INSTEAD.get(name, NOT_HERE))

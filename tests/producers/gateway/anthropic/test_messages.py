@@ -307,7 +307,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"output_config": {"format": {"type": "text", "schema": {}}}}, 'output_config.format.type is "text"'),
     ({"output_config": {"format": {"strict": True}}}, 'unknown parameter "output_config.format.strict"'),
     ({"system": "a b c d " * 500}, "prompt is too long: This model's maximum context length is"),
-    ({"surprise": 1}, 'unknown parameter "surprise"'),
+    ({"surprise": 1}, 'unknown parameter "surprise"; see docs/use/anthropic.md'),
+    ({"reasoning_effort": "low"}, "here it is output_config.effort"),
 ]
 
 
@@ -353,7 +354,8 @@ def test_errors_have_anthropics_form_whoever_makes_them(
     assert kind(key, system="x" * 2000) == (413, "request_too_large", "body_too_large")
     assert kind(key, path="/v1/messages/batches") == (404, "not_found_error", "not_found")
     assert kind(key | VERSION, path="/v1/files") == (404, "not_found_error", "not_found")
-    assert "ends without /v1" in http.post("/v1/v1/messages", headers=key | VERSION).json()["error"]["message"]
+    for path in ("/v1/v1/messages", "/v1/v1/models"):
+        assert "ends without /v1" in http.post(path, headers=key | VERSION).json()["error"]["message"]
     failed = {"code": "engine_error", "message": "No."}
     answering.scripts = [ends(status="failed", error=failed)]
     assert kind(key) == (500, "api_error", "engine_error")
