@@ -5,6 +5,7 @@ A task's body runs when the engine is done, and passes on what the engine made.
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
@@ -75,10 +76,10 @@ def make_app(settings: WorkerSettings) -> Celery:
     app.loader.override_backends = {BACKEND: f"{__name__}:Backend"}
     app.conf.update(
         # TLS, if any, stands in the query (`ssl_cert_reqs`), where kombu looks for it whatever the scheme.
-        broker_url=SCHEME + control.removeprefix("rediss").removeprefix("redis"),
+        broker_url=SCHEME + _without_user(control).removeprefix("rediss").removeprefix("redis"),
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,  # stock gives up after 100 tries, three quarters of an hour
-        result_backend=f"{BACKEND}+{kombu_url(settings.store).removeprefix('redis+')}",
+        result_backend=f"{BACKEND}+{_without_user(kombu_url(settings.store)).removeprefix('redis+')}",
         result_extended=True,
         task_create_missing_queues=True,
         accept_content=["json"],
@@ -95,6 +96,12 @@ def make_app(settings: WorkerSettings) -> Celery:
     )
     register(app, settings.max_retries)
     return app
+
+
+def _without_user(url: str) -> str:
+    """The URL without user and password, for the configuration: `Link` and App connect by the whole one. Of a Unix
+    socket `inspect stats` shows all of it."""
+    return re.sub("://[^/?]*@", "://", url, count=1)
 
 
 def consume(app: Celery, queues: list[str]) -> None:
