@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import ssl
 from pathlib import Path
@@ -15,6 +16,8 @@ from producers.contract import keys
 from tests.processes import ROOT, Worker, valkey
 from tests.waiting import PATIENCE_S
 from tests.workers.rig import MODEL, Rig
+from workers.cli.local_pools import Plan
+from workers.cli.system import System
 from workers.connect import check_server, check_servers
 from workers.errors import Refused
 from workers.pool.app import make_app
@@ -112,7 +115,9 @@ def test_the_least_rights_of_the_docs_suffice_and_a_worker_asks_for_each(caplog:
             rig.close()
 
 
-def test_a_process_whose_user_lacks_a_right_of_its_role_is_refused_by_name(valkey: Redis, valkey_url: str) -> None:
+def test_a_process_whose_user_lacks_a_right_of_its_role_is_refused_by_name(
+    valkey: Redis, valkey_url: str, tmp_path: Path
+) -> None:
     """As with the users' file of an earlier release: a script that is denied a command breaks off there."""
     anns = valkey_url.replace("//", "//ann:pw@")
 
@@ -133,6 +138,9 @@ def test_a_process_whose_user_lacks_a_right_of_its_role_is_refused_by_name(valke
             may([rule for rule in rules if rule != lacking])
             with pytest.raises(Refused, match=rf"user 'ann': No permissions for {named}"):
                 check_servers(anns, anns, process="worker")
+        up = System(Plan((), tmp_path, broker=anns), lambda name, line: None)
+        with pytest.raises(Refused, match="user 'ann': No permissions for HVALS"):
+            asyncio.run(up._begin_servers())  # before it starts any process
     finally:
         valkey.execute_command("ACL", "DELUSER", "ann")
 

@@ -224,7 +224,7 @@ class System:
             self.store = self._data.url(port)
             await embedded_valkey.started(await self._begin(embedded_valkey.valkey(self._data, port)), self._data, port)
         self.broker, self.store = self.broker or self.store, self.store or self.broker
-        await asyncio.to_thread(check_servers, self.broker, self.store, (), worker=True)
+        await asyncio.to_thread(check_servers, self.broker, self.store, (), worker=True, process="worker")
         COLD_START.mark("store")
 
     async def _all_serve(self) -> None:
