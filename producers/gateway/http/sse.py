@@ -345,6 +345,7 @@ class Feed:
     async def next(self) -> bytes | None:
         """The next chunk; None at the end. Raises what the chunks raise. The reader has taken the one before."""
         self._last_read_at = self._loop.time()
+        self._quiet = False  # of a silence before the reader took something; nothing may stand behind the last line
         if self._delivered:
             self._delivered = False
             self._requested.set()

@@ -9,6 +9,7 @@ whole, its arguments as an object; one that the output's end cuts is left out.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from producers.gateway.tasks.foreground import Foreground
 
 #: The path of which errors have Ollama's form.
 PREFIX: Final = "/api/"
+#: Characters that a line's JSON does not have as they are: it is ASCII, since clients may split lines at U+2028.
+_ESCAPED: Final = re.compile(r"[^ -~]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +89,24 @@ def reason_of(reason: str | None) -> str:
     return "length" if reason == "length" else "stop"
 
 
-def _call(call_id: str, index: int, name: str, arguments: str) -> dict[str, Any] | None:
-    """A call; None if its arguments are cut."""
+def _call(call_id: str, index: int, name: str, arguments: str) -> str | None:
+    """A call as JSON, its arguments as the model has written them; None if they are cut."""
+    written = arguments or "{}"
     try:
-        parsed = json.loads(arguments or "{}")
+        parsed = json.loads(written, parse_constant=_no_json)
     except (ValueError, RecursionError):
         return None
     if not isinstance(parsed, dict):
         return None
-    return {"id": call_id, "function": {"index": index, "name": name, "arguments": parsed}}
+    # Not `parsed`: a number may be too large for a float, and half of a pair no text.
+    written = _ESCAPED.sub(lambda match: " " if match[0] in "\t\n\r" else quote(match[0])[1:-1], written)
+    function = f'{{"index": {index}, "name": {quote(name)}, "arguments": {written}}}'
+    return f'{{"id": {quote(call_id)}, "function": {function}}}'
+
+
+def _no_json(constant: str) -> Any:
+    """Python reads NaN and infinities, too."""
+    raise ValueError(constant)
 
 
 class Lines:
@@ -153,7 +165,7 @@ class Lines:
                 name, arguments = self._calls.pop(part.index)
                 if (call := _call(self._id_of(part.index), part.index, name, "".join(arguments))) is None:
                     continue
-                beside = f', "tool_calls": {json.dumps([call])}'
+                beside = f', "tool_calls": [{call}]'
             yield self._line(text, '"done": false' + more, beside)
             more = ""
 
@@ -203,7 +215,7 @@ class WholeObject(Whole):
     def pieces(self, first: dict[str, Any]) -> Iterator[bytes | bytearray]:
         """The object's JSON. `first`: members of it beside all others."""
         choice, form = self._choice, self._form
-        thinking, calls = bytearray(), list[dict[str, Any]]()
+        thinking, calls = bytearray(), list[str]()
         if isinstance(choice, ParsedChoice):
             choice.end()
             thinking = choice.reasoning
@@ -219,7 +231,7 @@ class WholeObject(Whole):
             yield thinking
             yield b'"'
         if calls:
-            yield b', "tool_calls": ' + dumps(calls)
+            yield f', "tool_calls": [{", ".join(calls)}]'.encode()
         yield f"{form.after}, ".encode()
         if choice.arrays is not None:
             yield b'"logprobs": ['

@@ -2,14 +2,14 @@
 
 Only what a model's card says is told: nobody here knows a model's size on disk, or its quantization.
 
-A client of Ollama's appends `:latest` to a name without a tag, so names are listed with it. `MODEL:latest` is the
-model, unless it has an adapter that is called `latest`.
+A client of Ollama's appends `:latest` to a name without a tag, so names without one are listed with it. `MODEL:latest`
+is the model, unless it has an adapter that is called `latest`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
@@ -24,7 +24,7 @@ from producers.gateway.http.authorization import READS, SUBMITS, principal_of
 from producers.gateway.http.request_body import SETTINGS, documented, read_object
 from producers.gateway.http.request_state import work_of
 from producers.gateway.ollama.answer import LineStream, timestamp
-from producers.gateway.ollama.request import check_model
+from producers.gateway.ollama.request import MAX_MODEL, check_model
 from producers.gateway.openai.parameters import flag
 from producers.gateway.openai.reasoning import reasoning_model
 
@@ -36,7 +36,7 @@ VERSION: Final = "0.12.11"
 LATEST: Final = ":latest"
 #: Age (s) up to which a reading of the workers will do.
 MAX_AGE_S: Final = 5.0
-MODEL: Final[dict[str, Any]] = {"type": "string", "minLength": 1, "maxLength": 512}
+MODEL: Final[dict[str, Any]] = {"type": "string", "minLength": 1, "maxLength": MAX_MODEL}
 SHOW: Final[dict[str, Any]] = {
     "type": "object",
     "required": ["model"],
@@ -86,8 +86,15 @@ async def card_of(request: Request, gateway: Gateway, name: str) -> dict[str, An
 async def _cards(request: Request, gateway: Gateway) -> dict[str, dict[str, Any]]:
     """Listed name -> card of all models that the caller may use."""
     cards = [card for card in await gateway.client.models() if principal_of(request).may_use(card["name"])]
-    latest = any(card["name"] == LATEST[1:] for card in cards)  # an adapter, or a model of this name
-    return {card["name"] if latest else f"{card['name']}{LATEST}": card for card in cards}
+    names = {card["name"] for card in cards}
+    return {_tagged(card["name"], names): card for card in cards}
+
+
+def _tagged(name: str, names: Collection[str]) -> str:
+    """A model's name with a tag, as clients write it. `names`: of all models; where one is called `latest`, an adapter
+    or a model, or this one's name with the tag, the tag stands for that."""
+    tagged = f"{name}{LATEST}"
+    return name if ":" in name or LATEST[1:] in names or tagged in names else tagged
 
 
 def _details(card: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,5 +209,5 @@ async def pull(request: Request) -> Response:
     gateway = gateway_of(request)
     body = await read_object(request, min(gateway.settings.max_body, SETTINGS))
     await card_of(request, gateway, check_model(body, "model", "name"))
-    lines = flag(body, "stream", True)
+    lines = body.get("stream") is None or flag(body, "stream")
     return Response(b'{"status":"success"}\n', media_type=LineStream.media_type if lines else "application/json")

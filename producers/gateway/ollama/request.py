@@ -6,7 +6,7 @@ answer's header Penstock-Warning; what would change the answer, and is not offer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -30,8 +30,6 @@ OPTIONS: Final = {
     "num_predict": "max_tokens",
 }
 INTEGERS: Final = frozenset({"top_k", "seed", "num_predict"})
-#: Values of num_predict that ask for any number of tokens, up to the end of the context.
-ENDLESS: Final = (-1, -2)
 #: Options about the machine and its memory: workers have their own settings, and no answer depends on them.
 OF_THE_MACHINE: Final = frozenset(
     {
@@ -39,6 +37,8 @@ OF_THE_MACHINE: Final = frozenset(
         *("f16_kv", "logits_all", "vocab_only", "embedding_only", "draft_num_predict"),
     }
 )
+#: Most characters of a model's name, with an alias or a tag.
+MAX_MODEL: Final = 512
 #: Fields of both bodies that this module reads, or that ask for nothing here.
 TAKEN: Final = (
     *("model", "stream", "format", "options", "keep_alive", "think", "truncate", "shift", "logprobs", "top_logprobs"),
@@ -85,6 +85,7 @@ def read_generate(body: Mapping[str, Any], model: str, tenant: str | None, warni
     it is, too, where the model has no template, and no `system` is given. Raises as `read_chat`."""
     parameters = _parameters(body, model, OF_GENERATE, warnings)
     prompt, system, raw = read_string(body["prompt"], "prompt"), body.get("system"), flag(_given(body), "raw")
+    system = None if system is None else read_string(system, "system")
     if raw and system:
         raise refused("system", system, (), "and raw is true: raw prompts have no template")
     parameters["messages"] = [*([{"role": "system", "content": system}] if system else [])]
@@ -100,11 +101,12 @@ def _given(body: Mapping[str, Any]) -> dict[str, Any]:
 def _named(read: ChatRequest, prompt: str) -> ChatRequest:
     """The chat, whose errors have these bodies' names."""
     names = {**read.text_request.names, **NAMES, "prompt": prompt, "prompt_ids": prompt}
-    asks = "think" if read.reasoning.parameter is not None else None
+    reasoning = read.reasoning
+    asks = "think" if reasoning.parameter is not None else None
     return replace(
         read,
         text_request=replace(read.text_request, names=names),
-        reasoning=replace(read.reasoning, parameter=asks),
+        reasoning=replace(reasoning, parameter=asks, effort_name="think"),
         cut=True,
     )
 
@@ -115,9 +117,7 @@ def _parameters(body: Mapping[str, Any], model: str, own: tuple[str, ...], warni
     for name, why in REFUSED.items():
         if given.get(name):
             raise refused(name, given[name], (), f"which is not offered here: {why}")
-    unknown = [name for name in given if name not in (*TAKEN, *SAME, *own, *REFUSED)]
-    if unknown:
-        warnings.append(f"unknown fields are ignored: {', '.join(map(_short, unknown[:20]))}")
+    warn_of_unknown(given, (*TAKEN, *SAME, *own, *REFUSED), warnings)
     parameters = {"model": model, "stream": flag(given, "stream", True)}
     parameters |= {name: given[name] for name in SAME if name in given}
     parameters |= _options(given.get("options", {}), warnings)
@@ -129,6 +129,12 @@ def _parameters(body: Mapping[str, Any], model: str, own: tuple[str, ...], warni
         parameters["logprobs"] = True
         parameters["top_logprobs"] = given.get("top_logprobs", 0)
     return parameters
+
+
+def warn_of_unknown(given: Iterable[str], known: Collection[str], warnings: list[str]) -> None:
+    """Warn of fields that are ignored."""
+    if unknown := [name for name in given if name not in known]:
+        warnings.append(f"unknown fields are ignored: {', '.join(map(_short, unknown[:20]))}")
 
 
 def _short(name: str) -> str:
@@ -150,7 +156,7 @@ def _options(options: Any, warnings: list[str]) -> dict[str, Any]:
             value = _integer(f"options.{name}", value)
         elif name != "stop" and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise refusal(f"options.{name}", value, "a number", code="invalid_type")
-        if name == "num_predict" and value in ENDLESS:
+        if name == "num_predict" and value <= 0:  # any number of tokens, up to the end of the context
             continue
         parameters[OPTIONS[name]] = value
     if ignored:
@@ -203,10 +209,13 @@ def _message(message: Any, path: str) -> Any:
 
 
 def check_model(body: Mapping[str, Any], *names: str) -> str:
-    """The model that a body names. `names`: the fields that may, in order. Raises Problem."""
-    value = next((body[name] for name in names if body.get(name)), None)
-    if value is None:
+    """The model that a body names. `names`: the fields that may, in order. Raises Problem and InvalidTask."""
+    name = next((name for name in names if body.get(name)), None)
+    if name is None:
         raise Problem(400, f"{names[0]} is missing", code="missing_required_parameter", param=names[0])
-    if not isinstance(value, str):
-        raise refusal(names[0], value, "the name of a model", code="invalid_type")
-    return value
+    model = body[name]
+    if not isinstance(model, str):
+        raise refusal(name, model, "the name of a model", code="invalid_type")
+    if len(model) > MAX_MODEL:
+        raise refusal(name, model, f"a name of at most {MAX_MODEL} characters")
+    return read_string(model, name)

@@ -13,16 +13,17 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
+from producers.contract.chat import read_string
 from producers.contract.task import Task
-from producers.gateway.context import gateway_of
+from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import PARAMETER, SUBMITS_TASKS, tenant_of
-from producers.gateway.http.request_body import checked, documented, read_object
+from producers.gateway.http.request_body import INLINE, checked, documented, read_object
 from producers.gateway.http.request_state import work_of
 from producers.gateway.http.sse import Direct
 from producers.gateway.ollama.answer import CHAT, GENERATE, Form, Lines, LineStream, WholeObject, loaded
 from producers.gateway.ollama.models import MODEL, card_of, errors, named
-from producers.gateway.ollama.request import EFFORTS, OPTIONS, check_model, read_chat, read_generate
+from producers.gateway.ollama.request import EFFORTS, OPTIONS, check_model, read_chat, read_generate, warn_of_unknown
 from producers.gateway.openai.answer import respond
 from producers.gateway.openai.chat import ChatRequest, choices_of, prepare
 from producers.gateway.openai.complete import whole_answer
@@ -100,6 +101,19 @@ def _openapi(schema: Mapping[str, Any]) -> dict[str, Any]:
 Read = Callable[[Mapping[str, Any], str, str | None, list[str]], ChatRequest]
 
 
+#: Values of a prompt that is none.
+NOTHING: Final[tuple[Any, ...]] = (None, "", [])
+
+
+async def _look(request: Request, gateway: Gateway, model: str) -> None:
+    """Look whether a model is there, for a body without a prompt. A large one counts in a minute's requests: it makes
+    no task that would. Raises as `card_of`."""
+    await card_of(request, gateway, model)
+    work = work_of(request)
+    if work.size is not None and work.size > INLINE:
+        await gateway.accounts.charge_refused(request, work)
+
+
 async def _answer(request: Request, prompt: str, read: Read, form: Form) -> Response:
     """Answer a body whose field `prompt` is what the model goes on with. Raises Problem, InvalidTask and UnknownModel,
     in the caller's names."""
@@ -107,8 +121,8 @@ async def _answer(request: Request, prompt: str, read: Read, form: Form) -> Resp
     await gateway.streams.enter(request.scope, "answer")
     body, tenant = await read_object(request, gateway.settings.max_body), tenant_of(request)
     said = check_model(body, "model")
-    if not body.get(prompt):
-        await card_of(request, gateway, said)
+    if body.get(prompt) in NOTHING:
+        await _look(request, gateway, said)
         unload = body.get("keep_alive") in (0, "0", "0s")
         return Response(loaded(said, form, "unload" if unload else "load"), media_type="application/json")
     model = await named(request, gateway, said)
@@ -163,6 +177,10 @@ def _one_embedded(fields: Mapping[str, Any], rows: PooledRows) -> bytes:
     return f'{{"embedding": {_entries(fields, rows, 0)[0]}}}'.encode()
 
 
+#: Fields of bodies with texts to embed that are taken, but the model and the texts.
+OF_VECTORS: Final = ("truncate", "dimensions", "service_tier", "user")
+
+
 async def _vectors(request: Request, texts: str, endpoint: Callable[[str], Endpoint], nothing: str) -> Response:
     """Answer a body whose field `texts` has them. `endpoint`: of the model's name. `nothing`: the member that is empty
     in an answer to no text."""
@@ -170,13 +188,15 @@ async def _vectors(request: Request, texts: str, endpoint: Callable[[str], Endpo
     await gateway.streams.enter(request.scope, "answer")
     body = await read_object(request, gateway.settings.max_body)
     said = check_model(body, "model")
-    if not body.get(texts):
-        await card_of(request, gateway, said)
+    if body.get(texts) in NOTHING:
+        await _look(request, gateway, said)
         return JSONResponse({"model": said, nothing: []})
-    taken = {name: body[name] for name in ("truncate", "dimensions", "service_tier", "user") if body.get(name)}
+    known = ("model", texts, *OF_VECTORS, "keep_alive", "options")
+    warn_of_unknown((name for name, value in body.items() if value is not None), known, work_of(request).warnings)
+    taken = {name: body[name] for name in OF_VECTORS if body.get(name)}
     if body.get("truncate") is False:
         taken["truncate"] = False
-    taken |= {"model": await named(request, gateway, said), "input": body[texts]}
+    taken |= {"model": await named(request, gateway, said), texts: body[texts]}
     chosen = endpoint(said)
     return await pooled(request, gateway, chosen, await checked(request, lambda: chosen.fields(taken)))
 
@@ -205,5 +225,15 @@ async def embed(request: Request) -> Response:
 )
 async def older_embed(request: Request) -> Response:
     """Ollama's older endpoint for one vector."""
-    one = replace(ENDPOINTS[EMBEDDINGS], answer=_one_embedded, entries=None, cuts=True)
+    usual = ENDPOINTS[EMBEDDINGS]
+    properties = {**usual.schema["properties"], "prompt": _TEXT}
+    one = replace(
+        usual,
+        schema={**usual.schema, "required": ["model", "prompt"], "properties": properties},
+        texts={"input": "prompt"},
+        checks={**usual.checks, "prompt": read_string},
+        answer=_one_embedded,
+        entries=None,
+        cuts=True,
+    )
     return await _vectors(request, "prompt", lambda _: one, "embedding")

@@ -84,3 +84,15 @@ async def test_heartbeats_go_on_where_nobody_can_tell_what_is_waited_for(caplog:
     await feed.close()
     assert chunk == b"a"
     assert "cannot tell what a stream waits for: of a share" in caplog.text
+
+
+async def test_no_heartbeat_stands_behind_the_last_chunk_of_a_reader_who_took_it_slowly() -> None:
+    async def chunks() -> AsyncGenerator[bytes]:
+        yield b"a"
+
+    feed = Feed(chunks(), asyncio.get_running_loop().create_future(), heartbeat=3600)
+    assert await feed.next() == b"a"
+    feed._last_read_at = float("-inf")
+    feed._beat()
+    assert await feed.next() is None
+    await feed.close()

@@ -74,15 +74,18 @@ def test_options_and_format_reach_the_task(http: httpx.Client, answering: Answer
     body = {"model": "tiny", "prompt": "f", "stream": False, "keep_alive": "5m", "format": schema, "options": options}
     answer = send(http, "/api/generate", body | {"keep": 1, "think": False, "images": [], "context": []})
     assert answer.headers["penstock-warning"] == "unknown fields are ignored: keep; options are not followed: mirostat"
-    send(http, "/api/generate", {"model": "tiny", "prompt": "f", "format": "json", "options": {"num_predict": -1}})
-    task, other = (record.task for record in answering.records)
+    for endless in (-1, 0):
+        body = {"model": "tiny", "prompt": "f", "format": "json", "options": {"num_predict": endless}}
+        assert send(http, "/api/generate", body).status_code == 200
+    task, *others = (record.task for record in answering.records)
     wanted = {"temperature": 0.5, "top_k": 40, "top_p": 0.9, "min_p": 0.1, "max_tokens": 9, "stop": ["x"]}
     wanted |= {"repetition_penalty": 1.1, "presence_penalty": 0.5}
     assert {name: task[name] for name in wanted} == wanted
     assert task["json_schema"]["properties"].keys() == {"a"}
     assert task["seed"] >= 0, "a random one"
-    assert "max_tokens" not in other
-    assert other["json_schema"]["type"] == "object"
+    for other in others:
+        assert "max_tokens" not in other
+        assert other["json_schema"]["type"] == "object"
 
 
 def test_a_raw_prompt_and_one_for_a_model_without_a_template_are_sent_as_they_are(
@@ -135,6 +138,23 @@ def test_calls_have_their_arguments_as_objects(open_door: Open, calls: str, answ
     assert told(cut)[1:] == ([], "length"), "a call that is cut is none"
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_arguments_are_those_that_the_model_wrote_whatever_stands_in_them(
+    open_door: Open, calls: str, answering: Answering, stream: bool
+) -> None:
+    arguments = (
+        '{"place": "half \\ud83d, \N{LINE SEPARATOR}\N{GRINNING FACE}",\n"far": 1e999, "n": 0.10000000000000000001}'
+    )
+    answering.scripts = [says(f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>')]
+    body = {"model": calls, "messages": MESSAGES, "tools": TOOLS, "stream": stream}
+    answer = send(open_door().http, "/api/chat", body)
+    objects = lines(answer) if stream else [answer.json()]
+    (call,) = (call for part in objects for call in part["message"].get("tool_calls", ()))
+    assert call["function"]["arguments"] == json.loads(arguments)
+    assert "1e999" in answer.text, "JSON has no infinity"
+    assert answer.text.isascii()
+
+
 def test_thinking_comes_apart_and_is_turned_off(http: httpx.Client, thinker: str, answering: Answering) -> None:
     answering.scripts = [says("<think>\nLet me", " see.\n</think>\n\n", "4.")]
     body = {"model": thinker, "messages": MESSAGES}
@@ -150,6 +170,8 @@ def test_thinking_comes_apart_and_is_turned_off(http: httpx.Client, thinker: str
     assert len(off["prompt"]) > len(unset["prompt"]), "the template closes the reasoning"
     bounded = send(http, "/api/chat", body | {"think": "low"})
     assert (bounded.status_code, bounded.json()["error"].split()[0]) == (400, "think"), "its marks are no tokens"
+    opened = {"model": thinker, "prompt": "<think>", "raw": True, "think": False}
+    assert send(http, "/api/generate", opened).json()["error"].startswith("think cannot be kept")
     assert send(http, "/api/show", {"model": thinker}).json()["capabilities"] == ["completion", "tools", "thinking"]
 
 
@@ -178,6 +200,16 @@ def test_latest_is_an_adapter_where_one_is_called_so(open_door: Open, model: str
     assert [entry["name"] for entry in http.get("/api/tags").json()["models"]] == ["tiny", "latest"]
     parents = [send(http, "/api/show", {"model": name}).json() for name in ("tiny:latest", "tiny", "latest:latest")]
     assert [parent["details"]["parent_model"] for parent in parents] == ["tiny", "", "tiny"]
+
+
+def test_a_name_with_a_tag_gets_no_other(open_door: Open, model: str, valkey: Redis) -> None:
+    for name in ("llama3.2:1b", "other", "other:latest"):
+        valkey.hset(keys.MODELS, name, replace(CARD, name=name).to_json())
+    http = open_door().http
+    names = [entry["name"] for entry in http.get("/api/tags").json()["models"]]
+    assert names == ["llama3.2:1b", "other", "other:latest", "tiny:latest"]
+    found = [send(http, "/api/show", {"model": name}).json()["model_info"]["general.basename"] for name in names]
+    assert found == ["llama3.2:1b", "other", "other:latest", "tiny"]
 
 
 def test_log_probabilities_stand_beside_the_text(http: httpx.Client, answering: Answering) -> None:
@@ -227,6 +259,31 @@ def test_errors_are_texts_that_name_what_is_wrong(
     assert said in answer.json()["error"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "wrong"),
+    [
+        ("chat", {"messages": 0}, "messages is 0"),
+        ("generate", {"prompt": False}, "prompt is false"),
+        ("generate", {"prompt": "f", "system": 5}, "system is 5"),
+        ("embed", {"input": {}}, "input is {}"),
+        ("embeddings", {"prompt": ["a", "b"]}, 'prompt is ["a", "b"]'),
+        *((path, {"model": "\ud800:latest"}, "model is") for path in ("chat", "embed", "show")),
+        *((path, {"model": "x" * 506 + ":latest"}, "model is") for path in ("generate", "embeddings", "pull")),
+    ],
+)
+def test_values_of_wrong_types_are_refused_and_none_is_taken_for_nothing(
+    http: httpx.Client, model: str, path: str, body: dict[str, Any], wrong: str
+) -> None:
+    answer = send(http, f"/api/{path}", {"model": model, **body})
+    assert (answer.status_code, answer.json()["error"][: len(wrong)]) == (400, wrong)
+
+
+def test_texts_to_embed_tell_of_fields_that_are_ignored(http: httpx.Client, model: str) -> None:
+    answer = send(http, "/api/embed", {"model": model, "input": "a", "keep_alive": 5, "keep": 1})
+    assert (answer.status_code, answer.json()["code"]) == (400, "unsupported_model")
+    assert answer.headers["penstock-warning"] == "unknown fields are ignored: keep"
+
+
 def test_an_error_in_the_middle_of_a_stream_is_its_last_line(http: httpx.Client, answering: Answering) -> None:
     answering.scripts = [ends(status="failed", error={"code": "engine_error", "message": "It broke."})]
     last = lines(send(http, "/api/chat", {"model": "tiny", "messages": MESSAGES}))[-1]
@@ -242,7 +299,8 @@ def test_models_are_listed_shown_and_pulled(http: httpx.Client, model: str) -> N
     architecture = shown["model_info"]["general.architecture"]
     assert shown["model_info"][f"{architecture}.context_length"] == listed["details"]["context_length"]
     assert (shown["details"], shown["capabilities"]) == (listed["details"], ["completion", "tools"])
-    assert lines(send(http, "/api/pull", {"name": "tiny"})) == [{"status": "success"}]
+    for unset in ({}, {"stream": None}):
+        assert lines(send(http, "/api/pull", {"name": "tiny", **unset})) == [{"status": "success"}]
     assert send(http, "/api/pull", {"model": "llama3", "stream": False}).status_code == 404
     assert http.get("/api/version").json() == {"version": VERSION}
     assert http.get("/api/ps").json() == {"models": []}
@@ -266,6 +324,18 @@ def test_keys_open_what_they_may(open_door: Open, make: Make, model: str) -> Non
     for path in ("/api/show", "/api/generate", "/api/pull"):
         refused = httpx.post(f"{door.url}{path}", json=body, headers=as_caller(other))
         assert (refused.status_code, refused.json()["code"]) == (404, "model_not_found")
+
+
+def test_a_large_body_without_a_prompt_counts_in_a_minutes_requests(
+    open_door: Open, make: Make, model: str, valkey: Redis
+) -> None:
+    url, headers = open_door(auth="keys").url, as_caller(make(rpm=5))
+    for path in ("chat", "embed"):
+        body = {"model": model, "junk": "x" * 2**16}
+        assert httpx.post(f"{url}/api/{path}", json=body, headers=headers).status_code == 200
+        assert httpx.post(f"{url}/api/{path}", json={"model": model}, headers=headers).status_code == 200
+    (account,) = valkey.keys(keys.account("*"))
+    assert int(valkey.hget(account, "requests") or 0) in (1, 2), "of this minute, which may have begun between"
 
 
 def test_a_caller_who_leaves_ends_the_task(door: Door, model: str, valkey: Redis) -> None:
