@@ -557,8 +557,7 @@ def check_sees(principal: Principal, model: str) -> None:
 def check_may_use(principal: Principal, task: Task, tier: str = "service_tier") -> None:
     """Raise Problem if the caller may not submit a request's tasks, all of one model and tier. `tier`: the parameter
     that names the tier."""
-    if not principal.may_use(task.model):
-        raise _not_allowed(task.model)
+    check_may_use_model(principal, task.model)
     if not principal.may_use(task.model, [task.tier]):
         raise Problem(
             403,
@@ -566,6 +565,13 @@ def check_may_use(principal: Principal, task: Task, tier: str = "service_tier") 
             code="tier_not_allowed",
             param=tier,
         )
+
+
+def check_may_use_model(principal: Principal, model: str) -> None:
+    """Raise Problem if the caller may not use a model, whatever the tier: for requests that have none, such as to count
+    tokens."""
+    if not principal.may_use(model):
+        raise _not_allowed(model)
 
 
 def _not_allowed(model: str) -> Problem:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from producers.contract.task import Task
 from producers.errors import shown
-from producers.gateway.admission.limits import check_sees
+from producers.gateway.admission.limits import check_may_use_model
 from producers.gateway.anthropic.answer import EventWriter, MessageStream, OutputReader, WholeMessage, opened
 from producers.gateway.anthropic.request import openapi, read_message, stops_of
 from producers.gateway.context import gateway_of
@@ -120,7 +120,7 @@ async def count_tokens(request: Request) -> Counted:
     if counts and accounts.spent:
         await accounts.check_spent(request, tenant)
     chat, task = await checked(request, read)
-    check_sees(principal_of(request), task.model)  # of no tier: nothing is submitted
+    check_may_use_model(principal_of(request), task.model)
     card = (await resolve(request, gateway.client, task)).card
     with chat.text_request.naming():
         check_chats(card)

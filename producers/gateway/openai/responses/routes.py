@@ -21,7 +21,7 @@ from producers.contract import keys
 from producers.contract.record import Record
 from producers.contract.task import Task
 from producers.errors import TaskNotFound, UnknownModel, shown
-from producers.gateway.admission.limits import check_may_use
+from producers.gateway.admission.limits import check_may_use, check_may_use_model
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import CANCELS, READS, SUBMITS, SUBMITS_TASKS, principal_of, tenant_of
@@ -177,7 +177,7 @@ async def input_tokens(request: Request) -> Response:
     if counts and accounts.spent:
         await accounts.check_spent(request, tenant)
     response_request, task = await checked(request, read)
-    check_may_use(principal_of(request), task)
+    check_may_use_model(principal_of(request), task.model)
     resolved = await resolve(request, gateway.client, task)
     items = await _conversation(request, response_request)
     reasoning = await _reasoning(gateway, resolved.card, response_request, work)

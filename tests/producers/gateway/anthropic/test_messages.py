@@ -347,7 +347,7 @@ def test_errors_have_anthropics_form_whoever_makes_them(
     assert kind(reader) == (403, "permission_error", "missing_scope")
     assert kind(key, model="x") == (404, "not_found_error", "model_not_found")
     other = {"x-api-key": make("acme", scopes=("submit",), models=("other",))}
-    assert kind(other, "/v1/messages/count_tokens") == (404, "not_found_error", "model_not_found")
+    assert kind(other, "/v1/messages/count_tokens") == (403, "permission_error", "model_not_allowed")
     flex = {"x-api-key": make("acme", scopes=("submit",), tiers=("flex",))}
     assert kind(flex) == (403, "permission_error", "tier_not_allowed")
     assert http.post("/v1/messages/count_tokens", json=ASKED, headers=flex).status_code == 200

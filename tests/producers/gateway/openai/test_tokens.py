@@ -94,6 +94,10 @@ def test_a_key_counts_only_for_models_that_it_may_use(open_door: Open, make: Mak
     }
     assert answers == {may: 200, other: 404, reads: 403}
     assert http.post("/tokenize", json=body).status_code == 401
+    body, path = {"model": model, "input": "x"}, "/v1/responses/input_tokens"
+    assert http.post(path, json=body, headers=as_caller(other)).status_code == 403
+    flex = as_caller(make(tiers=("flex",)))
+    assert http.post(path, json=body, headers=flex).is_success, "to count tokens has no tier"
 
 
 def test_the_tokens_of_a_response_are_counted_as_it_would_have_them(
