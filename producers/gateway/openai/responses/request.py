@@ -25,7 +25,17 @@ from producers.contract.task import Task
 from producers.errors import InvalidTask, shown
 from producers.gateway.http.errors import invalid_value, unknown_parameter
 from producers.gateway.openai.output_parser import OutputSyntax
-from producers.gateway.openai.parameters import KEPT_S, SAME, Parameters, TextRequest, count, flag, refusal, refused
+from producers.gateway.openai.parameters import (
+    KEPT_S,
+    LEAST_TOP_P,
+    SAME,
+    Parameters,
+    TextRequest,
+    count,
+    flag,
+    refusal,
+    refused,
+)
 from producers.gateway.openai.reasoning import BUDGET_PARAMETERS, EFFORTS, ReasoningRequest, read_reasoning
 from producers.gateway.openai.response_format import FLAT, TEXT, formed
 from producers.gateway.openai.tools import FLAT_TOOL_PARAMETERS, Tools, read_tools, with_tools
@@ -419,7 +429,7 @@ class ResponseRequest:
             "store": self.store,
             "service_tier": self.text_request.service_tier,
             "temperature": task.temperature,
-            "top_p": task.top_p,
+            "top_p": 0.0 if task.top_p == LEAST_TOP_P else task.top_p,
             "metadata": task.metadata,
             **self.shown,
         }

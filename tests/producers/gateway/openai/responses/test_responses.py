@@ -43,8 +43,9 @@ def task_id(response_id: str) -> str:
 
 def test_all_ways_of_reading_agree(client: OpenAI, answering: Answering) -> None:
     answering.scripts = [says(*PIECES)]
-    whole = client.responses.create(**ASKED, instructions="Be brief.", metadata={"a": "b"}, max_output_tokens=50)
-    assert whole.output_text == "".join(PIECES)
+    asked = {**ASKED, "instructions": "Be brief.", "metadata": {"a": "b"}, "max_output_tokens": 50, "top_p": 0}
+    whole = client.responses.create(**asked)
+    assert (whole.output_text, whole.top_p) == ("".join(PIECES), 0)
     assert (whole.status, whole.instructions, whole.metadata) == ("completed", "Be brief.", {"a": "b"})
     assert whole.usage is not None
     assert (whole.usage.input_tokens, whole.usage.output_tokens, whole.usage.total_tokens) == (7, 3, 10)
