@@ -2,8 +2,8 @@
 -- (FOLLOW), with spaces between. Each has a channel of its own, where one message tells of many tasks: lines, by turns a
 -- task's id and what its own channel would say. An empty line says to listen to the task's own channel, and to read its
 -- stream: its worker gave it back, or the message is LARGE.
--- All scripts but APPEND, which may be called again, publish by `pcall`: a user who may not publish must not leave an end
--- half written. Who listens reads the stream after 5 s of silence, and what waits for a wake looks by itself.
+-- Scripts that may not be called again publish by `pcall`: a user who may not publish must not leave an end half written.
+-- Who listens reads the stream after 5 s of silence, and what waits for a wake looks by itself.
 local LARGE = 65536 -- bytes; one is sent once: of a few, the reader drops what it heard, and reads the stream anyway
 
 local function follow(task, followers, process)
