@@ -159,6 +159,17 @@ def models(patience_s: float) -> Steps[list[dict[str, Any]]]:
     return [*cards.values(), *adapters.listed(adapters_raw, cards)]
 
 
+def takes_tasks(name: str, patience_s: float) -> Steps[bool]:
+    """Whether a model or an adapter that takes tasks has this name, which has no alias or version."""
+    base, adapter_name = adapters.names_of(name)
+    commands = (("HGET", keys.MODELS, name), ("HGET", keys.ADAPTERS, adapter_name))
+    model_raw, adapter_raw = yield from persistently(Read(commands), patience_s)
+    if model_raw is not None and listed({name: model_raw}):
+        return True
+    adapter = adapters.StoredAdapter.parse(adapter_raw)
+    return adapter is not None and base in ("", adapter.base)
+
+
 def aliases(
     directory: Directory, models: Sequence[str], patience_s: float
 ) -> Steps[dict[str, dict[str, dict[str, Any]]]]:

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from producers.errors import UnknownModel
+from producers.client.operations import takes_tasks
 from producers.gateway.admission.limits import check_sees
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http.authorization import READS, SUBMITS, principal_of
@@ -66,13 +66,10 @@ async def named(request: Request, gateway: Gateway, name: str) -> str:
     OSError."""
     if not name.endswith(LATEST):
         return name
-    if principal_of(request).may_use(name):
-        try:
-            await gateway.client.resolve(name)
-        except UnknownModel:
-            pass
-        else:
-            return name
+    client = gateway.client
+    # Not by `resolve`: where there is no such name, as with most requests, that reads all models for its error.
+    if principal_of(request).may_use(name) and await client.run(takes_tasks(name, client.patience)):
+        return name
     return name.removesuffix(LATEST)
 
 

@@ -202,6 +202,22 @@ def test_latest_is_an_adapter_where_one_is_called_so(open_door: Open, model: str
     assert [parent["details"]["parent_model"] for parent in parents] == ["tiny", "", "tiny"]
 
 
+def test_a_tag_has_nobody_read_all_models(open_door: Open, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_all(cards: Any) -> Any:
+        raise AssertionError(f"{len(cards)} models were read for one request")
+
+    http = open_door().http
+    monkeypatch.setattr("producers.client.directory.listed", read_all)
+    assert send(http, "/api/generate", {"model": f"{model}:latest"}).status_code == 200
+
+
+def test_a_withdrawn_model_takes_no_tag_from_another(open_door: Open, model: str, valkey: Redis) -> None:
+    card = json.loads(replace(CARD, name=f"{model}:latest").to_json())
+    valkey.hset(keys.MODELS, f"{model}:latest", json.dumps(card | {"withdrawn": 1}))
+    shown = send(open_door().http, "/api/show", {"model": f"{model}:latest"}).json()
+    assert shown["model_info"]["general.basename"] == model
+
+
 def test_a_name_with_a_tag_gets_no_other(open_door: Open, model: str, valkey: Redis) -> None:
     for name in ("llama3.2:1b", "other", "other:latest"):
         valkey.hset(keys.MODELS, name, replace(CARD, name=name).to_json())
