@@ -65,7 +65,7 @@ TINY = {
     "tests.bench.watching": ["--workers 2 --tasks 1000 --scrapes 2 --seconds 1"],
     "tests.bench.ledger": ["--rounds 1 --batch 3"],
     "tests.bench.overload_by_arithmetic": ["--loads 1 --tasks 20 --output 8"],
-    "tests.bench.path": ["--sequences 2 --tokens 40 --step-ms 1"],
+    "tests.bench.path": ["--sequences 2 --tokens 400 --step-ms 5"],
     "tests.bench.placement": ["--conversations 3 --workers 2"],
     "tests.bench.plan": ["--sequences 2 --steps 3"],
     "tests.bench.products": ["--rows 1 --rounds 1", "--rows 1 --rounds 1 --against OTHER"],

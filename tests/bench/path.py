@@ -165,6 +165,8 @@ def measure(sequences: int, tokens: int, seconds: float, process: bool) -> dict[
         it.wait_until(lambda: max(counts()) > tokens * 9 // 10, 600)
         spent, made = {name: used(pid) - before[name] for name, pid in pids.items()}, sum(counts()) - first
         reader.join()
+    if not made:
+        raise SystemExit(f"all {tokens} tokens were made before the first look; give more --tokens")
     us = {name: {thread: round(1e6 * s / made, 2) for thread, s in by.most_common(8)} for name, by in spent.items()}
     sums = {name: round(1e6 * sum(by.values()) / made, 2) for name, by in spent.items()}
     return {"engine_process": process, "tokens": made, "us_a_token": sums, "threads": us}
