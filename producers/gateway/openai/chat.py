@@ -290,7 +290,7 @@ async def _prompt(
             text = await gateway.templates.render(card, chat.messages, work, **chat.template)
         prompt = await gateway.prompts.encode(card, text, work, special=plain, whole=chat.truncation is None)
         if chat.truncation is not None:
-            prompt = chat.truncation.of(prompt, task, card)
+            prompt = chat.truncation.of(prompt, _in_need_of_room(chat, task, prompt, card), card)
         model_fit.check(_cut(chat, task.model_copy(update={"prompt": prompt}), card), card)
         return prompt
 
@@ -300,6 +300,18 @@ def _cut(chat: ChatRequest, task: Task, card: Mapping[str, Any]) -> Task:
     if not chat.cut or task.max_tokens is None or len(task.prompt) <= model_fit.longest_prompt(task, card):
         return task
     return task.model_copy(update={"max_tokens": None})
+
+
+def _in_need_of_room(chat: ChatRequest, task: Task, prompt: tuple[int, ...], card: Mapping[str, Any]) -> Task:
+    """The task with the output for which a prompt is cut to leave room. Where the output may end with the context, a
+    prompt that leaves any room is not cut, and no prompt to less than half of the context."""
+    if not chat.cut:
+        return task
+    any_length = task.model_copy(update={"max_tokens": None})
+    if len(prompt) <= model_fit.longest_prompt(any_length, card):
+        return any_length
+    half = max(1, model_fit.room(card) // 2)
+    return task.model_copy(update={"max_tokens": min(task.max_tokens or half, half)})
 
 
 def choices_of(n: int, scorer: ChatLogprobs | None, syntax: OutputSyntax | None, task_id: str) -> list[Choice]:

@@ -88,6 +88,22 @@ def test_options_and_format_reach_the_task(http: httpx.Client, answering: Answer
         assert other["json_schema"]["type"] == "object"
 
 
+def test_only_a_prompt_that_leaves_no_room_is_cut_and_to_no_less_than_half_of_it(
+    http: httpx.Client, answering: Answering
+) -> None:
+    half = CARD.context_length // 2
+    wanted = {3: CARD.context_length - 3, CARD.context_length - 1: half, 10**6: half, -1: half}
+    for length in wanted:
+        body = {"model": "tiny", "prompt": "f " * 2000, "truncate": True, "options": {"num_predict": length}}
+        assert send(http, "/api/generate", body).status_code == 200
+    assert [len(record.task["prompt"]) for record in answering.records] == [*wanted.values()]
+    short = {"model": "tiny", "prompt": "f", "options": {"num_predict": CARD.context_length - 1}}
+    for body in (short, short | {"truncate": True}):
+        assert send(http, "/api/generate", body).status_code == 200
+    whole, kept = (record.task["prompt"] for record in answering.records[len(wanted) :])
+    assert kept == whole
+
+
 def test_a_raw_prompt_and_one_for_a_model_without_a_template_are_sent_as_they_are(
     http: httpx.Client, answering: Answering, valkey: Redis
 ) -> None:
