@@ -90,6 +90,7 @@ ELSEWHERE: Final = {
         for name in ("containers", "evals", "skills", "videos", "chatkit")
     },
     "/v1/v1/messages": "The path has a /v1 too many. The base URL of Anthropic's clients ends without /v1",
+    "/v1/api": "The path has a /v1 too many. The base URL of Ollama's clients ends without /v1",
     "/v1/messages/batches": "Anthropic's Message Batches are not offered: POST /v1/batches takes OpenAI's",
     **dict.fromkeys(
         ("/api/create", "/api/copy", "/api/push", "/api/delete", "/api/blobs"),

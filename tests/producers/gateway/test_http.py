@@ -216,6 +216,7 @@ class TestProxies:
         ("POST", "/v1//chat/completions", "it is /v1/chat/completions"),
         ("GET", "/v1/v1/models", "it is /v1/models"),
         ("GET", "/v1/files//file-1", "a slash or a /v1 too many."),
+        ("POST", "/v1/api/chat", "Ollama's clients ends without /v1"),
     ],
 )
 def test_a_path_of_another_server_says_what_there_is(http: httpx.Client, method: str, path: str, said: str) -> None:
