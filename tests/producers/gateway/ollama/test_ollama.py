@@ -94,10 +94,10 @@ def test_only_a_prompt_that_leaves_no_room_is_cut_and_to_no_less_than_half_of_it
     half = CARD.context_length // 2
     wanted = {3: CARD.context_length - 3, CARD.context_length - 1: half, 10**6: half, -1: half}
     for length in wanted:
-        body = {"model": "tiny", "prompt": "f " * 2000, "truncate": True, "options": {"num_predict": length}}
-        assert send(http, "/api/generate", body).status_code == 200
+        long = {"model": "tiny", "prompt": "f " * 2000, "truncate": True, "options": {"num_predict": length}}
+        assert send(http, "/api/generate", long).status_code == 200
     assert [len(record.task["prompt"]) for record in answering.records] == [*wanted.values()]
-    short = {"model": "tiny", "prompt": "f", "options": {"num_predict": CARD.context_length - 1}}
+    short: dict[str, Any] = {"model": "tiny", "prompt": "f", "options": {"num_predict": CARD.context_length - 1}}
     for body in (short, short | {"truncate": True}):
         assert send(http, "/api/generate", body).status_code == 200
     whole, kept = (record.task["prompt"] for record in answering.records[len(wanted) :])
