@@ -43,7 +43,7 @@ TOGETHER, COMMON = 8, 0.5
 KNEE_SHARE: Final = 0.85
 #: Times measured with fewer sequences than this share of a worker's slots say little of a full one.
 LOADED: Final = 0.75
-#: Where a task of its tier, or of a better one, waits longer (s), no slot is free for it.
+#: Longest wait (s) of tasks of a tier, or of a better one, at which a slot may still be free for the tier.
 TAKEN_S: Final = 0.1
 #: Tasks go on coming for so many times the time for which some have waited: as likely as not, and in one of ten cases.
 GO_ON, GO_ON_P90 = 0.25, 6.0

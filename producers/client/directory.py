@@ -76,8 +76,8 @@ class ResolvedModel:
 
 
 def encoding_of(record: Mapping[str, str]) -> str:
-    """What made the token ids of a record with these fields: a digest; for one of an earlier release, which has none,
-    `@` and its version."""
+    """Digest of the encoding that made a record's token ids; `@` and its version for one of an earlier release, which
+    has no digest."""
     return record.get("encoding") or f"@{record.get('version', '')}"
 
 
@@ -89,7 +89,7 @@ def encoding_of_card(card: Mapping[str, Any]) -> str:
 
 @dataclass(slots=True)
 class _Look:
-    """What a look into the store said of a model: its routing, and its versions as far as they were asked for.
+    """Routing of a model as read from the store, and its versions as far as they were asked for.
     `state`: the routing as the store has it. `targets`: what each target leads to, by whether the task names it, may
     wait for a withdrawn model, was drawn."""
 

@@ -46,7 +46,7 @@ BACKLOG_BYTES: Final = 1 << 18
 #: Interval (s) of pings on a quiet connection. It is reconnected if no answer came by the next ping.
 PING_S: Final = 5.0
 CLOSED: Final = "the client is closed"
-#: What the names of tasks' channels begin with.
+#: Prefix of the names of tasks' channels.
 CHANNEL: Final = keys.channel("").encode()
 #: Most tasks in one FOLLOW, since a script blocks the store.
 MANY: Final = 1000
@@ -170,7 +170,7 @@ class Hub:
 
     def __init__(self, store: Redis) -> None:
         self._store = store
-        #: By task.
+        #: Channels by task id.
         self._channels: dict[bytes, _Channel] = {}
         self._orders: list[tuple[str, bytes]] = []
         self._ordered = asyncio.Event()
@@ -191,8 +191,8 @@ class Hub:
 
     @property
     def follower(self) -> str | None:
-        """What a record's `followers` are to be, so that this process hears of the task from its first token on; None
-        while its channel is not heard."""
+        """Value of a record's `followers` with which this process hears of the task from its first token on; None while
+        its channel is not heard."""
         return self._name if self._heard.is_set() else None
 
     def follow(
@@ -237,8 +237,8 @@ class Hub:
                 self._enter(name, on=False)
 
     def doubt(self, subscription: Subscription) -> None:
-        """Nothing came for long: ask the store whether it hears this process, listen to the task's own channel again,
-        and follow it anew."""
+        """After long silence, ask the store whether it hears this process, listen to the task's own channel again, and
+        follow it anew."""
         self._doubtful = True
         self._entered.set()
         channel = self._channels.get(subscription.task_id)

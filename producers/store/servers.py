@@ -26,7 +26,7 @@ RIGHTS: Final = "~* &* +@all -@admin -@dangerous +info"
 #: The server's default bounds (bytes) on what it keeps for one listener: at once, and for a minute. All tokens that a
 #: gateway reads come by one connection.
 BUFFERS: Final = (32 << 20, 8 << 20)
-#: What redis-py says of what answers otherwise than a Redis server does.
+#: Words in redis-py's error about a server that is no Redis.
 FOREIGN: Final = "Protocol error"
 #: Most commands that a refusal names.
 NAMED: Final = 6

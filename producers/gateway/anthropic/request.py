@@ -40,7 +40,7 @@ CHOICES: Final = ("auto", "any", "tool", "none")
 EFFORTS: Final = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
 #: Most characters of a tool's name.
 MAX_NAME: Final = 128
-#: What a tool's result begins with that tells of an error: templates have no field for that.
+#: Prefix of a tool's result that tells of an error: templates have no field for that.
 ERROR: Final = "Error: "
 #: Sampling parameters that say how many outputs there are, and how they are searched: a message has one. And those that
 #: Anthropic names otherwise.

@@ -477,7 +477,7 @@ class LiveStream(Response):
 
     media_type = "text/event-stream"
     heartbeat: ClassVar[bytes] = HEARTBEAT
-    """What is sent after some silence; clients ignore it."""
+    """Bytes that are sent after some silence; clients ignore them."""
 
     def __init__(
         self,

@@ -157,7 +157,7 @@ async def version(request: Request) -> JSONResponse:
 
 @router.post("/show", dependencies=SUBMITS, response_model=None, responses=errors(404), openapi_extra=documented(SHOW))
 async def show(request: Request) -> JSONResponse:
-    """What is known of a model, as Ollama tells it."""
+    """Tell what is known of a model, in Ollama's form."""
     gateway = gateway_of(request)
     body = await read_object(request, min(gateway.settings.max_body, SETTINGS))
     card = await card_of(request, gateway, check_model(body, "model", "name"))

@@ -102,8 +102,8 @@ class RoutingChanged(RoutingError):
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a task says about its version. `version`: the alias or version that it names; `sticky`: its key; `headers`:
-    those of its request."""
+    """Facts of a task that decide its version. `version`: the alias or version that it names; `sticky`: its key;
+    `headers`: those of its request."""
 
     version: str | None = None
     sticky: str | None = None
